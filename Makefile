@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak triton-cache format \
+.PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
   bench-control bench-paper bench-kernels gemma clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -33,7 +33,7 @@ help:
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that take many seconds each, which make test leaves out' \
-	  'make lint | types | tests | fuzz | soak | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
+	  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -102,6 +102,16 @@ triton-cache: install-test
 SOAK ?=
 soak: install-test
 	@$(BIN)/python -m tests.soak $(SOAK)
+
+# A real server under mixed traffic for minutes, and engines that are killed: nothing may grow, no token may change.
+# SOAK_SERVER="--minutes 60", SOAK_RESTART="--deaths 200".
+SOAK_SERVER ?=
+soak-server: install-test
+	@$(BIN)/python -m tests.soak_server $(SOAK_SERVER)
+
+SOAK_RESTART ?=
+soak-restart: install-test
+	@$(BIN)/python -m tests.e2e.test_restart $(SOAK_RESTART)
 
 format: install-test
 	@$(BIN)/ruff check --fix .

@@ -259,7 +259,7 @@ void attend_split(const Work& work, int64_t split) {
   const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
   const int64_t num_rows = work.item.rows, window = args.window;
-  const int64_t item_low = window > 0 ? larger(0, work.position(0) - window + 1) : 0;
+  const int64_t item_low = first_seen(work.position(0), window, args.chunked);
   const int64_t item_high = smaller(work.item.last_split * kSplitKeys, work.position(num_rows - 1) + 1);
   const int64_t low = larger(split * kSplitKeys, item_low);
   const int64_t high = smaller((split + 1) * kSplitKeys, item_high);
@@ -286,7 +286,8 @@ void attend_split(const Work& work, int64_t split) {
     for (int64_t r = 0; r < num_rows && !(sees_all && saw_all); ++r) {
       const int64_t position = scratch.rows[r].position;
       scratch.rows[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
-      scratch.rows[r].low = window > 0 ? smaller(kKeyTile, larger(0, position - window + 1 - first)) : 0;
+      scratch.rows[r].low =
+          window > 0 ? smaller(kKeyTile, larger(0, first_seen(position, window, args.chunked) - first)) : 0;
     }
     saw_all = sees_all;
     for (int64_t r = 0; r < num_rows; r += kTileRows) {
@@ -441,6 +442,7 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
     float* row = qkv + t * args.qkv.stride;
     if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width(args), kv_width);
     prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
+    if (args.attends && args.length_floor > 0) scale_queries(args, row, step.positions[t]);
   }
 }
 

@@ -52,6 +52,14 @@ QUIRE_HEADER_INLINE constexpr int64_t head_bytes(int64_t block_size, int64_t hea
   return values_offset(block_size, head_dim, type) + block_size * head_dim * element_bytes(type);
 }
 
+// The first position that a row at `position` sees: of the last `window` ones, its own included, or of its chunk of
+// `window`. A window of 0: all.
+QUIRE_HEADER_INLINE constexpr int64_t first_seen(int64_t position, int64_t window, bool chunked) {
+  if (window == 0) return 0;
+  if (chunked) return position / window * window;
+  return position < window ? 0 : position - window + 1;
+}
+
 // Rows first_row .. first_row + rows - 1 of a sequence (row = token * heads per group + head) against the keys of some
 // splits, for each key head. What `partial` counts are rows of the shared scratch: a place for each split and row;
 // -1: the item has all of its rows' keys and writes their output.
@@ -68,9 +76,11 @@ struct AttentionItem {
 // One KV group's view of a step: `num_sequences` sequences that own the rows between successive query starts.
 // Arrays belong to the caller and outlive the step.
 struct AttentionPlan {
-  // Constant for a group of layers. window: 0: all. latent: the kernels of latent.cpp run over it, with their items.
+  // Constant for a group of layers. window, chunked: as AttentionArgs has them. latent: the kernels of latent.cpp run over it, with their items.
+  // top: keys that a token reads, chosen for it alone: items have rows of one token (0: all that it sees).
   AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads, int64_t window,
-                int threads, bool latent = false);
+                int threads, bool latent = false, bool chunked = false,
+                int64_t top = 0);
 
   // Cut a step into items. Throws std::invalid_argument for starts that fall, slots or blocks that do not exist and
   // tables that are too narrow: whatever a kernel will read or write lies in the pool afterwards. Allocates only when
@@ -80,15 +90,20 @@ struct AttentionPlan {
 
   bool fits(const AttentionArgs& args) const noexcept {
     return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads &&
-           args.num_kv_heads == num_kv_heads && args.window == window && !latent;
+           args.num_kv_heads == num_kv_heads && args.window == window && args.chunked == chunked && !latent;
   }
   bool fits(const LatentArgs& args) const noexcept {
-    return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads && latent;
+    return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads && latent &&
+           args.top == top;
+  }
+  bool fits(const IndexArgs& args) const noexcept {
+    return args.block_size == block_size && args.num_blocks == num_blocks && latent && args.top == top;
   }
 
   int64_t block_size, num_blocks, num_heads, num_kv_heads, window;
   int threads;
-  bool latent;
+  bool latent, chunked;
+  int64_t top;
   int64_t item_rows, row_padding, most_partial_rows;
 
   int64_t rows = 0;

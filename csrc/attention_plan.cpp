@@ -45,7 +45,7 @@ int64_t checked_block_bytes(int64_t block_size, int64_t num_kv_heads, int64_t he
 }  // namespace
 
 AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t window, int threads, bool latent)
+                             int64_t window, int threads, bool latent, bool chunked, int64_t top)
     : block_size(block_size),
       num_blocks(num_blocks),
       num_heads(num_heads),
@@ -53,11 +53,13 @@ AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num
       window(window),
       threads(threads),
       latent(latent),
+      chunked(chunked),
+      top(top),
       item_rows(latent ? kLatentRows : kItemRows),
       row_padding(latent ? kLatentPadding : 1),
       most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows) {
   check_block_shape(block_size, num_kv_heads);
-  if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1)
+  if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1 || top < 0)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
   if (num_blocks > kMostBlocks || num_heads > kMostHeads || threads > kMostHeads)
     throw std::invalid_argument("attention over more blocks, heads or threads than can be counted");
@@ -98,7 +100,7 @@ void AttentionPlan::check(int64_t table_width) const {
     const int64_t count = query_start[s + 1] - query_start[s];
     if (count == 0) continue;
     if (start < 0 || start > kMostPositions) throw std::invalid_argument("a start position is out of range");
-    const int64_t first = window > 0 ? std::max<int64_t>(0, start - window + 1) / block_size : 0;
+    const int64_t first = first_seen(start, window, chunked) / block_size;
     const int64_t last = (start + count - 1) / block_size;
     if (last >= table_width)
       throw std::invalid_argument("sequence " + std::to_string(s) + " needs " + std::to_string(last + 1) +
@@ -122,13 +124,17 @@ void AttentionPlan::cut() {
   whole_.clear();
   for (int64_t s = 0; s < num_sequences; ++s) {
     const int64_t total = (query_start[s + 1] - query_start[s]) * group, start = start_positions[s];
-    for (int64_t first = 0; first < total; first += item_rows) {
+    for (int64_t first = 0, last = 0; first < total; first = last) {
+      // Rows of one token alone where each token reads keys of its own.
+      last = std::min(first + item_rows, top > 0 ? (first / group + 1) * group : total);
+      last = std::min(last, total);
       AttentionItem item;
       item.sequence = static_cast<int32_t>(s);
       item.first_row = first;
-      item.rows = static_cast<int32_t>(std::min(item_rows, total - first));
-      const int64_t low = window > 0 ? std::max<int64_t>(0, start + first / group - window + 1) : 0;
-      const int64_t high = start + (first + item.rows - 1) / group;
+      item.rows = static_cast<int32_t>(last - first);
+      const int64_t low = first_seen(start + first / group, window, chunked);
+      int64_t high = start + (last - 1) / group;
+      if (top > 0) high = std::min(high, top - 1);
       item.first_split = low / kSplitKeys;
       item.last_split = high / kSplitKeys + 1;
       item.cost = (high + 1 - low) * (item.rows + kReadCost);
@@ -168,8 +174,9 @@ void AttentionPlan::split() {
 
 void bind_attention(nb::module_& module) {
   nb::class_<AttentionPlan>(module, "AttentionPlan")
-      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool>(), "block_size"_a, "num_blocks"_a,
-           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a, "latent"_a = false)
+      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, bool, int64_t>(), "block_size"_a, "num_blocks"_a,
+           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a, "latent"_a = false,
+           "chunked"_a = false, "top"_a = 0)
       .def(
           "set",
           [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,

@@ -1,6 +1,8 @@
 // What is done to a row before attention: norm and rotation of its query and key heads, keys and values to the cache.
 #pragma once
 
+#include <cmath>
+
 #include "attention.h"
 #include "head_rows.h"
 
@@ -133,6 +135,13 @@ void prepare_row(const AttentionArgs& args, float* row, const float* turn, int64
     if (turn != nullptr) rotate_head(keys + h * depth, turn, half);
     write_head(args, keys + h * depth, values + h * depth, block + h * share, slot % args.block_size);
   }
+}
+
+// Query heads of a row, scaled by the logarithm of its position.
+void scale_queries(const AttentionArgs& args, float* row, int64_t position) {
+  const auto steps = static_cast<double>((position + 1) / args.length_floor);
+  const auto factor = static_cast<float>(1.0 + args.length_strength * std::log1p(steps));
+  for (int64_t d = 0; d < args.num_heads * args.head_dim; ++d) row[d] *= factor;
 }
 
 }  // namespace

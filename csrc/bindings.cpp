@@ -157,7 +157,8 @@ void bind_program(nb::module_& module) {
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
-             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes) {
+             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes,
+             bool chunked, int64_t length_floor, float length_strength) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -171,6 +172,9 @@ void bind_program(nb::module_& module) {
             args.scale = scale;
             args.soft_cap = soft_cap;
             args.window = window;
+            args.chunked = chunked;
+            args.length_floor = length_floor;
+            args.length_strength = length_strength;
             args.sinks = at<float>(sinks);
             args.query_norm = at<float>(query_norm);
             args.key_norm = at<float>(key_norm);
@@ -185,13 +189,14 @@ void bind_program(nb::module_& module) {
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
-          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true)
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true, "chunked"_a = false,
+          "length_floor"_a = 0, "length_strength"_a = 0.0f)
       .def(
           "latent",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t rank, int64_t rope_dim, float scale,
              const Ref& rotation, const Ref& query, const Ref& turned_query, const Ref& latent, const Ref& turned_key,
-             const Ref& out) {
+             const Ref& out, int64_t top, const Ref& selected) {
             LatentArgs args;
             args.group = group;
             args.cache = cache;
@@ -209,10 +214,26 @@ void bind_program(nb::module_& module) {
             args.latent = latent;
             args.turned_key = turned_key;
             args.out = out;
+            args.top = top;
+            args.selected = selected;
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a, "rank"_a,
-          "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a)
+          "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a,
+          "top"_a, "selected"_a)
+      .def(
+          "select_keys",
+          [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
+             int64_t num_blocks, int64_t block_size, int64_t latent_width, int64_t num_heads, int64_t dim,
+             int64_t rope_dim, int64_t top, float scale, const Ref& rotation, const Ref& query, const Ref& key,
+             const Ref& weights, const Ref& out) {
+            program.add(IndexArgs{group, cache, reinterpret_cast<std::byte*>(pages), block_bytes, num_blocks,
+                                  block_size, latent_width, num_heads, dim, rope_dim, top, scale, rotation, query, key,
+                                  weights, out});
+          },
+          "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "latent_width"_a,
+          "num_heads"_a, "dim"_a, "rope_dim"_a, "top"_a, "scale"_a, "rotation"_a, "query"_a, "key"_a, "weights"_a,
+          "out"_a)
       .def(
           "heads",
           [](Program& program, std::vector<PackedWeight> weights, const Ref& x, const Ref& out) {

@@ -20,6 +20,7 @@ struct Kernels {
   LayerKernels layers;
   AttentionKernels attention;
   LatentKernels latent;
+  IndexKernels index;
   EncoderKernels encoder;
   StateKernels states;
   SamplingKernels sampling;

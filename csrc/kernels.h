@@ -246,6 +246,9 @@ struct AttentionArgs {
   float scale = 1;
   float soft_cap = 0;  // 0: off
   int64_t window = 0;  // 0: all
+  bool chunked = false;  // keys from the last multiple of `window` on are seen, not the last `window` ones
+  int64_t length_floor = 0;   // above 0: queries are multiplied by 1 + length_strength log(1 + (position + 1) / floor),
+  float length_strength = 0;  // the quotient rounded down
   const float* sinks = nullptr;  // [num_heads] or null
   const float* query_norm = nullptr;  // [head_dim]: RMS norm of each query head before the rotation; null: none
   const float* key_norm = nullptr;
@@ -305,6 +308,8 @@ struct LatentArgs {
   Ref latent;            // [rows, rank]
   Ref turned_key;        // [rows, rope_dim]; changed in place
   Ref out;               // [rows, num_heads * rank]
+  int64_t top = 0;       // above 0: most keys that a row reads, ...
+  Ref selected;          // ... [rows, top]: their positions, ascending, for rows that see more
 };
 
 struct LatentKernels {
@@ -313,6 +318,36 @@ struct LatentKernels {
   // Then attend. (A barrier lies between the two.)
   void (*attend)(const LatentArgs&, const Step&, Team&);
   std::size_t (*attend_scratch)(const LatentArgs&, int threads);
+};
+
+// -- the keys that sparse latent attention reads (latent_index.cpp) ---------------------------------------------------
+
+// score = scale * sum over heads of weights[head] * relu(query of the head · key). Keys are kept behind a block's latents.
+struct IndexArgs {
+  int32_t group = 0;  // which of Step::attention
+  CacheType cache = CacheType::kF32;
+  std::byte* pages = nullptr;
+  int64_t block_bytes = 0;
+  int64_t num_blocks = 0;
+  int64_t block_size = 0;
+  int64_t latent_width = 0;  // elements of a latent
+  int64_t num_heads = 0;     // of the indexer
+  int64_t dim = 0;           // of a query and a key
+  int64_t rope_dim = 0;      // of their first elements, which are rotated
+  int64_t top = 0;           // keys that are chosen
+  float scale = 1;
+  Ref rotation;  // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
+  Ref query;     // [rows, num_heads * dim]; changed in place
+  Ref key;       // [rows, dim]; changed in place
+  Ref weights;   // [rows, num_heads]
+  Ref out;       // [rows, top]: positions, ascending; of rows that see no more than `top` keys nothing is written
+};
+
+struct IndexKernels {
+  // Rotate, and write the rows' keys to their slots.
+  void (*prepare)(const IndexArgs&, const Step&, Team&);
+  // Then choose. (A barrier lies between the two.)
+  void (*select)(const IndexArgs&, const Step&, Team&);
 };
 
 // -- layers that keep a state (linear_state.cpp) --------------------------------------------------------------------

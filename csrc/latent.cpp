@@ -51,6 +51,7 @@ struct Work {
   const int32_t* table;
   int64_t start;  // position of the sequence's first row
   Scratch& scratch;
+  const float* selected = nullptr;  // positions of the keys; null: key i is at position i
 
   int64_t width() const { return args.rank + args.rope_dim; }
   int64_t position(int64_t row) const { return start + (item.first_row + row) / args.num_heads; }
@@ -60,7 +61,13 @@ struct Work {
   int64_t head(int64_t row) const { return (item.first_row + row) % args.num_heads; }
   // Vectors that hold rows.
   int vectors() const { return static_cast<int>((item.rows + kLanes - 1) / kLanes); }
-  const std::byte* latent(int64_t position) const {
+  // Keys that the item's rows read: all up to their position, or those that were chosen for their token.
+  int64_t num_keys() const {
+    const int64_t seen = position(item.rows - 1) + 1;
+    return args.top > 0 ? smaller(seen, args.top) : seen;
+  }
+  const std::byte* latent(int64_t key) const {
+    const int64_t position = selected == nullptr ? key : static_cast<int64_t>(selected[key]);
     const int64_t block = table[position / args.block_size], inside = position % args.block_size;
     return args.pages + block * args.block_bytes + inside * width() * element_bytes(args.cache);
   }
@@ -86,7 +93,9 @@ void load_queries(const Work& work, const Step& step) {
   std::memset(scratch.query, 0, static_cast<std::size_t>(words * kLatentRows) * sizeof(float));
   auto* packed = reinterpret_cast<uint32_t*>(scratch.query);
   for (int64_t r = 0; r < kLatentRows; ++r) {
-    scratch.positions[r] = r < work.item.rows ? static_cast<int32_t>(work.position(r)) : -1;
+    // All rows of a token see all keys that were chosen for it.
+    const int64_t last = args.top > 0 ? work.num_keys() - 1 : work.position(r);
+    scratch.positions[r] = r < work.item.rows ? static_cast<int32_t>(last) : -1;
     scratch.total_maximum[r] = kNothing;
     scratch.total_weight[r] = 0;
   }
@@ -315,7 +324,7 @@ void merge_factors(Scratch& scratch, int vectors, const float* part_maximum, con
 template <CacheType T, bool kPairs>
 void attend_split(const Work& work, int64_t split, float* partial) {
   Scratch& scratch = work.scratch;
-  const int64_t first = split * kSplitKeys, end = work.position(work.item.rows - 1) + 1;
+  const int64_t first = split * kSplitKeys, end = work.num_keys();
   const int64_t count = smaller(kSplitKeys, end - first);
   const int64_t words = kPairs ? work.width() / 2 : work.width();
   const int vectors = work.vectors();
@@ -401,15 +410,19 @@ void merge_item(const Work& work, const Step& step) {
   write_rows(work, step);
 }
 
-Work make_work(const LatentArgs& args, const AttentionPlan& plan, const AttentionItem& item, Team& team) {
-  return Work{args, plan, item, plan.block_table + item.sequence * plan.table_stride,
-              plan.start_positions[item.sequence], *reinterpret_cast<Scratch*>(team.scratch())};
+Work make_work(const LatentArgs& args, const AttentionPlan& plan, const AttentionItem& item, const Step& step,
+               Team& team) {
+  Work work{args, plan, item, plan.block_table + item.sequence * plan.table_stride,
+            plan.start_positions[item.sequence], *reinterpret_cast<Scratch*>(team.scratch())};
+  if (args.top > 0 && work.position(0) >= args.top)
+    work.selected = step.at(args.selected) + work.token(0) * args.selected.stride;
+  return work;
 }
 
 void attend(const LatentArgs& args, const Step& step, Team& team) {
   const AttentionPlan& plan = *step.attention[args.group];
   for (int64_t i = team.take(); i < plan.num_items; i = team.take()) {
-    const Work work = make_work(args, plan, plan.items[i], team);
+    const Work work = make_work(args, plan, plan.items[i], step, team);
     if (args.cache == CacheType::kF32) {
       run_item<CacheType::kF32, false>(work, step);
       continue;
@@ -425,7 +438,7 @@ void attend(const LatentArgs& args, const Step& step, Team& team) {
   if (plan.num_merges == 0) return;
   team.barrier();
   for (int64_t i = team.take(); i < plan.num_merges; i = team.take())
-    merge_item(make_work(args, plan, plan.merges[i], team), step);
+    merge_item(make_work(args, plan, plan.merges[i], step, team), step);
 }
 
 void prepare(const LatentArgs& args, const Step& step, Team& team) {

@@ -156,6 +156,17 @@ void Program::add(LatentArgs args) {
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.latent.attend_scratch(args, pool_->threads()));
 }
 
+void Program::add(const IndexArgs& args) {
+  require_all_rows();
+  if (args.num_heads < 1 || args.num_heads > kMaxIndexHeads || args.dim < 8 || args.dim % 8 != 0 ||
+      args.dim > kMaxIndexDim || args.rope_dim < 0 || args.rope_dim % 2 != 0 || args.rope_dim > args.dim ||
+      args.top < 1 || args.top > kMaxIndexTop || (args.cache != CacheType::kF32 && args.cache != CacheType::kBF16))
+    throw std::invalid_argument("an indexer of a width or type that the kernels do not compute");
+  index_.push_back(args);
+  ops_.emplace_back(Call<IndexArgs>{kernels_.index.prepare, args});
+  ops_.emplace_back(Call<IndexArgs>{kernels_.index.select, args});
+}
+
 void Program::add(HeadsArgs args) {
   if (args.weights->empty()) throw std::invalid_argument("no heads");
   const PackedWeight& first = args.weights->front();
@@ -171,7 +182,11 @@ void Program::run(const Step& step) {
   if (step.rows < 0 || step.rows > max_rows_) throw std::invalid_argument("more rows than the program was made for");
   if (step.rows == 0) return;
   for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
+  for (const AttentionArgs& args : attention_)
+    if (args.length_floor > 0 && step.positions == nullptr)
+      throw std::invalid_argument("queries are scaled by positions, and there are none");
   for (const LatentArgs& args : latent_) refuse_foreign_plan(args, step);
+  for (const IndexArgs& args : index_) refuse_foreign_plan(args, step);
   if (attends_rows_ && (step.encoder == nullptr || step.encoder->rows != step.rows))
     throw std::invalid_argument("the plan of the sequences is not for these rows");
   for (const auto& [layer, bytes] : states_)

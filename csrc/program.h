@@ -23,6 +23,8 @@ class Program {
   void add(AttentionArgs args);
   // Throws std::invalid_argument for a rank or width that the kernels have no room for.
   void add(LatentArgs args);
+  // Throws std::invalid_argument for an indexer that the kernels have no room for.
+  void add(const IndexArgs& args);
   // Throws std::invalid_argument for matrices of different shapes or of too many inputs.
   void add(HeadsArgs args);
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
@@ -54,7 +56,7 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
+                          Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
                           Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
                           Call<EncoderArgs>>;
 
@@ -72,6 +74,7 @@ class Program {
   std::vector<AttentionArgs> attention_;
   bool attends_rows_ = false;
   std::vector<LatentArgs> latent_;
+  std::vector<IndexArgs> index_;
   std::vector<EmbedArgs> embeddings_;
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;

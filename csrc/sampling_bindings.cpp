@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -56,6 +57,40 @@ void require_rows(const Matrix<T>& matrix) {
   require(matrix.shape(0) == 0 || matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
 }
 
+// Makes impossible what the masks of some rows do not allow.
+struct MaskArgs {
+  float* scores = nullptr;  // [., vocab_size], rows `stride` apart
+  int64_t stride = 0;
+  int64_t vocab_size = 0;
+  int64_t count = 0;                 // of masks
+  const int64_t* indices = nullptr;  // [count]: the row of each mask
+  const uint32_t* words = nullptr;   // [count, words of a mask]: token t at bit t % 32 of word t / 32
+};
+
+constexpr int64_t kWordBits = 32;
+
+// Most words of a mask are all ones, where nothing is to do, or all zeros. Memory is what limits it, not the processor:
+// it needs no copy for each instruction set.
+void keep_masked(const MaskArgs& args, Team& team) {
+  const int64_t num_words = (args.vocab_size + kWordBits - 1) / kWordBits;
+  for (int64_t i = team.take(); i < args.count; i = team.take()) {
+    float* row = args.scores + args.indices[i] * args.stride;
+    const uint32_t* words = args.words + i * num_words;
+    for (int64_t w = 0; w < num_words; ++w) {
+      const int64_t here = std::min(kWordBits, args.vocab_size - w * kWordBits);
+      float* scores = row + w * kWordBits;
+      if (words[w] == 0) {
+        std::fill(scores, scores + here, -__builtin_inff());
+        continue;
+      }
+      for (uint32_t banned = ~words[w]; banned; banned &= banned - 1) {
+        const int at = __builtin_ctz(banned);
+        if (at < here) scores[at] = -__builtin_inff();
+      }
+    }
+  }
+}
+
 // Not for two calls at a time. Allocates when it meets a larger vocabulary than before, else never.
 class VocabularyKernels {
  public:
@@ -79,6 +114,11 @@ class VocabularyKernels {
   void rank(const RankArgs& args) {
     nb::gil_scoped_release released;
     run(kernels_.rank, args, args.count * args.vocab_size * kRankCost);
+  }
+
+  void keep_masked(const MaskArgs& args) {
+    nb::gil_scoped_release released;
+    run(quire::keep_masked, args, args.count * args.vocab_size);
   }
 
   // Columns of the table that `choose` looks rows up in.
@@ -175,6 +215,20 @@ void bind_sampling(nb::module_& module) {
           },
           "logits"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "ranks"_a.noconvert(),
           "top_tokens"_a.noconvert(), "top_logprobs"_a.noconvert())
+      .def(
+          "keep_masked",
+          [](VocabularyKernels& self, Matrix<float> scores, Column<const int64_t> indices, Table<const uint32_t> words) {
+            require_rows(scores);
+            const auto vocab_size = static_cast<int64_t>(scores.shape(1));
+            require(indices.shape(0) == words.shape(0), "one index for each mask");
+            require(static_cast<int64_t>(words.shape(1)) == (vocab_size + kWordBits - 1) / kWordBits,
+                    "a mask has a bit for each token");
+            require_below(indices.data(), static_cast<int64_t>(indices.shape(0)), static_cast<int64_t>(scores.shape(0)),
+                          "a mask for a row that is not there");
+            self.keep_masked(MaskArgs{scores.data(), scores.stride(0), vocab_size,
+                                      static_cast<int64_t>(indices.shape(0)), indices.data(), words.data()});
+          },
+          "scores"_a.noconvert(), "indices"_a.noconvert(), "words"_a.noconvert())
       .def(
           "lowest_kept",
           [](VocabularyKernels& self, Column<const float> weights, double total, int64_t top_k, double top_p,

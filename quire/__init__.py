@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.beam_search_params import BeamSearchOutput, BeamSearchParams
+    from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from quire.engine.async_engine import AsyncLLM
+    from quire.engine.input_processor import TextPrompt, TokensPrompt
     from quire.errors import QuireError, UserError
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, RequestOutput
-    from quire.sampling_params import SamplingParams
+    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from quire.pooling_params import PoolingParams
+    from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from quire.structured_outputs_params import StructuredOutputsParams
 
 _EXPORTS = {
     "LLM": "quire.llm",
@@ -24,8 +37,24 @@ _EXPORTS = {
     "BeamSearchParams": "quire.beam_search_params",
     "BeamSearchOutput": "quire.beam_search_params",
     "SamplingParams": "quire.sampling_params",
+    "StructuredOutputsParams": "quire.structured_outputs_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
+    "TextPrompt": "quire.engine.input_processor",
+    "TokensPrompt": "quire.engine.input_processor",
+    "PoolingParams": "quire.pooling_params",
+    "RepetitionDetectionParams": "quire.sampling_params",
+    "RequestOutputKind": "quire.sampling_params",
+    "Logprob": "quire.outputs",
+    "PoolingRequestOutput": "quire.pooling_outputs",
+    "EmbeddingRequestOutput": "quire.pooling_outputs",
+    "ClassificationRequestOutput": "quire.pooling_outputs",
+    "ScoringRequestOutput": "quire.pooling_outputs",
+    "PoolingOutput": "quire.pooling_outputs",
+    "EmbeddingOutput": "quire.pooling_outputs",
+    "ClassificationOutput": "quire.pooling_outputs",
+    "ScoringOutput": "quire.pooling_outputs",
+    "BeamSearchSequence": "quire.beam_search_params",
     "QuireError": "quire.errors",
     "UserError": "quire.errors",
 }
@@ -35,10 +64,26 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QuireError",
+    "RepetitionDetectionParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UserError",
     "__version__",
 ]

@@ -18,6 +18,22 @@ def log_level() -> str:
     return value
 
 
+LOG_FORMATS = ("text", "json")
+
+
+def log_format() -> str:
+    """`QUIRE_LOG_FORMAT`: text (default) or json, one object a line."""
+    value = os.environ.get("QUIRE_LOG_FORMAT", "text").lower()
+    if value not in LOG_FORMATS:
+        raise ConfigError(f"QUIRE_LOG_FORMAT must be one of {', '.join(LOG_FORMATS)}, not {value!r}")
+    return value
+
+
+def keep_log_format(name: str) -> None:
+    """Let this process and those that it starts log as `name`, one of LOG_FORMATS."""
+    os.environ["QUIRE_LOG_FORMAT"] = name
+
+
 def num_threads() -> int | None:
     """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask."""
     value = os.environ.get("QUIRE_NUM_THREADS")
@@ -84,6 +100,16 @@ def api_key() -> str | None:
     """`QUIRE_API_KEY`: the key that `quire serve` asks for when neither `--api-key` nor `--api-key-file` is
     given."""
     return os.environ.get("QUIRE_API_KEY") or None
+
+
+def vllm_api_key() -> str | None:
+    """`VLLM_API_KEY`, vLLM's own: read by `python -m quire.cli.vllm` alone."""
+    return os.environ.get("VLLM_API_KEY") or None
+
+
+def use_hub_token(token: str) -> None:
+    """Set `HF_TOKEN`, the hub library's own, for this process and those that it starts."""
+    os.environ["HF_TOKEN"] = token
 
 
 def runtime_directory() -> Path:

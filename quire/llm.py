@@ -6,10 +6,10 @@ import itertools
 import signal
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -29,13 +29,27 @@ from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
+from quire.tokenization.chat_template import TemplateChoice
+from quire.tokenization.template_messages import ContentFormat
 from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.user_tokenizer import UserTokenizer
 from quire.utils.progress import ProgressBar
 
 Conversation = Sequence[Mapping[str, Any]]
 
 _POLL_SECONDS = 1.0
 """How long Ctrl-C may go unnoticed while nothing comes from the core."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Arguments of `LLM.chat` that the template sees: whether its text ends with the beginning of an answer, or inside
+    the last message, which is then continued; tools; further variables; how it gets contents."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    chat_template_content_format: ContentFormat
 
 
 class LLM(PoolingMethods):
@@ -72,79 +86,102 @@ class LLM(PoolingMethods):
         """Facts found at the start: context length, number of blocks, seconds of each phase."""
         return self._client.ready
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises UserError when the model has none."""
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer")
-        return self.tokenizer
+
+        def render(messages: Conversation, source: str | None = None, **options: Any) -> str:
+            return self._input_processor.submit_chat(messages, choice=TemplateChoice(source), **options).result()
+
+        return UserTokenizer(self.tokenizer, render)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take when they are given none: the model's generation_config.json over
+        SamplingParams()."""
+        return SamplingParams(**self.model_config.sampling_defaults)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the order of the prompts.
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
-        sampling_params: one for all (default SamplingParams()) or one each. use_tqdm: show a progress bar, if
-        standard error is a terminal and it takes longer than a second. priority: for all or one each, lower is earlier
-        (docs/scheduling.md).
+        sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar,
+        if standard error is a terminal and it takes longer than a second. lora_request: None. priority: for all or one
+        each, lower is earlier (docs/scheduling.md).
 
         Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails, and
         InternalError when the output of a request cannot be processed (the tokenizer fails).
         After an error or Ctrl-C nothing is left running.
         """
+        _refuse_adapters(lora_request)
         listed = as_list(prompts)
-        params = _params_for(listed, sampling_params)
-        priorities = _priorities_for(listed, priority)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _params_for(listed, given)
+        priorities = _priorities_for(listed, 0 if priority is None else priority)
         with self._busy:
             requests = self._process(listed, params, priorities)
-            return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
+            return self._run(requests, [prompt_text(prompt) for prompt in listed], bool(use_tqdm))
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py).
 
-        prompts, use_tqdm and the errors: as for `generate`, which does the same with SamplingParams(use_beam_search=
-        True) and tells the continuations without the prompts.
+        The arguments and the errors: as for `generate`, which does the same with SamplingParams(use_beam_search=True)
+        and tells the continuations without the prompts. concurrency_limit: prompts that are searched at a time; the
+        engine takes as many as have room, and gives the same hypotheses.
         """
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise UserError(f"concurrency_limit must be at least 1, not {concurrency_limit}", param="concurrency_limit")
         if not isinstance(params, BeamSearchParams):
             raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
-        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm)
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm, lora_request)
         return [to_beam_search_output(output, self.tokenizer, params) for output in outputs]
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, by the model's chat template.
 
-        The other arguments and the errors are those of `generate`; UserError also when the model has no template.
+        chat_template: the source of a template to take instead. The other arguments and the errors are those of
+        `generate`; UserError also when the model has no template.
         """
+        _refuse_adapters(lora_request)
+        content_format = options.pop("chat_template_content_format", "auto")
+        choice = TemplateChoice(chat_template, content_format)
+        if unknown := options.keys() - ChatOptions.__annotations__.keys():
+            raise UserError(f"chat has no argument {min(unknown)!r}", param=min(unknown))
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
             with _naming(index, "conversation", of=len(conversations)):
                 rendered = self._input_processor.render_chat(
                     conversation,  # type: ignore[arg-type]  # told apart above
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    chat_template_kwargs=chat_template_kwargs,
+                    choice=choice,
+                    **options,
                 )
             prompts.append({"prompt_token_ids": rendered.token_ids, "prompt": rendered.text})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges (the fields of `EngineStats`) and the shares of `quire.stats.shares`."""
         with self._busy:
             stats = self._call("stats")
@@ -334,11 +371,14 @@ def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
         raise type(error)(f"{noun} {index}: {error.message}", param=error.param) from None
 
 
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise UserError("lora_request is not supported: adapters are not available yet", param="lora_request")
+
+
 def _params_for(
-    prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * len(prompts)
     if not isinstance(sampling_params, Sequence) or len(sampling_params) != len(prompts):

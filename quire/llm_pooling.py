@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from quire.engine.input_processor import Prompt
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import UserError
@@ -72,9 +74,12 @@ class PoolingMethods(ABC):
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What the model makes of every prompt, a vector or the scores of its labels. Arguments and errors as for
-        `embed`."""
+        """What the model makes of every prompt, a vector or the scores of its labels. pooling_task: "embed", "classify"
+        or "score", for models that do it; None: what the model does. The rest as for `embed`."""
+        if pooling_task is not None:
+            self._pooling.check_task(PoolingParams(task=pooling_task).task or "encode")
         return self._pooled("encode", prompts, pooling_params, truncate_prompt_tokens, use_tqdm, self._pooling.pooled)
 
     def score(
@@ -122,6 +127,10 @@ class PoolingMethods(ABC):
         if len(each) != len(listed):
             raise UserError(f"got {len(each)} pooling_params for {len(listed)} prompts", param="pooling_params")
         merged = [_merged(one, truncate) for one in each]
+        for asked in {one.task for one in merged if isinstance(one, PoolingParams) and one.task} - {task}:
+            if task != "encode":
+                raise UserError(f"pooling_params ask for the task {asked!r}, and the call for {task!r}", param="task")
+            self._pooling.check_task(asked)
         outputs = self._pool([(prompt, None) for prompt in listed], merged, use_tqdm)
         return [finish(output, one) for output, one in zip(outputs, merged, strict=True)]
 
@@ -147,9 +156,4 @@ def _texts(data: str | Sequence[str], name: str) -> list[str]:
 def _merged(params: PoolingParams, truncate: int | None) -> PoolingParams:
     if truncate is None or not isinstance(params, PoolingParams):
         return params
-    return PoolingParams(
-        dimensions=params.dimensions,
-        normalize=params.normalize,
-        use_activation=params.use_activation,
-        truncate_prompt_tokens=truncate,
-    )
+    return msgspec.structs.replace(params, truncate_prompt_tokens=truncate)

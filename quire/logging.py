@@ -1,13 +1,19 @@
-"""One logger tree under `quire`, one line a record, to standard error."""
+"""One logger tree under `quire`, one line a record, to standard error: as text or as JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
+from contextvars import ContextVar
 
 from quire import envs
 
 _FORMAT = "%(levelname).1s %(asctime)s %(name)s: %(message)s"
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The request that the running task answers."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -20,7 +26,54 @@ def configure_logging(level: str | None = None) -> None:
     logger = logging.getLogger("quire")
     logger.setLevel(level or envs.log_level())
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-        logger.addHandler(handler)
+        logger.addHandler(make_handler())
         logger.propagate = False
+
+
+def set_log_format(name: str) -> None:
+    """Log as `name` ("text" or "json") from now on, in this process and in those that it starts."""
+    envs.keep_log_format(name)
+    for handler in logging.getLogger("quire").handlers:
+        handler.setFormatter(_make_formatter())
+
+
+def make_handler() -> logging.Handler:
+    """A handler that writes to standard error in the format that `QUIRE_LOG_FORMAT` names."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_make_formatter())
+    return handler
+
+
+def tell(message: str) -> None:
+    """Say to the person or program that runs a command what it should know, whatever the level of the log."""
+    if envs.log_format() == "json":
+        record = logging.LogRecord("quire", logging.INFO, "", 0, message, None, None)
+        line = JsonFormatter().format(record)
+    else:
+        line = f"quire: {message}"
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, where known `request_id`, of an exception
+    `exception` with its stack, and what a record brings as `extra={"fields": {...}}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := REQUEST_ID.get()) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _make_formatter() -> logging.Formatter:
+    return JsonFormatter() if envs.log_format() == "json" else logging.Formatter(_FORMAT, datefmt="%H:%M:%S")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.errors import ModelOutputError
+from quire.errors import ModelOutputError, UserError
 from quire.request import FinishReason
 from quire.step import PromptLogprobs, TokenLogprobs
 
@@ -22,8 +22,11 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """One entry per new token, where asked for."""
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token that ended it, when it was one of `stop_token_ids`."""
+    stop_reason: int | str | None = None
+    """The stop token that ended it, when it was one of `stop_token_ids`. With FinishReason.ERROR, why the sequence
+    cannot go on under its constraint; None there: the model's logits were not finite."""
+    ends_in_text: bool = False
+    """With FinishReason.STOP: its last token is part of the text, because a constraint allows nothing behind it."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
     """Set with the first token, with the finish, and with every token of a request that has stop strings."""
@@ -69,6 +72,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     score: float | None = None
 
+    def finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -97,11 +104,15 @@ class RequestOutput:
 
 
 def is_damaged(output: RequestOutput) -> bool:
-    """Whether a request ended because the model computed NaN or infinite logits."""
+    """Whether a request ended in an error."""
     return any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs)
 
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
-    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits."""
+    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits, and UserError
+    for one that could not go on under its constraint (structured outputs)."""
+    for completion in output.outputs:
+        if completion.finish_reason == FinishReason.ERROR and isinstance(completion.stop_reason, str):
+            raise UserError(completion.stop_reason, param="structured_outputs")
     if is_damaged(output):
         raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

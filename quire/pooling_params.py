@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from quire.errors import UserError
+from quire.sampling_params import RequestOutputKind
 
 MAX_DIMENSIONS = 2**24
+TASKS = ("embed", "classify", "score", "encode")
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,15 +20,28 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     normalize: whether the vector gets length 1; None: as the model's files say. use_activation: whether a classifier's
     logits become probabilities (or what else the model's activation makes of them); None: yes. truncate_prompt_tokens:
     most tokens of a text, special ones included; longer texts lose their ends; -1: the model's context; None: longer
-    texts are refused.
+    texts are refused. task: "embed", "classify" or "score", which must be what the call asks for; None: that. The other
+    fields are vLLM's, and stay as they are: outputs always have the prompt's token ids, and come once, at the end.
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    task: str | None = None
+    requires_token_ids: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    skip_reading_prefix_cache: bool | None = None
+    extra_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise UserError(f"task must be one of {', '.join(TASKS)}, not {self.task!r}", param="task")
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise UserError("output_kind must be FINAL_ONLY: a vector comes once", param="output_kind")
+        for name in ("skip_reading_prefix_cache", "extra_kwargs"):
+            if getattr(self, name):
+                raise UserError(f"{name} is not supported for models that pool", param=name)
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise UserError(f"dimensions must be positive, not {self.dimensions}", param="dimensions")
         cut = self.truncate_prompt_tokens

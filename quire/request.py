@@ -10,11 +10,12 @@ import msgspec
 
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.deferral import Deferral
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
+    from quire.decoding.masks import Constraint, Matcher
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.block_table import BlockTable
 
@@ -23,6 +24,19 @@ MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""
 
 OrderKey = tuple[float, int]
+
+
+class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
+    """How far a request had come in an engine that has ended; another one goes on from there, with the same tokens."""
+
+    token_ids: list[list[int]]
+    """The generated tokens of each sequence."""
+    ended: list[int]
+    """Indices of the sequences that are over."""
+    num_prompt_logprobs: int
+    """Prompt positions whose logprobs were reported; see `Request.num_prompt_logprobs`."""
+    age: float
+    """Seconds since the request came in: its place in the order and its time limit count from then."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +56,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix-cache entries are shared only between requests of equal salt."""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
+    client: str = ""
+    """Whose it is: the waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
     first_index: int = 0
     """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
     register_prefix: bool = False
@@ -54,16 +70,24 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all. Not with beam search."""
+    constraint_start: list[int] = []
+    """The constraint begins behind these tokens, once they were generated in this order; empty: at once."""
+    thinking_budget: ThinkingBudget | None = None
+    """Not with beam search."""
+    resume_point: ResumePoint | None = None
+    """Set when another engine has run it before. Not with beam search, which reports at its end alone."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in OpenAI's words, plus `abort`, `timeout`, and `error`: the model computed NaN or infinite
-    logits for it, or for another sequence of its request (or, in metrics, its output could not be processed)."""
+    """Why a sequence ended, in OpenAI's words, plus `abort`, `timeout`, `repetition` (SamplingParams says when), and
+    `error`: the model computed NaN or infinite logits for it, or for another sequence of its request (or, in metrics,
+    its output could not be processed)."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     TIMEOUT = "timeout"
+    REPETITION = "repetition"
     ERROR = "error"
 
 
@@ -90,6 +114,7 @@ class Sequence:
         "finish_reason",
         "first_step_id",
         "index",
+        "matcher",
         "max_total_tokens",
         "num_computed_tokens",
         "num_pending_drafts",
@@ -128,6 +153,8 @@ class Sequence:
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; outlives a preemption."""
         self.finish_reason: FinishReason | None = None
+        self.matcher: Matcher | None = None
+        """Follows the known tokens under the request's constraint, from its first mask until its end."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -154,7 +181,9 @@ class Request:
         "beam_search",
         "bypass_prefix_cache",
         "cache_salt",
+        "client",
         "constraint",
+        "constraint_start",
         "deferral",
         "end_token_ids",
         "eos_token_ids",
@@ -167,6 +196,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
+        "order_time",
         "params",
         "pending_forks",
         "pooling",
@@ -186,9 +216,13 @@ class Request:
         arrival_time: float,
         *,
         arrival_number: int = 0,
+        order_time: float | None = None,
         priority_seconds: float = PRIORITY_SECONDS,
+        constraint: Constraint | None = None,
     ) -> None:
-        """arrival_number: tells requests of one instant apart. priority_seconds: see SchedulerConfig."""
+        """arrival_number: tells requests of one instant apart. order_time: when it counts as arrived among the others
+        (quire/scheduler/fair_order.py); None: when it has. priority_seconds: see SchedulerConfig. constraint: the
+        one that the request names."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -200,8 +234,11 @@ class Request:
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
         self.second_segment = request.second_segment
-        self.constraint = request.constraint
-        self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
+        self.constraint = constraint
+        self.constraint_start = request.constraint_start
+        self.client = request.client
+        self.order_time = arrival_time if order_time is None else order_time
+        self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age
         without being sorted again, and only requests that arrive soon enough can come before an earlier one."""
         self.first_scheduled_time: float | None = None
@@ -214,7 +251,7 @@ class Request:
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         """Computed tokens given up by the last preemption, until the request resumes."""
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = 0 if request.resume_point is None else request.resume_point.num_prompt_logprobs
         """Prompt positions whose logprobs were already reported (recomputation does not report them again)."""
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
@@ -237,7 +274,7 @@ class Request:
         beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""
         if self.beam_search is not None:
             return 0
-        return 1 if self.constraint else math.inf
+        return math.inf if self.constraint is None else 1
 
     @property
     def swapped_blocks(self) -> list[BlockTable]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
 
 import msgspec
 
-from quire.errors import UserError, nearest_name
+from quire.errors import UserError, nearest_name, reject_unknown
+from quire.structured_outputs_params import StructuredOutputsParams
 
 MAX_N = 256
 MAX_BEAM_WIDTH = 32
@@ -15,15 +17,55 @@ MAX_BEAM_STOP_TOKENS = 32
 """Each end token makes the worker return one more candidate for every beam."""
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
+"""What an engine gives unless its option `max_logprobs` says otherwise."""
+MOST_LOGPROBS = 4096
+"""What it gives at most: each alternative is 16 bytes and more on the way to the caller."""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_SEED = 2**63 - 1
 MAX_TIMEOUT_SECONDS = 1e9
+MAX_PATTERN_TOKENS = 256
+"""Of a repetition: each length up to it is compared at every token."""
 MAX_INTEGER = 2**63 - 1
 """What has no limit of its own still has to fit the wire and the sampler's columns."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestOutputKind(enum.IntEnum):
+    """Which outputs `AsyncLLM.generate` yields: all so far each time, what is new, or the last one alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """num_tokens: a sequence thinks at most that many tokens. start, end: the marks around thoughts, as token ids.
+    is_open: the sequence begins inside them."""
+
+    num_tokens: int
+    start: list[int]
+    end: list[int]
+    is_open: bool
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
+    """When a completion that repeats itself ends: with `min_count` copies in a row of a pattern of `min_pattern_size`
+    (0 means 1) to `max_pattern_size` tokens. max_pattern_size: 0 for never."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_TOKENS)
+        _integer("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        if self.max_pattern_size > 0 or self.min_count != 0:
+            _integer("min_count", self.min_count, 2, None)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
+):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
 
     n: completions per prompt; they share the prompt's KV blocks. best_of: number of completions generated, of which the
@@ -40,8 +82,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     added logit. allowed_token_ids: when given, no other token can be produced. max_tokens: None means "up to the
     model's context". min_tokens: end-of-sequence and stop tokens are banned before. timeout_s: seconds from the
     arrival, waiting included, after which the request ends with what it has (finish reason "timeout"); None: no limit.
-    logprobs, prompt_logprobs: number of alternatives (0..20) reported beside the chosen token; None: none. Logprobs are
-    those of the model, before temperature, penalties and filters.
+    truncate_prompt_tokens: tokens of the prompt that are kept, the last ones, or with truncation_side "right" the first
+    ones; -1: as many as fit with max_tokens. repetition_detection: when a completion that repeats itself ends.
+    structured_outputs: what the text must look like (StructuredOutputsParams, or its fields in a dictionary).
+    thinking_token_budget: tokens that the model thinks at most; then the mark that ends its thoughts follows. None or
+    -1: no limit.
+    logprobs, prompt_logprobs: number of alternatives reported beside the chosen token, as many as the engine's
+    max_logprobs allows; -1: the whole vocabulary; None: none. Logprobs are
+    those of the model, before temperature, penalties and filters. output_kind: what `AsyncLLM.generate` yields.
+    skip_reading_prefix_cache: True computes the whole prompt. The other fields are vLLM's, and have their defaults, or
+    are refused where those would be another answer.
     """
 
     n: int = 1
@@ -69,9 +119,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     timeout_s: float | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool | None = None
+    spaces_between_special_tokens: bool = True
+    skip_clone: bool = False
+    extra_args: dict[str, Any] | None = None
+    flat_logprobs: bool | None = False
+    logprob_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -87,9 +148,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _optional_integer("seed", self.seed, -MAX_SEED, MAX_SEED)
         _optional_integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
-        _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
+        _optional_integer("logprobs", self.logprobs, -1, MOST_LOGPROBS)
+        _optional_integer("prompt_logprobs", self.prompt_logprobs, -1, MOST_LOGPROBS)
+        _optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+        if self.truncate_prompt_tokens == 0:
+            raise UserError("truncate_prompt_tokens must be at least 1, or -1, not 0", param="truncate_prompt_tokens")
+        if self.truncation_side not in (None, "left", "right"):
+            raise UserError(
+                f"truncation_side must be 'left' or 'right', not {self.truncation_side!r:.100}", param="truncation_side"
+            )
+        self._check_for_programs()
+        msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_SECONDS, low_open=True)
         for name in _BOOLEANS:
@@ -113,6 +182,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UserError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
+        _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
+        if self.has_thinking_budget and self.use_beam_search:
+            raise UserError("a thinking budget is not supported with beam search", param="thinking_token_budget")
+        if self.repetition_detection is not None:
+            msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
+        if self.structured_outputs is not None:
+            msgspec.structs.force_setattr(self, "structured_outputs", _structured_outputs(self.structured_outputs))
+            if self.use_beam_search:
+                raise UserError("structured_outputs is not supported with beam search", param="structured_outputs")
+
+    def _check_for_programs(self) -> None:
+        """What programs alone can say."""
+        for name, (value, reason) in UNAVAILABLE.items():
+            if (given := getattr(self, name)) is not None and (type(given) is not type(value) or given != value):
+                raise UserError(f"{name} is not supported: {reason}", param=name)
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            raise UserError("skip_reading_prefix_cache must be true or false", param="skip_reading_prefix_cache")
+        if isinstance(self.output_kind, bool) or self.output_kind not in tuple(RequestOutputKind):
+            raise UserError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", param="output_kind")
 
     def _check_best_of(self) -> None:
         _optional_integer("best_of", self.best_of, 1, MAX_N)
@@ -133,6 +221,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.num_sequences > MAX_BEAM_WIDTH:
             name = "n" if self.best_of is None else "best_of"
             raise UserError(f"{name} must be at most {MAX_BEAM_WIDTH} with beam search", param=name)
+        if self.repetition_detection is not None:
+            raise UserError("repetition_detection is not supported with beam search", param="repetition_detection")
         for name, harmless_values in _NOT_FOR_BEAM_SEARCH.items():
             if getattr(self, name) not in harmless_values:
                 raise UserError(f"{name} has no meaning in a beam search: leave it out", param=name)
@@ -165,6 +255,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def has_thinking_budget(self) -> bool:
+        return self.thinking_token_budget not in (None, -1)
+
+    @property
     def is_greedy(self) -> bool:
         """Whether nothing is drawn at random."""
         return self.temperature == 0.0 or self.use_beam_search
@@ -194,7 +288,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(**options)
 
 
-_BOOLEANS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+_BOOLEANS = (
+    "use_beam_search",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "skip_clone",
+)
+UNAVAILABLE: dict[str, tuple[object, str]] = {
+    "extra_args": ({}, "no code of users runs in the engine"),
+    "flat_logprobs": (False, "log-probabilities are one dictionary a token"),
+    "logprob_token_ids": ([], "log-probabilities are of the best tokens and the chosen one"),
+}
+"""Fields of vLLM that must be None or as they are here."""
+PYTHON_ONLY = (
+    *UNAVAILABLE,
+    "structured_outputs",
+    "repetition_detection",
+    "output_kind",
+    "skip_reading_prefix_cache",
+    "spaces_between_special_tokens",
+    "skip_clone",
+)
+"""Fields that are of use to programs alone. (Tokenizers put no spaces between special tokens, and parameters are never
+changed, so that no copies are needed.)"""
 _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
@@ -244,3 +363,30 @@ def _strings(name: str, values: list[str] | None) -> None:
         return
     if not isinstance(values, list | tuple) or not all(isinstance(value, str) and value for value in values):
         raise UserError(f"{name} must be a list of non-empty strings, not {values!r}", param=name)
+
+
+def _repetition(given: object) -> RepetitionDetectionParams:
+    """The settings, which may be given as their fields in a dictionary."""
+    if isinstance(given, RepetitionDetectionParams):
+        return given
+    name = "repetition_detection"
+    if not isinstance(given, dict):
+        raise UserError(f"{name} must be RepetitionDetectionParams, not {type(given).__name__}", param=name)
+    reject_unknown(map(str, given), RepetitionDetectionParams.__struct_fields__, f"field of {name}")
+    try:
+        return RepetitionDetectionParams(**given)
+    except UserError as error:
+        raise UserError(f"{name}: {error.message}", param=name) from None
+
+
+def _structured_outputs(given: object) -> StructuredOutputsParams:
+    """The params, which may be given by their fields."""
+    if isinstance(given, StructuredOutputsParams):
+        return given
+    if not isinstance(given, dict):
+        raise UserError(
+            f"structured_outputs must be StructuredOutputsParams, not {type(given).__name__}",
+            param="structured_outputs",
+        )
+    reject_unknown(map(str, given), StructuredOutputsParams.__struct_fields__, "field of structured_outputs")
+    return StructuredOutputsParams(**given)

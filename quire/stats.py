@@ -55,12 +55,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     """Requests in the queue, preempted ones included."""
+    num_deferred: int = 0
+    """Of those, the requests that a gate held back when the scheduler last looked (quire/scheduler/gates.py); the
+    others wait for request slots, blocks or tokens of a step."""
     num_preempted: int = 0
     num_swapped: int = 0
     """Those of the preempted requests whose blocks are in the host pool."""
     steps_total: int = 0
     scheduled_tokens_total: int = 0
     prompt_tokens_total: int = 0
+    """Of requests that have started, those that the prefix cache had included."""
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
@@ -101,6 +105,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
     """Of those, how many ended by their time limit."""
+    expert_counts: dict[int, list[int]] | None = None
+    """With the option `expert_counts`, in answers to the call `stats`: by number of a layer with experts, how many rows
+    each expert has computed since the start. Ranks compute the same rows, which count once. Of the model's last
+    layer those that are computed behind its attention: the last row of each sequence in a step, and rows whose
+    logprobs are asked for."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
@@ -108,8 +117,27 @@ def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
     total = EngineStats()
     for name in EngineStats.__struct_fields__:
         values = [getattr(each, name) for each in snapshots]
+        if name == "expert_counts":
+            total.expert_counts = _add_up_counts([each for each in values if each is not None])
+            continue
         setattr(total, name, values[0] if name in _SIZES else sum(values))
     return total
+
+
+def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int]] | None:
+    if not counts:
+        return None
+    return {
+        layer: [sum(column) for column in zip(*(each[layer] for each in counts), strict=True)] for layer in counts[0]
+    }
+
+
+def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
+    """A snapshot whose counters (`_total`) go on from those of `before`, of an engine that has ended."""
+    if before is None:
+        return stats
+    counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
+    return msgspec.structs.replace(stats, **{name: getattr(before, name) + getattr(stats, name) for name in counters})
 
 
 def shares(stats: EngineStats) -> dict[str, float]:

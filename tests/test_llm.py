@@ -77,7 +77,7 @@ def test_beam_search_says_what_generate_says_in_the_words_of_vllm(bundled: LLM) 
     found = bundled.beam_search(prompts, params)
     outputs = bundled.generate(prompts, params.to_sampling_params())
     for search, output in zip(found, outputs, strict=True):
-        prompt = bundled.get_tokenizer().decode(output.prompt_token_ids)
+        prompt = bundled.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=True)
         assert len(search.sequences) == 3
         for sequence, completion in zip(search.sequences, output.outputs, strict=True):
             assert sequence.tokens == output.prompt_token_ids + completion.token_ids

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
 
 from quire import LLM
-from quire.engine.pooling_processor import activated, normalized
+from quire.engine.pooling_processor import activated, encode_pooled, normalized
 from quire.errors import ConfigError, PromptTooLongError, UserError
 from quire.pooling_params import PoolingParams
-from quire.tokenization.pairs import encode_pooled
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
 from tests.models.harness import randomize

@@ -26,8 +26,8 @@ from quire.engine.messages import (
 from quire.kv_cache import snapshot
 from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.request import EngineRequest, FinishReason
-from quire.sampling_params import SamplingParams
+from quire.request import EngineRequest, FinishReason, ResumePoint
+from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.stats import EngineStats
 from quire.step import (
     Candidates,
@@ -60,12 +60,14 @@ UPDATE = SequenceUpdate(
     prompt_logprobs=PROMPT_LOGPROBS,
     finish_reason=FinishReason.STOP,
     stop_reason=9,
+    ends_in_text=True,
     num_cached_tokens=16,
     timing=TIMING,
     ranking=(-2.5, -1.25),
     pooled=[0.5, -1.25],
 )
-STATS = EngineStats(**{name: number for number, name in enumerate(EngineStats.__struct_fields__, start=1)})
+NUMBERS = [name for name in EngineStats.__struct_fields__ if name != "expert_counts"]
+STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, expert_counts={3: [4, 5]})
 REQUEST = EngineRequest(
     request_id="r-1",
     prompt_token_ids=[1, 2, 3],
@@ -80,7 +82,11 @@ REQUEST = EngineRequest(
     register_prefix=True,
     pooling=True,
     constraint="digits",
+    constraint_start=[3, 4],
+    thinking_budget=ThinkingBudget(5, [6], [7, 8], True),
+    resume_point=ResumePoint([[9], []], [1], 2, 0.5),
     second_segment=2,
+    client="key 1",
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -95,7 +101,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
-REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True)
+REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True, is_culprit=True)
 REPORT = OffloadReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
@@ -160,6 +166,7 @@ EXAMPLES: list[msgspec.Struct] = [
     TIMING,
     STATS,
     REQUEST,
+    REQUEST.resume_point,
     AddRequest(REQUEST),
     Abort("r-1", index=1),
     Call(3, "unregister_prefix", "p-1"),

@@ -14,13 +14,16 @@ from quire.errors import UserError
 from quire.sampling_params import (
     MAX_INTEGER,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_N,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_TIMEOUT_SECONDS,
+    MOST_LOGPROBS,
+    PYTHON_ONLY,
+    RepetitionDetectionParams,
     SamplingParams,
 )
+from quire.structured_outputs_params import StructuredOutputsParams
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -42,9 +45,9 @@ INTEGERS = {
     "seed": ((-MAX_SEED, 0, MAX_SEED), (MAX_SEED + 1, -MAX_SEED - 1)),
     "max_tokens": ((1, 10**9, MAX_INTEGER), (0, -5, 2**64)),
     "min_tokens": ((0, 16), (-1, 2**70)),
-    "logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
-    "prompt_logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
-    "truncate_prompt_tokens": ((1, 100), (0, -1, MAX_INTEGER + 1)),
+    "logprobs": ((-1, 0, MOST_LOGPROBS), (-2, MOST_LOGPROBS + 1)),
+    "prompt_logprobs": ((-1, 0, MOST_LOGPROBS), (-2, MOST_LOGPROBS + 1)),
+    "truncate_prompt_tokens": ((-1, 1, 100), (0, -2, MAX_INTEGER + 1)),
 }
 OPTIONAL = ("best_of", "timeout_s", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
@@ -171,7 +174,46 @@ def test_greedy_means_temperature_zero() -> None:
 
 def test_every_field_is_covered_here() -> None:
     covered = {*NUMBERS, *INTEGERS, *FLAGS, *TOKEN_LISTS, "stop", "bad_words", "logit_bias", "early_stopping"}
+    covered |= {"truncation_side", "thinking_token_budget", *PYTHON_ONLY}
     assert covered == set(SamplingParams.__struct_fields__)
+
+
+def test_structured_outputs_are_params_or_their_fields() -> None:
+    schema = {"type": "object"}
+    params = SamplingParams.from_options({"structured_outputs": {"json": schema}}).structured_outputs
+    assert params == StructuredOutputsParams(json=schema)
+    assert "StructuredOutputsParams" in refused("structured_outputs", 5)
+    assert "beam search" in refused("structured_outputs", params, use_beam_search=True, temperature=0.0)
+    assert "not json and regex" in refused("structured_outputs", {"json": schema, "regex": "a"})
+    assert "got none" in refused("structured_outputs", {})
+    for wrong in (
+        {"json": 5},
+        {"regex": ["a"]},
+        {"choice": []},
+        {"choice": "ab"},
+        {"choice": ["a"] * 5000},
+        {"json_object": 1},
+        {"grammar": "a", "whitespace_pattern": 3},
+        {"regex": "a", "start_after_token_ids": [-1]},
+        {"regex": "a", "start_after_token_ids": list(range(100))},
+    ):
+        with pytest.raises(UserError) as caught:
+            SamplingParams.from_options({"structured_outputs": wrong})
+        assert caught.value.param == "structured_outputs"
+    with pytest.raises(UserError, match="did you mean 'regex'"):
+        SamplingParams.from_options({"structured_outputs": {"regx": "a"}})
+
+
+def test_sides_and_repetitions() -> None:
+    assert SamplingParams(truncation_side="right").truncation_side == "right"
+    assert "middle" in refused("truncation_side", "middle")
+    fields = {"max_pattern_size": 4, "min_count": 2}
+    params = SamplingParams.from_options({"repetition_detection": fields}).repetition_detection
+    assert params == RepetitionDetectionParams(**fields)
+    assert "RepetitionDetectionParams" in refused("repetition_detection", 5)
+    assert "min_count" in refused("repetition_detection", {"max_pattern_size": 4})
+    with pytest.raises(UserError, match="did you mean 'min_count'"):
+        SamplingParams.from_options({"repetition_detection": {"mincount": 4}})
 
 
 def test_params_are_frozen() -> None:

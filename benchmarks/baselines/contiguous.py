@@ -20,7 +20,7 @@ from benchmarks.baselines.regions import Regions, SlotAccounts
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.masks import MaskSource
+from quire.decoding.masks import Constraint
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
@@ -99,9 +99,11 @@ class ContiguousScheduler(ABC):
         """The longest sequence, up to `limit` tokens, that one region can hold."""
         return min(limit, self.kv.longest)
 
-    def add_request(self, source: EngineRequest, now: float) -> None:
+    def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises UserError (PromptTooLongError when it could never run), also for what these systems
-        do not have: priorities and registered prefixes."""
+        do not have: priorities, registered prefixes and constraints."""
+        if constraint is not None:
+            raise UserError("this system has no constraints on tokens", param="constraint")
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         if source.priority:
@@ -164,6 +166,12 @@ class ContiguousScheduler(ABC):
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 
+    def abort_all(self, now: float) -> list[SequenceUpdate]:
+        raise UserError("the baseline does not pause")
+
+    def hold_new(self, is_held: bool) -> None:
+        raise UserError("the baseline does not pause")
+
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
@@ -180,7 +188,7 @@ class ContiguousScheduler(ABC):
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
         return None
 
-    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+    def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         raise AssertionError("no plan expects any")
 
     def forget_rows(self) -> None:

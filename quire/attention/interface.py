@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from quire.attention.latent import IndexShape
+
+IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,31 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthScale:
+    """Queries multiplied by 1 + strength * log(1 + (position + 1) // floor), against scores that flatten in a long
+    context."""
+
+    floor: int
+    strength: float
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions: [T] integers -> [T] float32."""
+        steps = (positions + 1).div(self.floor, rounding_mode="floor")
+        return (torch.log1p(steps.double()) * self.strength + 1.0).float()
+
+
+def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> IntegersT:
+    """The first position, possibly below 0, that a token at a position sees: of the last `window` ones, its own
+    included, or of its chunk of `window`."""
+    return positions // window * window if is_chunked else positions - (window - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
-    (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value head (None:
-    head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none)."""
+    (None: all), or, if is_chunked, the chunks that positions are cut into, of which a token sees its own; length_scale:
+    of queries (None: none); soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value
+    head (None: head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none)."""
 
     layer: int
     num_heads: int
@@ -46,6 +73,8 @@ class LayerAttention:
     head_dim: int
     scale: float
     window: int | None = None
+    is_chunked: bool = False
+    length_scale: LengthScale | None = None
     soft_cap: float | None = None
     value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
@@ -94,6 +123,19 @@ class AttentionStep(PlannedStep, Protocol):
 
     def write_latent(self, layer: int, latent: torch.Tensor) -> None:
         """Write vectors that all heads read, [T, width], to their slots."""
+        ...
+
+    def write_index(self, index: IndexShape, keys: torch.Tensor) -> None:
+        """Write an indexer's keys, [T, dim], to their slots, beside the latents."""
+        ...
+
+    def select_keys(self, index: IndexShape, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As `CacheOperations.select_keys`, of rotated queries [T, num_heads, dim], float32; all keys are written."""
+        ...
+
+    def attend_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """As `attend_cached` over latents, but a token that sees more keys than `selected` is wide reads the positions
+        in its row of it alone."""
         ...
 
     def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:

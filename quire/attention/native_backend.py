@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
 from quire.kv_cache.layout import KVCacheLayout
@@ -48,6 +48,9 @@ class NativeAttention:
             "scale": layer.scale,
             "soft_cap": layer.soft_cap or 0.0,
             "window": layer.window or 0,
+            "chunked": layer.is_chunked,
+            "length_floor": 0 if layer.length_scale is None else layer.length_scale.floor,
+            "length_strength": 0.0 if layer.length_scale is None else layer.length_scale.strength,
             "sinks": 0 if layer.sinks is None else layer.sinks.data_ptr(),
         }
 
@@ -58,6 +61,19 @@ class NativeAttention:
             "num_heads": shape.num_heads,
             "rank": shape.rank,
             "rope_dim": shape.rope_dim,
+            "scale": shape.scale,
+            "top": shape.top,
+        }
+
+    def index_constants(self, shape: IndexShape) -> dict[str, Any]:
+        """What `_native.Program.select_keys` takes of a layer besides its buffers."""
+        return {
+            **self._page_constants(shape.layer),
+            "latent_width": shape.latent_width,
+            "num_heads": shape.num_heads,
+            "dim": shape.dim,
+            "rope_dim": shape.rope_dim,
+            "top": shape.top,
             "scale": shape.scale,
         }
 

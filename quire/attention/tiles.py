@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.attention.interface import first_seen
 from quire.kernels.matmul import padded_rows
 
 KEY_TILE = 64
@@ -102,8 +103,21 @@ class QueryTiles:
     row_positions: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which earlier positions are seen: as `LayerAttention.window` and `is_chunked`."""
+
+    size: int | None = None
+    is_chunked: bool = False
+
+    def first(self, positions: np.ndarray) -> np.ndarray:
+        """The first position, possibly below 0, that tokens at these positions see."""
+        assert self.size is not None, "a window of all positions has no first one"
+        return first_seen(positions, self.size, is_chunked=self.is_chunked)
+
+
 def plan_tiles(
-    sequences: Sequences, *, heads_per_group: int, window: int | None, item_bytes: tuple[int, int], limit: int
+    sequences: Sequences, *, heads_per_group: int, window: Window, item_bytes: tuple[int, int], limit: int
 ) -> list[TileList]:
     """Cut a step into at most two lists: small tiles for sequences with few new tokens, large ones for the others.
 
@@ -122,7 +136,7 @@ def plan_tiles(
 
 
 def _plan_list(
-    sequences: Sequences, tile_tokens: int, heads_per_group: int, window: int | None, chunk_items: int
+    sequences: Sequences, tile_tokens: int, heads_per_group: int, window: Window, chunk_items: int
 ) -> TileList:
     tile_sequence, tile_rank = _ragged(-(-sequences.num_tokens // tile_tokens))
     offsets = (tile_rank * tile_tokens)[:, None] + np.arange(tile_tokens)
@@ -131,7 +145,7 @@ def _plan_list(
     # A place without a token repeats the tile's first position: whatever it attends to is dropped.
     positions = sequences.start[tile_sequence][:, None] + np.where(present, offsets, offsets[:, :1])
     rows = padded_rows(tile_tokens * heads_per_group)
-    row_positions = np.zeros((len(tile_sequence), rows), dtype=np.float32)
+    row_positions = np.zeros((len(tile_sequence), rows), dtype=np.int64)
     row_positions[:, : tile_tokens * heads_per_group] = positions.repeat(heads_per_group, axis=1)
     places = np.flatnonzero(present)
     return TileList(
@@ -145,10 +159,10 @@ def _plan_list(
     )
 
 
-def _plan_chunks(queries: QueryTiles, window: int | None, chunk_items: int) -> tuple[Chunk, ...]:
+def _plan_chunks(queries: QueryTiles, window: Window, chunk_items: int) -> tuple[Chunk, ...]:
     first_key = np.zeros_like(queries.sequence)
-    if window is not None:
-        first_key = np.maximum(queries.positions[:, 0] - window + 1, 0) // KEY_TILE
+    if window.size is not None:
+        first_key = np.maximum(window.first(queries.positions[:, 0]), 0) // KEY_TILE
     item_tile, item_rank = _ragged(queries.positions.max(axis=1) // KEY_TILE - first_key + 1)
     item_key = first_key[item_tile] + item_rank
     order = np.argsort(item_key // WAVE_TILES, kind="stable")
@@ -176,7 +190,7 @@ def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) ->
     return np.cumsum(new_wave | (np.diff(part, prepend=-1) != 0))
 
 
-def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: int | None, *, is_first: bool) -> Chunk:
+def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: Window, *, is_first: bool) -> Chunk:
     sequences, sequence = queries.sequences, queries.sequence[tiles]
     block_size = sequences.block_size
     positions = keys[:, None] * KEY_TILE + np.arange(KEY_TILE)
@@ -186,8 +200,8 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: int
     rows = np.where(positions < lengths[:, None], blocks * 2 * block_size + positions % block_size, 0)
     own = queries.positions[tiles]
     is_edge = own.min(axis=1) < positions[:, -1]
-    if window is not None:
-        is_edge |= own.max(axis=1) - window >= positions[:, 0]
+    if window.size is not None:
+        is_edge |= window.first(own.max(axis=1)) > positions[:, 0]
     edges = np.flatnonzero(is_edge)
     levels, roots = _merge_tree(tiles, keys)
     return Chunk(
@@ -202,13 +216,15 @@ def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: int
     )
 
 
-def _bias(own: np.ndarray, keys: np.ndarray, window: int | None) -> torch.Tensor:
+def _bias(own: np.ndarray, keys: np.ndarray, window: Window) -> torch.Tensor:
     """own: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The further out of sight, the lower:
     products and minima are several times faster than comparisons and choices."""
-    distance = torch.from_numpy(own)[:, :, None] - torch.from_numpy(keys.astype(np.float32))[:, None]
+    wide_keys = torch.from_numpy(keys.astype(np.float32))[:, None]
+    distance = torch.from_numpy(own.astype(np.float32))[:, :, None] - wide_keys
     bias = distance.clamp(max=0.0)
-    if window is not None:
-        bias = torch.minimum(bias, (window - 1 - distance).clamp_(max=0.0))
+    if window.size is not None:
+        first = torch.from_numpy(window.first(own).astype(np.float32))[:, :, None]
+        bias = torch.minimum(bias, (wide_keys - first).clamp_(max=0.0))
     return bias.mul_(-HIDDEN)[:, None]
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, plan_tiles
+from quire.attention.latent import IndexShape
+from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, Window, plan_tiles
+from quire.attention.torch_index import select_keys
 from quire.kernels import reference
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
@@ -46,7 +48,7 @@ class TorchAttentionStep:
         self._block_size = block_size
         self._batch = batch
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
-        self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
+        self._lists: dict[tuple[int, int, int, int, Window], list[TileList]] = {}
 
     def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
         group, pages = self._layers[layer.layer]
@@ -58,11 +60,52 @@ class TorchAttentionStep:
 
     def write_latent(self, layer: int, latent: torch.Tensor) -> None:
         group, pages = self._layers[layer]
-        rows = pages.view(-1, latent.shape[1])
+        rows = pages.view(-1, pages.shape[-1])[:, : latent.shape[1]]
         rows.index_copy_(0, self._batch.slot_mapping[group], latent.to(rows.dtype))
+
+    def write_index(self, index: IndexShape, keys: torch.Tensor) -> None:
+        group, pages = self._layers[index.layer]
+        rows = pages.view(-1, pages.shape[-1])[:, index.latent_width :]
+        rows.index_copy_(0, self._batch.slot_mapping[group], keys.to(rows.dtype))
+
+    def select_keys(self, index: IndexShape, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        group, pages = self._layers[index.layer]
+        keys = pages.view(-1, pages.shape[-1])[:, index.latent_width :]
+        return select_keys(index, self._batch, group, keys, self._block_size, (q, weights))
+
+    def attend_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Each token is a sequence of its own, in blocks of one token: those that it reads."""
+        group, pages = self._layers[layer.layer]
+        batch, top = self._batch, selected.shape[1]
+        counts = (batch.positions + 1).clamp(max=top)
+        places = torch.arange(int(counts.max())).expand(len(q), -1)
+        read = torch.where((batch.positions >= top)[:, None], selected[:, : places.shape[1]].long(), places)
+        tables = batch.block_tables[group].long()
+        blocks = tables[batch.sequence_index[:, None], (read // self._block_size).clamp(max=tables.shape[1] - 1)]
+        tokens = Sequences(
+            first_token=np.arange(len(q)),
+            start=counts.numpy() - 1,
+            num_tokens=np.ones(len(q), dtype=np.int64),
+            block_table=(blocks * self._block_size + read % self._block_size).numpy(),
+            block_size=1,
+        )
+        lists = plan_tiles(
+            tokens,
+            heads_per_group=layer.num_heads,
+            window=Window(),
+            item_bytes=(8 * KEY_TILE * layer.head_dim, 8 * KEY_TILE + 4 * layer.head_dim),
+            limit=CHUNK_BYTES,
+        )
+        out = q.new_empty(len(q), layer.num_heads, layer.value_width)
+        for tiles in lists:
+            attended = _attend(tiles, layer, pages.view(-1, 1, pages.shape[-1]), q)
+            out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
+        return out
 
     def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
         group, pages = self._layers[layer.layer]
+        if layer.length_scale is not None:
+            q = (q.float() * layer.length_scale.factors(self._batch.positions)[:, None, None]).to(q.dtype)
         out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in self._tile_lists(group, layer):
             attended = _attend(tiles, layer, pages, q)
@@ -70,7 +113,8 @@ class TorchAttentionStep:
         return out
 
     def _tile_lists(self, group: int, layer: LayerAttention) -> list[TileList]:
-        key = (group, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+        window = Window(layer.window, layer.is_chunked)
+        key = (group, layer.num_heads, layer.num_kv_heads, layer.head_dim, window)
         if key not in self._lists:
             batch = self._batch
             query_start = batch.query_start.numpy()
@@ -86,7 +130,7 @@ class TorchAttentionStep:
             self._lists[key] = plan_tiles(
                 sequences,
                 heads_per_group=layer.num_heads // layer.num_kv_heads,
-                window=layer.window,
+                window=window,
                 item_bytes=(heads * 2 * KEY_TILE * dim, heads * (2 * KEY_TILE + dim)),
                 limit=CHUNK_BYTES,
             )
@@ -167,7 +211,7 @@ def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) 
         slots = key_rows - key_rows.div(2 * block_size, rounding_mode="floor") * block_size
         both = vectors.index_select(0, (slots * groups + heads).view(-1)).float()
         if pages.dim() == 3:
-            return both, both[:, : layer.value_width].contiguous()
+            return both[:, : layer.head_dim].contiguous(), both[:, : layer.value_width].contiguous()
         return both[:, : layer.head_dim].contiguous(), both[:, layer.head_dim :].contiguous()
     index = (key_rows * groups + heads).view(-1)
     # A value lies block_size rows behind its key: the same index, seen from that much further on.

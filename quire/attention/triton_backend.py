@@ -1,15 +1,16 @@
-"""The attention back end of the Triton kernels."""
+"""The attention back ends of the Triton kernels: layers with pages, latent ones, and encoders, which have none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import AttentionBatch
 from quire.attention.latent import LatentShape
-from quire.attention.triton_latent import DeviceLatents
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -25,6 +26,8 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
+from quire.kernels.triton.encoder_attention import encoder_tiles
+from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
@@ -182,6 +185,7 @@ class TritonAttentionStep:
         """
         layer = self._backend.layer(heads)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
+        self._scale_queries(heads, qkv)
         return self._attend(layer, qkv, out)
 
     def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
@@ -195,6 +199,7 @@ class TritonAttentionStep:
         """The second half. query: [T, num_heads * head_dim], contiguous, used up."""
         layer = self._backend.layer(heads)
         layer.prepare_queries(query, rotation, self._batch.slot_mapping[layer.group])
+        self._scale_queries(heads, query)
         return self._attend(layer, query, out)
 
     def attend_latent(
@@ -209,6 +214,13 @@ class TritonAttentionStep:
         out = torch.empty_like(inputs[0]) if out is None else out
         kernels.run(inputs, rotation, out, self._batch, group)
         return out
+
+    def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
+        """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
+        shape = heads.shape
+        if shape.length_scale is not None:
+            factors = shape.length_scale.factors(self._batch.positions)[:, None]
+            query[:, : shape.num_heads * shape.head_dim].mul_(factors)
 
     def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """query: [T, at least num_heads * head_dim], heads first."""
@@ -226,3 +238,66 @@ class TritonAttentionStep:
         if tiles is not None:
             layer.varlen(tiles).run(work, skipped=0 if split is None else split.tokens)
         return out
+
+
+class DeviceLatents:
+    """Kernels are bound to a layer's pages when it first attends, and live as long as this. max_num_seqs,
+    max_model_len: the largest batch that the scratch, which all layers share, must serve."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_model_len: int,
+        limits: DeviceLimits,
+        *,
+        batch_invariant: bool,
+    ) -> None:
+        self._dtype = dtype
+        self._batch_invariant = batch_invariant
+        self._limits = limits
+        self._sizes = (num_heads, max_num_seqs, max_model_len)
+        self._pages: dict[int, tuple[int, torch.Tensor]] = {}
+        self._scratch: LatentScratch | None = None
+        self._kernels: dict[int, LatentKernels] = {}
+
+    def add(self, layer: int, group: int, pages: torch.Tensor) -> None:
+        """group: of those that keep tokens. pages: [num_blocks, block_size, width], in the kernels' blocks."""
+        self._pages[layer] = group, pages
+        if self._scratch is None:
+            num_heads, max_num_seqs, max_model_len = self._sizes
+            self._scratch = LatentScratch.allocate(
+                num_heads, pages.shape[2], max_num_seqs, max_model_len, pages.device, self._limits
+            )
+
+    def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
+        """A layer's kernels and its group."""
+        group, pages = self._pages[shape.layer]
+        found = self._kernels.get(shape.layer)
+        if found is None:
+            assert self._scratch is not None, "there is scratch where there are pages"
+            # Of two dtypes, both are multiplied in float32.
+            itemsize = self._dtype.itemsize if self._dtype == pages.dtype else 4
+            tiles = latent_tiles(shape, itemsize, self._limits, batch_invariant=self._batch_invariant)
+            found = self._kernels[shape.layer] = LatentKernels(shape, pages, tiles, self._scratch, self._limits)
+        return found, group
+
+
+@dataclass(frozen=True, slots=True)
+class TritonEncoderStep:
+    """tiles: of `encoder_tiles`, on the device."""
+
+    tiles: torch.Tensor
+
+
+class TritonEncoder:
+    """AttentionBackend without a pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def plan(self, batch: AttentionBatch) -> TritonEncoderStep:
+        """Every sequence must be in the batch from its first token on."""
+        assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
+        return TritonEncoderStep(encoder_tiles(batch.query_start.numpy(), self._device))

@@ -16,6 +16,7 @@ from quire.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("quire.cli.serve", "serve a model over HTTP, compatible with OpenAI's API"),
+    "run-batch": ("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "run": ("quire.cli.run", "complete one prompt, streamed to the terminal"),
     "chat": ("quire.cli.chat", "a conversation in the terminal"),
     "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server"),
@@ -76,7 +77,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: quire COMMAND [options]",

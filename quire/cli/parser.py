@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +13,14 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from quire.errors import UserError, nearest_name
+from quire.utils.sizes import parse_count, parse_length
 
 T = TypeVar("T")
 
 OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "num_threads": ("--threads",),
     "cors_allowed_origins": ("--allowed-origins",),
+    "model": ("-hf",),
     "tensor_parallel_size": ("-tp",),
 }
 """Other names of some flags, by field."""
@@ -57,7 +60,7 @@ def add_struct_flags(
 
     defaults: what the help shows where a command's default is not the struct's. Types come from the annotations: bool
     becomes --x/--no-x, a list may be given several times (integers also with commas), a mapping is KEY=VALUE with
-    commas, and `none` stands for None where None is allowed.
+    commas (JSON where its keys are texts), and `none` stands for None where None is allowed.
     """
     group = parser.add_argument_group(title)
     annotations = typing.get_type_hints(struct)
@@ -69,9 +72,10 @@ def add_struct_flags(
         text = (help_lines[field.name] + shown).replace("%", "%%")
         flag = "--" + field.name.replace("_", "-")
         flags = (flag, *OTHER_FLAGS.get(field.name, ()))
-        group.add_argument(
-            *flags, dest=field.name, help=text, default=argparse.SUPPRESS, **_action(annotations[field.name])
-        )
+        action = _action(annotations[field.name])
+        if field.name in OTHER_TYPES:
+            action["type"] = OTHER_TYPES[field.name]
+        group.add_argument(*flags, dest=field.name, help=text, default=argparse.SUPPRESS, **action)
 
 
 def given(namespace: argparse.Namespace, struct: type[msgspec.Struct], skip: Iterable[str] = ()) -> dict[str, Any]:
@@ -86,6 +90,8 @@ def _action(annotation: Any) -> dict[str, Any]:
     optional = types.NoneType in choices
     kinds = [kind for kind in choices if kind is not types.NoneType]
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    if typing.get_origin(kinds[0]) is typing.Literal:
+        return {"choices": list(typing.get_args(kinds[0]))}
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
     if lists:
@@ -94,6 +100,8 @@ def _action(annotation: Any) -> dict[str, Any]:
             return {"action": "extend", "type": _integers, "metavar": "ID,ID"}
         return {"action": "append", "type": item, "metavar": "TEXT"}
     if typing.get_origin(kinds[0]) is dict:
+        if typing.get_args(kinds[0])[0] is str:
+            return {"type": json_object, "metavar": "JSON"}
         return {"type": _id_values, "metavar": "ID=VALUE,..."}
     if bool in kinds and str in kinds:
         return {"type": _truth_or_text, "metavar": "TEXT"}
@@ -127,5 +135,33 @@ def _id_values(text: str) -> dict[int, float]:
     return {int(key): float(value) for key, _, value in pairs}
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for any other text."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def number_of(text: str) -> int:
+    """4096, 4k (4000) or 4K (4096)."""
+    return parse_count(text, param="the number")
+
+
+def length(text: str) -> int | None:
+    """As `number_of`; auto, -1 and none: as long as can be."""
+    return None if text.lower() == "none" else parse_length(text, param="the length")
+
+
+OTHER_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "max_model_len": length,
+    "max_num_batched_tokens": number_of,
+    "max_num_seqs": number_of,
+}
+"""How the values of some flags are read, by field."""
+
+json_object.__name__ = "JSON object"
+number_of.__name__ = "int"
+length.__name__ = "int"
 _integers.__name__ = "list of integers"
 _id_values.__name__ = "ID=VALUE list"

@@ -36,9 +36,15 @@ GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
     "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init", "enforce_eager", "cuda_graphs",
-    "cuda_graph_sizes", "batch_invariant",
+    "cuda_graph_sizes", "batch_invariant", "expert_counts",
 )  # fmt: skip
-KINDS = {"full": "of full attention", "sliding": "of attention", "latent": "of latent attention", "state": "of state"}
+KINDS = {
+    "full": "of full attention",
+    "sliding": "of attention",
+    "chunked": "of attention in chunks",
+    "latent": "of latent attention",
+    "state": "of state",
+}
 STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4", "fp8": "float8", "mxfp4": "mxfp4"}
 """quantization -> what the cost model calls it."""
 USUAL_ON_CPUS = {

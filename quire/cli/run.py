@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
@@ -15,6 +17,7 @@ from quire.cli.session import Session, Timing, session
 from quire.errors import UserError
 from quire.outputs import Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.structured_outputs_params import StructuredOutputsParams
 from quire.utils.text_files import read_text_file
 
 DEFAULTS = {"max_tokens": 128}
@@ -39,6 +42,7 @@ def build_parser() -> Parser:
         metavar="FILE",
         help="text file that is computed and kept as a prefix before the prompt; may be given several times",
     )
+    group.add_argument("--json-schema", metavar="FILE", help="JSON schema that the text follows, without blanks")
     add_sampling_flags(parser, DEFAULTS)
     add_engine_flags(parser, positional=False, skip=("seed",))
     return parser
@@ -47,6 +51,10 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     params = sampling_params(namespace, DEFAULTS)
+    if namespace.json_schema is not None:
+        schema = read_text_file(namespace.json_schema, param="json_schema")
+        constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        params = msgspec.structs.replace(params, structured_outputs=constraint)
     if not namespace.json:
         _check_text_output(params)
     text = _read_stdin() if namespace.prompt == "-" else namespace.prompt

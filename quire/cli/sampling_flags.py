@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.cli.parser import Parser, add_struct_flags, given
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import PYTHON_ONLY, SamplingParams
 
 HELP: dict[str, str] = {
     "n": "completions of the prompt",
@@ -35,7 +35,9 @@ HELP: dict[str, str] = {
     "logprobs": "log-probabilities of this many alternatives for each token",
     "prompt_logprobs": "the same for the tokens of the prompt",
     "truncate_prompt_tokens": "keep only this many of the prompt's last tokens",
+    "truncation_side": "which side of a prompt truncate_prompt_tokens cuts: left or right (default: left)",
     "timeout_s": "seconds after which the request ends with what it has",
+    "thinking_token_budget": "most tokens that the model thinks before it answers (-1: no limit)",
     "detokenize": "make text of the tokens",
     "skip_special_tokens": "leave special tokens out of the text",
 }
@@ -43,6 +45,7 @@ HELP: dict[str, str] = {
 
 def add_sampling_flags(parser: Parser, defaults: Mapping[str, Any], *, skip: tuple[str, ...] = ()) -> None:
     """One flag for each field of SamplingParams; `defaults` are this command's own."""
+    skip = (*skip, *PYTHON_ONLY)
     add_struct_flags(parser, SamplingParams, HELP, title="sampling options", skip=skip, defaults=defaults)
 
 

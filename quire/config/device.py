@@ -14,6 +14,21 @@ NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
 """Elements of the compressed part of a latent, and of all of it, that the native kernels have room for."""
 
 
+NATIVE_INDEX_HEADS, NATIVE_INDEX_DIM, NATIVE_INDEX_TOP = 64, 256, 8192
+"""Heads, elements of a head, and chosen keys of an indexer that the native kernels have room for."""
+
+
+def why_no_index(num_heads: int, dim: int, top: int) -> str | None:
+    """Why the native kernels do not compute an indexer; None: they do."""
+    if num_heads > NATIVE_INDEX_HEADS or dim % NATIVE_HEAD_MULTIPLE or dim > NATIVE_INDEX_DIM or top > NATIVE_INDEX_TOP:
+        return (
+            f"an indexer of {num_heads} heads of {dim} elements that chooses {top} keys is not one of at most "
+            f"{NATIVE_INDEX_HEADS} heads of a multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_INDEX_DIM} and at most "
+            f"{NATIVE_INDEX_TOP} keys, as its kernels need"
+        )
+    return None
+
+
 def why_no_latents(rank: int, rope_dim: int) -> str | None:
     """Why the native kernels do not compute latents of `rank` compressed and `rope_dim` rotated elements; None: they
     do."""

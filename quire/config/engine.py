@@ -11,6 +11,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class EngineConfig:
     load: LoadConfig
     device: DeviceConfig
     seed: int
+    max_logprobs: int = MAX_LOGPROBS
+    """Alternatives that a request may ask for at each token; -1: the vocabulary."""
     step_log: Path | None = None
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

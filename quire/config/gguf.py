@@ -27,8 +27,10 @@ NO_TOKEN = 2**32 - 1
 """What some files write where there is no such token."""
 ROPE_FACTORS = "rope_freqs.weight"
 
-_STACK = "ffn_gate_exps"
-"""A tensor that architectures with experts have in each layer."""
+_SHARED = "ffn_gate_shexp"
+"""A tensor that architectures with a shared expert have in each layer."""
+_SINKS = "attn_sinks"
+"""The only tensor whose name has a suffix in files and none elsewhere."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
 
@@ -66,7 +68,8 @@ def hf_name(name: str, names: GGUFNames) -> str | None:
     """Hugging Face's name of a tensor, or None for one that models of its architecture do not have."""
     layer = _LAYER_TENSOR.fullmatch(name)
     if layer is not None and layer[2] in names.layer:
-        return f"model.layers.{layer[1]}.{names.layer[layer[2]]}.{layer[3]}"
+        place = f"model.layers.{layer[1]}.{names.layer[layer[2]]}"
+        return place if layer[2] == _SINKS else f"{place}.{layer[3]}"
     top = _TOP_TENSOR.fullmatch(name)
     if top is not None and top[1] in names.top:
         return f"{names.top[top[1]]}.{top[2]}"
@@ -78,7 +81,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     supported, and for metadata that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
-        family = GGUF[keys.architecture]
+        family = keys.family
         config = _sizes(file, keys)
         layout = head_layout(file)
         config |= {
@@ -93,13 +96,14 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "eos_token_id": _eos_token_ids(file),
         }
         config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
-        if _STACK in layout.names.layer:
+        if layout.names.has_experts:
             config |= {
                 "num_experts": keys.integer("expert_count"),
                 "num_experts_per_tok": keys.integer("expert_used_count"),
-                "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
-                "norm_topk_prob": True,
+                "moe_intermediate_size": keys.integer("expert_feed_forward_length", config["intermediate_size"]),
             }
+        if _SHARED in layout.names.layer:
+            config["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
         if layout.names.largest:
             is_largest = config["num_hidden_layers"] == layout.names.largest
             config["query_pre_attn_scalar"] = (
@@ -109,28 +113,29 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if window:
             if not layout.names.windowed:
                 raise keys.error("attention.sliding_window is not supported for this architecture")
-            config |= {"architectures": [layout.names.windowed], "sliding_window": window}
-            config |= {"attention_bias": False, "mlp_bias": False}
+            config["sliding_window"] = window
+            if layout.names.windowed not in family.architectures:
+                config |= {"architectures": [layout.names.windowed], "attention_bias": False, "mlp_bias": False}
             pattern = keys.optional_integer("attention.sliding_window_pattern")
             config |= {} if pattern is None else {"sliding_window_pattern": pattern}
-        _check_tensors(file, config)
+        config |= layout.names.settings
+        _check_tensors(file, keys, config)
         rope = _rope(file, keys, config)
         if family.rope.local_theta is not None:
             local = {"rope_theta": keys.number("rope.freq_base_swa", family.rope.local_theta)}
             rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
-        config["rope_parameters"] = rope
+        config["rope_parameters"] = {**rope, **layout.names.rope}
         return config
 
 
 def head_layout(file: GGUFFile) -> HeadLayout:
     """How the rows of query and key matrices are shared out and ordered."""
     keys = _Keys(file)
-    num_heads, names = keys.integer("attention.head_count"), GGUF[keys.architecture].gguf
-    assert names is not None, f"GGUF holds families with GGUF names, and {keys.architecture} has none"
+    num_heads = keys.integer("attention.head_count")
     return HeadLayout(
         num_heads=num_heads,
         num_kv_heads=keys.optional_integer("attention.head_count_kv") or num_heads,
-        names=names,
+        names=keys.names,
     )
 
 
@@ -139,17 +144,19 @@ class _Keys:
 
     def __init__(self, file: GGUFFile) -> None:
         everything = Fields(file.metadata, str(file.path))
-        if everything.optional_integer("split.count", minimum=0) not in (None, 0, 1):
-            raise file.error("it is one part of a model that is split over several files, which is not supported")
-        self.architecture = everything.choice("general.architecture", list(GGUF))
-        prefix = f"{self.architecture}."
+        architecture = everything.choice("general.architecture", sorted({name for name, _ in GGUF}))
+        prefix = f"{architecture}."
         own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-        fields = Fields(own, f"{file.path} ({self.architecture})")
+        fields = Fields(own, f"{file.path} ({architecture})")
         self.error, self.integer, self.optional_integer = fields.error, fields.integer, fields.optional_integer
         self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
-        names = GGUF[self.architecture].gguf
+        has_experts = bool(fields.optional_integer("expert_count", minimum=0))
+        found = GGUF.get((architecture, has_experts)) or GGUF.get((architecture, not has_experts))
+        assert found is not None, "an architecture has a family with experts or one without"
+        assert found.gguf is not None, "GGUF holds families with GGUF names"
+        self.family, self.names = found, found.gguf
         for key, values in _NEUTRAL.items():
-            is_read = names is not None and (key in names.caps or (key == "expert_count" and _STACK in names.layer))
+            is_read = key in self.names.caps or (key == "expert_count" and self.names.has_experts)
             if key in own and own[key] not in values and not is_read:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
@@ -170,7 +177,7 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     if embedding is None:
         raise file.error("the tensor 'token_embd.weight' is missing")
     return {
-        "architectures": [GGUF[keys.architecture].architectures[0]],
+        "architectures": [keys.family.architectures[0]],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": keys.integer("feed_forward_length"),
@@ -186,12 +193,12 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
     return sorted({token_id for token_id in found if token_id not in (None, NO_TOKEN)})
 
 
-def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
+def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
     """Every tensor of the model is there in the shape that the metadata says, and no other."""
     num_layers = config["num_hidden_layers"]
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
-    expected = _expected_shapes(file, config)
+    expected = _expected_shapes(keys, config)
     for name, shape in expected.items():
         entry = file.tensors.get(name)
         if entry is None:
@@ -203,8 +210,8 @@ def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
             raise file.error(f"tensor {name!r} does not belong to a model of its architecture")
 
 
-def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    family = GGUF[file.metadata["general.architecture"]]
+def _expected_shapes(keys: _Keys, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    family, names = keys.family, keys.names.layer
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     qkv_bias = family.query_bias.default or config["attention_bias"]
@@ -213,25 +220,31 @@ def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tup
         "attn_q": (query, hidden, qkv_bias),
         "attn_k": (key, hidden, qkv_bias),
         "attn_v": (key, hidden, qkv_bias),
-        "attn_output": (hidden, query, config["attention_bias"]),
+        "attn_output": (hidden, query, bool(family.output_bias.key) and config["attention_bias"]),
         "ffn_gate": (inner, hidden, config["mlp_bias"]),
         "ffn_up": (inner, hidden, config["mlp_bias"]),
         "ffn_down": (hidden, inner, config["mlp_bias"]),
     }
-    assert family.gguf is not None, "families of GGUF files have GGUF names"
     head_norms = {f"{name}.weight": (head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
-    layer: dict[str, tuple[int, ...]] = {
-        f"{name}.weight": (hidden,) for name in family.gguf.layer if name.endswith("_norm")
-    }
+    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name.endswith("_norm")}
     layer = {name: shape for name, shape in layer.items() if name not in head_norms}
     if family.head_norms:
         layer |= head_norms
-    if _STACK in family.gguf.layer:
+    if family.has_sinks:
+        layer["attn_sinks.weight"] = (config["num_attention_heads"],)
+    if keys.names.has_experts:
         experts, width = config["num_experts"], config["moe_intermediate_size"]
-        matrices = {name: sizes for name, sizes in matrices.items() if name in family.gguf.layer}
-        matrices["ffn_gate_inp"] = (experts, hidden, False)
-        layer |= {f"ffn_{name}_exps.weight": (experts, width, hidden) for name in ("gate", "up")}
-        layer["ffn_down_exps.weight"] = (experts, hidden, width)
+        matrices = {name: sizes for name, sizes in matrices.items() if name in names}
+        matrices["ffn_gate_inp"] = (experts, hidden, family.expert_bias)
+        for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            layer[f"ffn_{name}_exps.weight"] = (experts, rows, columns)
+            if family.expert_bias:
+                layer[f"ffn_{name}_exps.bias"] = (experts, rows)
+    if _SHARED in names:
+        inner = config["shared_expert_intermediate_size"]
+        layer["ffn_gate_inp_shexp.weight"] = (hidden,)
+        matrices |= {f"ffn_{name}_shexp": (inner, hidden, False) for name in ("gate", "up")}
+        matrices["ffn_down_shexp"] = (hidden, inner, False)
     for name, (rows, columns, bias) in matrices.items():
         layer[f"{name}.weight"] = (rows, columns)
         if bias:

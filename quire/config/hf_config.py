@@ -7,12 +7,13 @@ Imports no torch. What a family of models calls its sizes is data (`quire/config
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
+from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch
@@ -32,6 +33,21 @@ MODELOPT_FILE = "hf_quant_config.json"
 _LONGEST_NAME = 100
 
 
+@dataclass(frozen=True)
+class ModelChoices:
+    """What the user chooses of a model besides its dtypes and its length: the options of these names."""
+
+    runner: str = "auto"
+    model_impl: str = "auto"
+    download_dir: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
+
+
+USUAL_CHOICES = ModelChoices()
+
+
 def load_model_config(
     name: str,
     *,
@@ -40,19 +56,18 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
-    runner: str = "auto",
-    model_impl: str = "auto",
+    choices: ModelChoices = USUAL_CHOICES,
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy weights). runner: of EngineOptions. model_impl: what computes
-    the model, one of MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises
-    ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` or a `runner` that it cannot
-    have.
+    config_only: a hub id's weights are not fetched (dummy weights). choices.model_impl: what computes the model, one of
+    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
+    is wrong with the model, ConfigError for a `max_model_len`, a runner or defaults of sampling that it cannot have.
     """
-    path = _described(find_model(name, revision=revision, config_only=config_only))
-    raw, key = language_model(_read_described(path))
+    runner, model_impl = choices.runner, choices.model_impl
+    path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
+    raw, key = language_model(_overridden(_read_described(path), choices.hf_overrides or {}))
     where = ": ".join(filter(None, (_where(path), key)))
     fields = Fields(raw, where)
     architecture, impl = _architecture(fields, model_impl)
@@ -74,6 +89,7 @@ def load_model_config(
     if pooling is not None:
         shape = replace(shape, is_tied=True)  # it has no output projection
         usual = longest_text(path, usual)
+    generation = read_generation(path, choices.generation_config, choices.override_generation_config)
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
@@ -85,12 +101,13 @@ def load_model_config(
         if kv_cache_dtype == "auto"
         else kv_cache_dtype,
         max_model_len=_max_model_len(max_model_len, longest, usual),
-        eos_token_ids=_eos_token_ids(path, fields),
+        eos_token_ids=_eos_token_ids(path, fields, choices.override_generation_config or {}),
         hf=raw,
         quantization=read_quantization(fields),
         pooling=pooling,
         is_multimodal=bool(key),
         impl=impl,
+        sampling_defaults=sampling_defaults(generation),
     )
 
 
@@ -102,8 +119,9 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     return _read_described(_described(find_model(name, revision=revision, config_only=True)))
 
 
-def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
-    """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub."""
+def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
+    """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub, into
+    `download_dir` or the hub library's cache."""
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
     path = Path(name).expanduser()
@@ -113,7 +131,7 @@ def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
         return path
     if name and path.exists():
         raise ModelLoadError(f"{name!r} is a file: give the model's directory, or a file *{GGUF_SUFFIX}")
-    return fetch(name, revision, config_only)
+    return fetch(name, revision, config_only, download_dir)
 
 
 def _described(path: Path) -> Path:
@@ -136,6 +154,17 @@ def _read_described(path: Path) -> dict[str, Any]:
         if isinstance(inner, dict) and inner.get("quant_algo") is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inner}
     return config
+
+
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the user's keys in place of its own. A part of its own (`text_config`) keeps the keys that the user
+    does not name; any other value is replaced as a whole."""
+    merged = dict(config)
+    for name, value in overrides.items():
+        own = config.get(name)
+        is_part = name.endswith("_config") and isinstance(own, dict) and isinstance(value, dict)
+        merged[name] = _overridden(own, value) if is_part and isinstance(own, dict) else value
+    return merged
 
 
 def _where(path: Path) -> str:
@@ -194,10 +223,13 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
     return wanted
 
 
-def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, or of config.json where that file or its key is absent."""
+def _eos_token_ids(path: Path, fields: Fields, overrides: Mapping[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, or of config.json where that file or its key is absent.
+
+    overrides: the user's, of generation_config.json. Whatever `generation_config` is: a model that never ends is of no
+    use."""
     generation_file = path / "generation_config.json"
-    generation = Fields(read_optional_json(generation_file), str(generation_file))
+    generation = Fields({**read_optional_json(generation_file), **overrides}, str(generation_file))
     if generation.values.get("eos_token_id") is not None:
         return _token_ids(generation, "eos_token_id")
     return _token_ids(fields, "eos_token_id")

@@ -11,54 +11,63 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire.errors import ModelLoadError
-from quire.utils.gguf import SUFFIX
+from quire.utils.gguf import SUFFIX, parts_of
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
 """Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
+USUAL_TAG = "Q4_K_M"
 NO_LANGUAGE_MODEL = "mmproj"
 """How the names of files begin that hold what a model has for images."""
 
 _TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
-_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 
 
-def fetch(name: str, revision: str | None, config_only: bool) -> Path:
-    """The directory of the repository `name`, or, of "org/repo:Q4_K_M", its GGUF file whose name ends so. config_only:
-    of a directory, weights are not fetched. Raises ModelLoadError of one line."""
+def fetch(name: str, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
+    """The directory of the repository `name`, or, of "org/repo:Q4_K_M", its GGUF file whose name ends so (of a split
+    model the first of its files). A repository org/repo-GGUF without a config.json holds GGUF files: Q4_K_M unless a
+    tag says which. config_only: of a directory, weights are not fetched. download_dir: None: the library's cache.
+    Raises ModelLoadError of one line."""
+    place = (revision, download_dir)
     tagged = _TAGGED.fullmatch(name)
     if tagged is not None:
-        return _fetch_gguf(tagged[1], tagged[2], revision)
+        return _fetch_gguf(tagged[1], tagged[2], place)
     with _refusing(name):
-        path = _snapshot(name, revision, *TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
+        path = _snapshot(name, place, *TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
+        if not (path / "config.json").exists() and name.upper().endswith("-GGUF"):
+            return _fetch_gguf(name, USUAL_TAG, place)
         if not config_only and not any(path.glob("*.safetensors")):
-            path = _snapshot(name, revision, *TEXT_PATTERNS, "*.bin")
+            path = _snapshot(name, place, *TEXT_PATTERNS, "*.bin")
     return path
 
 
-def _fetch_gguf(name: str, tag: str, revision: str | None) -> Path:
+def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Path:
     endings = {f"*{each}{end}" for each in (tag, tag.lower(), tag.upper()) for end in (SUFFIX, f"-*-of-*{SUFFIX}")}
     with _refusing(name):
-        path = _snapshot(name, revision, *sorted(endings))
+        path = _snapshot(name, place, *sorted(endings))
     found = [file for ending in endings for file in path.glob(ending) if not file.name.startswith(NO_LANGUAGE_MODEL)]
     files = sorted(set(found))
     if not files:
         raise ModelLoadError(f"the hub's {name!r} has no file *{tag}{SUFFIX}")
-    if _PART.search(files[0].stem):
-        raise ModelLoadError(f"the hub's {name!r} has {tag} split over {len(files)} files, which is not supported")
-    if len(files) > 1:
+    if len(files) > 1 and files != parts_of(files[0]):
         names = ", ".join(file.name for file in files)
         raise ModelLoadError(f"the hub's {name!r} has {len(files)} files *{tag}{SUFFIX}: {names}; name more of its end")
     return files[0]
 
 
-def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:
+def _snapshot(name: str, place: tuple[str | None, str | None], *patterns: str) -> Path:
+    """place: (revision, directory to fetch into)."""
     # Imported here: it takes a tenth of a second that a local model need not wait for.
     import huggingface_hub
 
+    revision, download_dir = place
     return Path(
         huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(SUBDIRECTORIES)
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(SUBDIRECTORIES),
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class ModelConfig:
     quantization: of the checkpoint's weights; None: they are floating point.
     pooling: how it makes a vector of a text; None: it generates.
     impl: what computes it: "quire", or "transformers" (modelling code of that library).
+    sampling_defaults: what requests get that do not say otherwise, by field of SamplingParams (generation_config.json).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
@@ -57,6 +58,7 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
     impl: str = "quire"
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_encoder(self) -> bool:

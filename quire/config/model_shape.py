@@ -32,7 +32,7 @@ STATE_BYTES = 4
 """Of an element of a recurrent state: it is kept in float32, whatever the weights are."""
 _LINE_ELEMENTS = 16
 
-Kind = Literal["full", "sliding", "latent", "state", "none"]
+Kind = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 Matrix = tuple[int, int]
 """Inputs and outputs."""
 
@@ -41,13 +41,16 @@ Matrix = tuple[int, int]
 class AttentionShape:
     """What one layer does with earlier tokens.
 
-    kind: "full" and "sliding" keep a key and a value for each token and head, "latent" one vector for each token that
-    all heads share (multi-head latent attention), "state" a state of fixed size for each sequence, "none" nothing.
+    kind: "full", "sliding" and "chunked" keep a key and a value for each token and head, "latent" one vector for each
+    token that all heads share (multi-head latent attention), "state" a state of fixed size for each sequence, "none"
+    nothing.
     num_heads, num_kv_heads: of queries, of keys. key_dim, value_dim: elements of a head's key (for "latent" with its
     rotated part, as the head computes with it) and value.
-    window: of "sliding", in tokens; a chunk of attention counts as a window.
+    window: of "sliding", in tokens; of "chunked", the size of the chunks.
     latent_dim: elements that "latent" keeps of a token: the compressed keys and values, and the rotated part.
     latent_rank: of them, the compressed ones.
+    index_heads, index_dim, index_top: of an indexer beside "latent", its heads, the elements of the key that it keeps
+    of a token, and the tokens that it chooses to be read (0: there is none).
     conv_channels, conv_inputs: of "state", channels of the short convolution, and the inputs that it keeps of each,
     besides the state itself: a matrix key_dim x value_dim for each of the num_kv_heads heads of values.
     """
@@ -60,6 +63,9 @@ class AttentionShape:
     window: int | None = None
     latent_dim: int = 0
     latent_rank: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+    index_top: int = 0
     conv_channels: int = 0
     conv_inputs: int = 0
 
@@ -84,7 +90,7 @@ class AttentionShape:
         if self.kind in ("state", "none"):
             return 0
         if self.kind == "latent":
-            return self.latent_dim
+            return self.latent_dim + self.index_dim
         return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
 
     def matrix_bytes(self, tp: int = 1) -> int:

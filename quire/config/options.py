@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from quire import envs
 from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.scheduler import PRIORITY_SECONDS
+from quire.config.vllm import translate_keywords
 from quire.errors import ConfigError, nearest_name
+from quire.logging import get_logger
+from quire.sampling_params import MAX_LOGPROBS
+from quire.utils.sizes import parse_count, parse_length
+
+logger = get_logger(__name__)
 
 BUNDLED_MODEL = "bundled"
 
@@ -17,6 +26,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str = BUNDLED_MODEL
     runner: str = "auto"
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    chat_template: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     device: str = "auto"
@@ -24,6 +35,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load_format: str = "auto"
     model_impl: str = "auto"
     revision: str | None = None
+    download_dir: str | None = None
+    hf_overrides: dict[str, Any] | None = None
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: str = "raw_logprobs"
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -39,7 +56,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_prefix_caching: bool = True
     state_snapshot_interval: int = SNAPSHOT_INTERVAL
     preemption_mode: str = "recompute"
-    swap_space: int | str | None = None
+    swap_space: int | float | str | None = None
     kv_offload_dir: str | None = None
     kv_offload_size: int | str | None = None
     tensor_parallel_size: int = 1
@@ -52,28 +69,47 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cuda_graphs: str = "auto"
     cuda_graph_sizes: list[int] | None = None
     batch_invariant: bool = False
+    expert_counts: bool = False
     step_log: str | None = None
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
-        """Build from keyword arguments. Unknown names and wrong types raise ConfigError."""
+        """Build from keyword arguments, ours or vLLM's (quire/config/vllm/): what of those has no effect is logged.
+
+        Unknown names, wrong types and what is refused raise ConfigError."""
+        keywords, notes = translate_keywords(keywords, cls.__struct_fields__)
+        for note in notes:
+            logger.warning("%s", note)
+        if isinstance(token := keywords.pop("hf_token", None), str):
+            envs.use_hub_token(token)
         for name in keywords:
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
                 raise ConfigError(f"unknown engine option {name!r}{nearest}", param=name)
         values = {name: str(v) if name in _PATHS and v is not None else v for name, v in keywords.items()}
+        for name, parse in _NUMBERS.items():
+            if isinstance(values.get(name), int | str):
+                values[name] = parse(values[name], param=name)
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine option: {error}") from None
 
 
-_PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log")
+_PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir")
+_NUMBERS: dict[str, Any] = {
+    "max_model_len": parse_length,
+    "max_num_seqs": parse_count,
+    "max_num_batched_tokens": parse_count,
+}
+"""Options that may be written as 4k or 4K, the first also as auto or -1, and how they are read."""
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
     "runner": "generate, pooling (vectors of texts), or auto: as the model is made",
     "tokenizer": "directory, GGUF file or hub id of the tokenizer (default: the model's)",
+    "tokenizer_revision": "branch, tag or commit of the tokenizer's hub id (default: revision, for the model's own)",
+    "chat_template": "file of a chat template, or the template itself, in place of the model's",
     "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
     "dtype": "of the weights: auto (as stored), float32, bfloat16 or float16",
     "device": "auto (cuda where torch and the driver have it), cpu or cuda",
@@ -81,8 +117,14 @@ HELP: dict[str, str] = {
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
     "revision": "branch, tag or commit of a hub id",
+    "download_dir": "directory that hub ids are fetched into (default: the hub library's cache)",
+    "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
+    "generation_config": "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a directory",
+    "override_generation_config": "JSON object whose keys replace those of generation_config.json",
+    "max_logprobs": "most alternatives that a request may ask for at each token (-1: the vocabulary, up to 4096)",
+    "logprobs_mode": "what log-probabilities are of: raw_logprobs (the model's own)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
-    "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",
+    "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",
     "max_num_seqs": "most sequences that run at once (default: 128; 256 on cuda; at most max_num_batched_tokens)",
     "max_num_batched_tokens": "most tokens computed in one step (default: 2048; 8192 on cuda; at least max_num_seqs)",
@@ -109,5 +151,6 @@ HELP: dict[str, str] = {
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
     "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
+    "expert_counts": "count how many tokens each expert computes, for LLM.stats()",
     "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

@@ -107,8 +107,6 @@ def _compressed_tensors(fields: Fields) -> QuantizationConfig:
     status = fields.text("quantization_status", "compressed")
     if status != "compressed":
         raise unsupported(fields, f"quantization_status {shown(status)}")
-    if fields.values.get("kv_cache_scheme") is not None:
-        raise unsupported(fields, "kv_cache_scheme")
     if fields.values.get("sparsity_config"):
         known_text(inner_object(fields, "sparsity_config"), "format", ("dense",), "dense")
     groups = inner_object(fields, "config_groups")

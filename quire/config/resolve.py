@@ -13,10 +13,11 @@ from quire.config.device import (
     NATIVE_HEAD_MULTIPLE,
     DeviceConfig,
     has_native_kernels,
+    why_no_index,
     why_no_latents,
 )
 from quire.config.engine import EngineConfig
-from quire.config.hf_config import load_model_config, stored_dtype
+from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
@@ -32,6 +33,7 @@ from quire.config.resolve_device import (
 )
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
+from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -66,9 +68,11 @@ STORED_NAMES = {
 }
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4")
 CACHE_OPTIONS = ("kv_cache_memory", "num_blocks_override", "swap_space", "kv_offload_dir")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
+MAX_GIBIBYTES = 2**30
 MAX_PRIORITY_SECONDS = 1e6
 
 
@@ -107,6 +111,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         load=LoadConfig(
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
+            counts_experts=_counts_experts(options, model),
         ),
         device=DeviceConfig(
             device=device,
@@ -121,6 +126,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
         ),
         seed=options.seed,
+        max_logprobs=_max_logprobs(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
     )
@@ -145,8 +151,14 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         max_model_len=positive("max_model_len", options.max_model_len),
         revision=options.revision,
         config_only=options.load_format == "dummy",
-        runner=choice("runner", options.runner, RUNNERS),
-        model_impl=options.model_impl,
+        choices=ModelChoices(
+            runner=choice("runner", options.runner, RUNNERS),
+            model_impl=options.model_impl,
+            download_dir=options.download_dir,
+            hf_overrides=options.hf_overrides,
+            generation_config=options.generation_config,
+            override_generation_config=options.override_generation_config,
+        ),
     )
     if is_accelerated:
         return "triton", triton_model(options, model)
@@ -222,18 +234,46 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
     return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
 
 
+def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
+    """Raises ConfigError for a model whose experts are not counted."""
+    if options.expert_counts and (model.impl != "quire" or model.shape.experts is None):
+        why = (
+            "has no experts" if model.shape.experts is None else "runs through Transformers, where experts do not count"
+        )
+        raise ConfigError(f"expert_counts is not possible: {model.architecture} {why}", param="expert_counts")
+    return options.expert_counts
+
+
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
     attention = model.shape.attention
     if attention.kind == "latent":
-        return why_no_latents(attention.latent_rank, attention.rotated_dim)
+        return why_no_latents(attention.latent_rank, attention.rotated_dim) or why_no_index(
+            attention.index_heads, attention.index_dim, attention.index_top
+        )
     if model.head_dim % NATIVE_HEAD_MULTIPLE or model.head_dim > NATIVE_HEAD_LIMIT:
         return (
             f"heads of {model.head_dim} are no multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_HEAD_LIMIT}, as its "
             "kernels need"
         )
     return None
+
+
+def _max_logprobs(options: EngineOptions) -> int:
+    if options.logprobs_mode != "raw_logprobs":
+        choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES)
+        raise ConfigError(
+            f"logprobs_mode={options.logprobs_mode!r} is not available yet: log-probabilities are the model's own, "
+            "raw_logprobs",
+            param="logprobs_mode",
+        )
+    if not -1 <= options.max_logprobs <= MOST_LOGPROBS:
+        raise ConfigError(
+            f"max_logprobs must be from 0 to {MOST_LOGPROBS}, or -1 for the vocabulary, not {options.max_logprobs}",
+            param="max_logprobs",
+        )
+    return options.max_logprobs
 
 
 def _check_pooling(options: EngineOptions, model: ModelConfig, *, is_accelerated: bool) -> None:
@@ -307,7 +347,7 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
 
 
 def _swap_space(options: EngineOptions) -> int | None:
-    space = None if options.swap_space is None else parse_bytes(options.swap_space, param="swap_space")
+    space = None if options.swap_space is None else _gibibytes(options.swap_space, "swap_space")
     mode = choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES)
     if mode != "recompute" or options.kv_offload_dir is not None:
         return space
@@ -318,6 +358,13 @@ def _swap_space(options: EngineOptions) -> int | None:
             param="swap_space",
         )
     return 0
+
+
+def _gibibytes(size: float | str, param: str) -> int:
+    """Bytes of a size with a unit; a bare number counts GiB, as in vLLM."""
+    if not isinstance(size, str):
+        return parse_bytes(int(size * 2**30) if size < MAX_GIBIBYTES else 0, param=param)
+    return parse_bytes(f"{size}GiB" if size.strip().replace(".", "", 1).isdigit() else size, param=param)
 
 
 def _offload_size(options: EngineOptions) -> int:

@@ -33,6 +33,18 @@ class RopeDefaults:
     local_key: str = "rope_theta"
     skips_rotation: bool = False
 
+    def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
+        """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
+        if not self.skips_rotation:
+            return (True,) * num_layers
+        listed = config.values.get("no_rope_layers")
+        if listed is None or listed == []:
+            interval = config.integer("no_rope_layer_interval", 4)
+            return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+        if not isinstance(listed, list) or len(listed) < num_layers or not all(each in (0, 1) for each in listed):
+            raise config.error(f"no_rope_layers must have a 1 (rotated) or a 0 for each of the {num_layers} layers")
+        return tuple(map(bool, listed[:num_layers]))
+
 
 LLAMA_DEFAULTS = RopeDefaults()
 
@@ -130,13 +142,8 @@ def read_layer_ropes(
     ropes = [by_kind[FULL if window is None else SLIDING] for window in windows]
     if not defaults.skips_rotation:
         return tuple(ropes)
-    listed = config.values.get("no_rope_layers")
-    if listed is None:
-        interval = config.integer("no_rope_layer_interval", 4)
-        listed = [int((layer + 1) % interval != 0) for layer in range(len(ropes))]
-    if not isinstance(listed, list) or len(listed) < len(ropes) or not all(each in (0, 1) for each in listed):
-        raise config.error(f"no_rope_layers must have a 1 (rotated) or a 0 for each of the {len(ropes)} layers")
-    return tuple(rope if rotated else None for rope, rotated in zip(ropes, listed, strict=False))
+    turned = defaults.rotated_layers(config, len(ropes))
+    return tuple(rope if is_turned else None for rope, is_turned in zip(ropes, turned, strict=True))
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
     """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
     included."""
     request = sequence.request
-    if request.beam_search is not None or request.fork_position is not None or request.constraint:
+    if request.beam_search is not None or request.fork_position is not None or request.constraint is not None:
         return NO_DRAFTS
     known = len(sequence.token_ids) + sequence.num_pending_tokens
     # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.

@@ -1,38 +1,83 @@
 """Masks: which tokens a constrained request may have next.
 
-The engine core asks a `MaskSource` when all tokens before the one to be sampled are known, and sends the masks to the
+The engine core gets a `Constraint` from its `MaskSource` when a request comes. While that is being compiled the request
+waits (`quire.scheduler.gates.ConstraintGate`). Then each of its sequences has a `Matcher`, which follows its tokens one
+by one. When all tokens before the one to be sampled are known, the core asks it for a mask and sends that to the
 workers, whose forward pass may run already (`SamplingInputs` in quire/step.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.errors import UserError
+
+
+class ConstraintSpec(NamedTuple):
+    """What of a request decides its masks, besides the constraint's text."""
+
+    start_after: Sequence[int] = ()
+    """The constraint begins behind these generated tokens; empty: at once."""
+    ignore_eos: bool = False
+    """Tokens that end a text are masked while anything else is allowed."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The sampler allows no others: a mask without any of these leaves no token."""
+
+
+class Matcher(Protocol):
+    """The state of one sequence under its constraint. It belongs to the sequence, and outlives a preemption."""
+
+    is_finished: bool
+    """Whether nothing may follow: the sequence ends with reason "stop"."""
+    ends_in_text: bool
+    """Whether it is finished by a token of the text, and not by one that ends a text."""
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by the next token of the sequence. False: the constraint does not allow it, and the token must not
+        become the sequence's."""
+        ...
+
+    def mask(self) -> bytes | None:
+        """The tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit
+        t % 32 of word t // 32. None: all. Raises UserError when none may, or when it takes too much work to tell."""
+        ...
+
+
+class Constraint(Protocol):
+    """A constraint that is compiled, or is being compiled."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `matcher` answers at once. Constant time."""
+        ...
+
+    def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> Matcher:
+        """For a new sequence, which has generated these tokens already. Raises UserError for a constraint that cannot
+        be compiled."""
+        ...
 
 
 class MaskSource(Protocol):
     """Knows the constraints that requests name (`EngineRequest.constraint`)."""
 
-    def check(self, constraint: str) -> None:
-        """Raise UserError when a request may not name this constraint."""
+    def constraint(self, text: str) -> Constraint:
+        """Begin to compile a constraint; returns at once. Raises UserError when a request may not name it."""
         ...
 
-    def mask(self, constraint: str, token_ids: Sequence[int]) -> bytes:
-        """The tokens that may follow `token_ids`, which were generated so far: packed bits, [ceil(vocab size / 32)]
-        little-endian uint32, token t at bit t % 32 of word t // 32. At least one token is allowed."""
+    def close(self) -> None:
+        """Compile nothing more. Idempotent."""
         ...
 
 
 class NoMasks:
     """An engine without constraints."""
 
-    def check(self, constraint: str) -> None:
+    def constraint(self, text: str) -> Constraint:
         raise UserError("this engine has no constraints on tokens", param="constraint")
 
-    def mask(self, constraint: str, token_ids: Sequence[int]) -> bytes:
-        raise AssertionError(f"no request has the constraint {constraint!r}")
+    def close(self) -> None:
+        """Nothing is compiled."""
 
 
 NO_MASKS = NoMasks()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import EngineRequest, Request, Sequence
+from quire.request import EngineRequest, FinishReason, Request, ResumePoint, Sequence
 from quire.step import SequenceFork, SequenceSampling
 
 _MASK = (1 << 64) - 1
@@ -29,7 +29,7 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
     if params.use_beam_search:
         # Enough that at least `num_sequences` candidates of each beam do not end it.
         num_candidates = max(num_sequences + len(stop_token_ids), params.logprobs or 0)
-    return [
+    sequences = [
         Sequence(
             next(seq_ids),
             index,
@@ -44,6 +44,18 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
         )
         for index in range(num_sequences)
     ]
+    if source.resume_point is not None:
+        _resume(sequences, source.resume_point)
+    return sequences
+
+
+def _resume(sequences: list[Sequence], point: ResumePoint) -> None:
+    """Give new sequences what another engine had generated. The workers draw token i from (seed, i), so they go on with
+    the tokens that the other engine would have drawn."""
+    for sequence, token_ids in zip(sequences, point.token_ids, strict=True):
+        sequence.token_ids += token_ids
+    for index in point.ended:
+        sequences[index].finish_reason = FinishReason.ABORT  # the caller knows the reason, and is told nothing again
 
 
 def num_shared_tokens(request: Request) -> int:

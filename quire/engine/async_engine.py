@@ -12,69 +12,71 @@ import itertools
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.async_control import AsyncControl
 from quire.engine.async_pooling import AsyncPooling
+from quire.engine.async_text import AsyncText
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
 from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.heartbeat import check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
+from quire.engine.input_processor import InputProcessor, Prompt, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import Preparations, RequestPart, turn_of
-from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
-from quire.kv_cache.snapshot import KVSnapshot
+from quire.engine.request_part import CLIENT_NAME, Backlog, Preparations, RequestPart, turn_of
+from quire.engine.restarting_client import RestartingClient, start_restarting
+from quire.errors import ConfigError, EngineDeadError, InternalError, QuireError, UserError
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.stats import EngineStats
+from quire.structured_output.compiler import compiled
 from quire.tokenization.tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
-MESSAGE_CHARACTERS = 64
-"""What a message counts besides its content."""
-
-MAX_LONG_TEXTS = 2
-"""Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
-
-T = TypeVar("T")
-
-
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level"}
+_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "pause": "mode"}
 """What a method's argument is called."""
 
 
-class AsyncLLM(AsyncPooling):
+class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
     The constructor returns while the engine process is still starting; `ready` waits for it.
     """
 
-    def __init__(self, *, in_process: bool = False, **engine_options: Any) -> None:
-        """in_process: run the core in a thread of this process. Raises ConfigError or ModelLoadError."""
-        self._open(EngineOptions.from_keywords(engine_options), in_process, DEFAULT_EXECUTOR)
+    def __init__(self, *, in_process: bool = False, restart_engine: bool = False, **engine_options: Any) -> None:
+        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, start
+        another one, in which every request goes on (quire/engine/restarting_client.py). Raises ConfigError or
+        ModelLoadError."""
+        self._open(EngineOptions.from_keywords(engine_options), in_process, restart_engine, DEFAULT_EXECUTOR)
 
     @classmethod
     def from_options(
-        cls, options: EngineOptions, *, in_process: bool = False, executor: str = DEFAULT_EXECUTOR
+        cls,
+        options: EngineOptions,
+        *,
+        in_process: bool = False,
+        restart_engine: bool = False,
+        executor: str = DEFAULT_EXECUTOR,
     ) -> AsyncLLM:
         """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         engine = cls.__new__(cls)
-        engine._open(options, in_process, executor)
+        engine._open(options, in_process, restart_engine, executor)
         return engine
 
-    def _open(self, options: EngineOptions, in_process: bool, executor: str) -> None:
-        self._front_end: FrontEnd = open_front_end(options, lambda o: _start(o, in_process, executor))
+    def _open(self, options: EngineOptions, in_process: bool, restart_engine: bool, executor: str) -> None:
+        start = _starter(in_process, restart_engine)
+        self._front_end: FrontEnd = open_front_end(options, lambda o: start(o, executor=executor))
         self._client: EngineClient = self._front_end.client
         self._listeners: list[StatsListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,14 +86,14 @@ class AsyncLLM(AsyncPooling):
         """By key; `_keys` finds the key of a request's id."""
         self._keys: dict[str, str] = {}
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
-        self._is_asleep = False
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
         self._num_unfinished = 0
         self._preparations = Preparations()
+        self._backlog = Backlog()
         self._draining = False
         self._all_finished = asyncio.Event()
-        self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
+        AsyncText.__init__(self)
         self._finalizer = weakref.finalize(self, self._front_end.shutdown)
         receiver = threading.Thread(
             target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
@@ -108,6 +110,10 @@ class AsyncLLM(AsyncPooling):
     @property
     def model_config(self) -> ModelConfig:
         return self._front_end.config.model
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return self._front_end.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -144,14 +150,24 @@ class AsyncLLM(AsyncPooling):
         return self._death.again()
 
     @property
+    def is_restarting(self) -> bool:
+        """Whether the engine has died and another one starts: requests wait, and go on in it."""
+        return isinstance(self._client, RestartingClient) and self._client.is_restarting
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was started again."""
+        return self._client.num_restarts if isinstance(self._client, RestartingClient) else 0
+
+    @property
     def silence(self) -> float:
         """Seconds for which the engine process has given no sign of life (quire/engine/heartbeat.py)."""
         return self._client.silence
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the engine is dead, and EngineUnresponsiveError when its process has given no sign
-        of life for SILENCE_LIMIT seconds: it is stopped, or one thread keeps the interpreter. A long step is no
-        silence."""
+        of life for SILENCE_LIMIT seconds: it, or one of its ranks, is stopped or dead-locked, or one thread keeps the
+        interpreter. A long step is no silence."""
         self._check_alive()
         check_responsive(self._client.silence)
 
@@ -172,6 +188,16 @@ class AsyncLLM(AsyncPooling):
         together."""
         return len(self._preparations) + len(self._streams)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that the engine has and that have got no token yet."""
+        return self._backlog.num_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the engine will take for them, by its rate of the last seconds; infinite when it computed none."""
+        return self._backlog.seconds
+
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
         self._listeners.append(listener)
@@ -189,7 +215,8 @@ class AsyncLLM(AsyncPooling):
         priority: int = 0,
         part: RequestPart | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as they come, the last one with `finished`; `delta` as in OutputProcessor.add.
+        """Yield outputs as they come, the last one with `finished`, or what `sampling_params.output_kind` says; `delta`
+        as in OutputProcessor.add.
 
         priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn.
 
@@ -200,11 +227,16 @@ class AsyncLLM(AsyncPooling):
         sleeps, and QuireError while draining.
         """
         process = partial(self._process, prompt, sampling_params, cache_salt, priority)
+        kind = getattr(
+            sampling_params, "output_kind", None
+        )  # what is no SamplingParams is refused when it is processed
+        delta = delta or kind is RequestOutputKind.DELTA
         async with contextlib.aclosing(
             self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
         ) as outputs:
             async for output in outputs:
-                yield output
+                if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
+                    yield output
 
     async def run_request(
         self,
@@ -227,7 +259,7 @@ class AsyncLLM(AsyncPooling):
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
                 with self._preparations.count(part):
-                    request = await process(stream.key)
+                    request = msgspec.structs.replace(await process(stream.key), client=CLIENT_NAME.get())
                     request = await stack.enter_async_context(turn_of(part, request))
                     self._submit(request, text, stream, delta)
                 try:
@@ -295,46 +327,16 @@ class AsyncLLM(AsyncPooling):
                 if output is not None:
                     stream.put(output)
 
-    # Text.
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
-        longer than the model's context. is_cut: only the end of the tokens will be kept."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise UserError("this model has no tokenizer", param="prompt")
-        self.input_processor.check_text_length(text, "prompt", is_cut=is_cut)
-        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
-        return self.input_processor.render_chat(messages, **options)
-
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
-    ) -> RenderedChat:
-        """`render_chat` that keeps the loop free: templates are rendered in another process."""
-        inputs = self.input_processor
-        rendering = await self.off_loop(_size(messages), lambda: inputs.submit_chat(messages, **options))
-        text = await asyncio.wrap_future(rendering)
-        return await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
-
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
-        as much."""
-        if size <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
-
     # Control.
 
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
         """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
         fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
         (quire/engine/heartbeat.py)."""
-        return (await self._ask(method, argument)).value
+        return (await self.ask(method, argument)).value
 
-    async def _ask(self, method: str, argument: str = "") -> CallResult:
+    async def ask(self, method: str, argument: str = "") -> CallResult:
+        """As `call`, for answers of any kind."""
         self.check_health()
         loop = self._bind_loop()
         call_id = next(self._numbers)
@@ -350,49 +352,6 @@ class AsyncLLM(AsyncPooling):
         self._check_alive()
         result.raise_error(_PARAMETERS.get(method, "method"))
         return result
-
-    async def stats(self) -> EngineStats:
-        """A fresh snapshot."""
-        value = await self.call("stats")
-        assert isinstance(value, EngineStats)
-        return value
-
-    async def kv_snapshot(self) -> KVSnapshot:
-        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
-        the caller's id, "#" and a number that no other request has."""
-        snapshot = (await self._ask("kv_snapshot")).kv
-        assert snapshot is not None
-        return snapshot
-
-    async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one.
-
-        Files in `kv_offload_dir` stay, and count again at the next start."""
-        value = await self.call("reset_prefix_cache")
-        assert isinstance(value, int)
-        return value
-
-    async def sleep(self, level: int | str = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
-
-        Raises UserError while requests live or prefixes are registered."""
-        await self.call("sleep", str(level))
-        self._is_asleep = True
-
-    async def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
-        await self.call("wake_up")
-        self._is_asleep = False
-
-    async def is_sleeping(self) -> bool:
-        """Whether requests are rejected because the engine sleeps."""
-        return bool(await self.call("is_sleeping"))
-
-    def check_awake(self) -> None:
-        """Raise EngineAsleepError while the engine sleeps, as far as this front end has sent it to sleep."""
-        if self._is_asleep:
-            raise EngineAsleepError("the engine is asleep: wake it up first")
 
     def begin_drain(self) -> None:
         """From now on `generate` rejects new requests; running requests go on."""
@@ -417,7 +376,7 @@ class AsyncLLM(AsyncPooling):
         """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
             self._front_end.shutdown(timeout)
-            self._text_threads.shutdown(wait=False)
+            self.close_threads()
             self._die(EngineDeadError("the engine was shut down"))
 
     # On the event loop.
@@ -455,6 +414,9 @@ class AsyncLLM(AsyncPooling):
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # On threads of its own; `process` then finds it compiled.
+            await compiled(self.input_processor.grammars.submit(params.structured_outputs))
         return await self.off_loop(num_units(prompt, params), process)
 
     def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
@@ -463,8 +425,11 @@ class AsyncLLM(AsyncPooling):
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._front_end.output_processor.add_request(request, text, delta=delta)
+            self._backlog.add(stream.key, len(request.prompt_token_ids))
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
+        for listener in self._listeners:
+            listener.record_request(stream.request_id, request, text)
         try:
             self._client.send(AddRequest(request))
         except EngineDeadError:
@@ -490,6 +455,7 @@ class AsyncLLM(AsyncPooling):
         return output
 
     def _forget(self, key: str) -> OutputStream | None:
+        self._backlog.discard(key)
         stream = self._streams.pop(key, None)
         if stream is not None:
             del self._keys[stream.request_id]
@@ -513,6 +479,7 @@ class AsyncLLM(AsyncPooling):
         """Turn what the core sent into what the loop delivers."""
         delivery = Delivery(stats=outputs.stats)
         with self._lock:
+            self._backlog.note_progress(update.request_id for update in outputs.updates)
             processed = self._front_end.output_processor.process(outputs.updates)
             for output in processed.outputs:
                 stream = self._streams[output.request_id]
@@ -531,6 +498,7 @@ class AsyncLLM(AsyncPooling):
                 if waiting is not None:
                     self._front_end.output_processor.abort(waiting.key)
                     delivery.failures.append((waiting, rejected.error()))
+                    delivery.rejected.append(waiting.request_id)
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:
@@ -549,6 +517,7 @@ class AsyncLLM(AsyncPooling):
             delivery.results = [
                 (future, CallResult(call_id, error=str(self._death))) for call_id, future in self._calls.items()
             ]
+            self._backlog.clear()
             self._streams.clear()
             self._keys.clear()
             self._calls.clear()
@@ -561,9 +530,12 @@ class AsyncLLM(AsyncPooling):
             self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
 
 
-def _start(options: EngineOptions, in_process: bool, executor: str) -> EngineClient:
-    make = InProcessClient if in_process else ProcessClient
-    return make(options, executor=executor)
+def _starter(in_process: bool, restart_engine: bool) -> Callable[..., EngineClient]:
+    if in_process and restart_engine:
+        raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
+    if in_process:
+        return InProcessClient
+    return start_restarting if restart_engine else ProcessClient
 
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
@@ -584,13 +556,3 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
             client.shutdown()
             return
         del engine
-
-
-def _size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of a conversation, roughly and no more than it takes to call it long."""
-    size = 0
-    for message in messages:
-        size += MESSAGE_CHARACTERS + len(str(message.get("content")))
-        if size > INLINE_CHARACTERS:
-            break
-    return size

@@ -95,6 +95,7 @@ class AsyncPooling(ABC):
         second: str | None = None,
         priority: int = 0,
         part: RequestPart | None = None,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """The last output of a pooled request, with what the model made of the prompt."""
         processor = await asyncio.to_thread(lambda: self.pooling)
@@ -102,7 +103,10 @@ class AsyncPooling(ABC):
         async def process(name: str) -> EngineRequest:
             size = len(prompt_text(prompt) or "") + len(second or "")
             return await self.off_loop(
-                size, lambda: processor.request(name, prompt, params, second=second, priority=priority)
+                size,
+                lambda: processor.request(
+                    name, prompt, params, second=second, priority=priority, cache_salt=cache_salt
+                ),
             )
 
         async with aclosing(self.run_request(process, prompt_text(prompt), request_id, part=part)) as outputs:

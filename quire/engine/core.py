@@ -7,7 +7,8 @@ from concurrent.futures import Future
 
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
-from quire.decoding.masks import NO_MASKS, MaskSource
+from quire.decoding.masks import NO_MASKS, Constraint, MaskSource
+from quire.decoding.thinking_budget import BudgetConstraint
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -19,6 +20,7 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.engine.pause import Pause
 from quire.engine.sleep import Sleep
 from quire.errors import (
     ConfigError,
@@ -28,10 +30,11 @@ from quire.errors import (
     QuireError,
     UserError,
 )
-from quire.executors.interface import Executor
+from quire.executors.interface import Executor, VitalSigns
 from quire.kv_cache.layout import group_layers
 from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
+from quire.outputs import SequenceUpdate
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.stats import EngineStats
 from quire.step import StepPlan, StepResult
@@ -69,10 +72,15 @@ class EngineCore:
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
         self._in_flight: deque[Future[StepResult]] = deque()
+        layers = config.model.shape.layers if config.load.counts_experts else ()
+        self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
+        """Those whose routing is counted."""
         self._masks = masks
         self._unsent: StepPlan | None = None
         """The last plan in flight, while it lacks its sampling inputs."""
         self._rejections: list[RequestRejected] = []
+        self._ended: list[SequenceUpdate] = []
+        """Of requests that a call has ended; the next step reports them."""
         self._next_check = 0.0
         self._is_stepping = False
         self.is_blocked = False
@@ -100,7 +108,9 @@ class EngineCore:
         costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
         self.scheduler: EngineScheduler = make_scheduler(config, layout, costs)
         self._await_connector()
+        self._vocab_size = config.model.vocab_size
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
+        self._pause = Pause(self.scheduler)
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -126,7 +136,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._in_flight or self._rejections or self.scheduler.has_requests or self.scheduler.has_transfers)
+        reports = self._rejections or self._ended
+        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a rejected request by the next `step`."""
@@ -134,9 +145,12 @@ class EngineCore:
             case AddRequest(request):
                 try:
                     self._sleep.check_awake()
+                    constraint: Constraint | None = None
                     if request.constraint:
-                        self._masks.check(request.constraint)
-                    self.scheduler.add_request(request, self._clock.now())
+                        constraint = self._masks.constraint(request.constraint)
+                    if request.thinking_budget is not None:
+                        constraint = BudgetConstraint(constraint, request.thinking_budget, self._vocab_size)
+                    self.scheduler.add_request(request, self._clock.now(), constraint)
                 except UserError as error:
                     self._rejections.append(RequestRejected(request.request_id, error.message, error.param))
                 except EngineAsleepError as error:
@@ -155,8 +169,9 @@ class EngineCore:
         A time limit needs no wake-up of its own: while a request lives, waiting or running, there is work.
         """
         self._is_stepping = True
-        outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), rejections=self._rejections)
-        while len(self._in_flight) < self._queue_depth and self._unsent is None:
+        updates, self._ended = self._ended + self.scheduler.expire(self._clock.now()), []
+        outputs = EngineOutputs(updates=updates, rejections=self._rejections)
+        while not self._pause.stops_all and len(self._in_flight) < self._queue_depth and self._unsent is None:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
@@ -185,19 +200,24 @@ class EngineCore:
         """For while nothing else is to do: a piece of the work that can wait. Returns whether there was any."""
         return not self.has_work and not self._sleep.level and self._executor.idle()
 
+    def vital_signs(self) -> VitalSigns:
+        """Of the workers. Any thread may ask."""
+        return self._executor.vital_signs()
+
     def shutdown(self) -> None:
         """Drop everything and release the executor. Idempotent."""
         self._in_flight.clear()
         if not self._is_stepping:  # after a step that failed the workers take no more plans
             self._is_stepping = True
             self._finish_transfers()
+        self._masks.close()
         self._executor.shutdown()
 
     def _send_sampling_inputs(self) -> None:
         """Send what the last plan lacks, unless it depends on the result of an earlier one."""
         if self._unsent is not None and len(self._in_flight) == 1:
             plan, self._unsent = self._unsent, None
-            self._executor.send_sampling_inputs(self.scheduler.sampling_inputs(plan, self._masks))
+            self._executor.send_sampling_inputs(self.scheduler.sampling_inputs(plan))
 
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""
@@ -232,7 +252,7 @@ class EngineCore:
     def _answer(self, call_id: int, method: str, argument: str) -> CallResult:
         match method:
             case "stats":
-                return CallResult(call_id, self.scheduler.stats())
+                return CallResult(call_id, self._full_stats())
             case "check":
                 self.scheduler.check()
                 return CallResult(call_id, 0)
@@ -250,7 +270,26 @@ class EngineCore:
                 return CallResult(call_id, 0)
             case "is_sleeping":
                 return CallResult(call_id, int(self._sleep.level > 0))
+            case "pause":
+                self._pause.begin(argument)
+                return CallResult(call_id, 0)
+            case "resume":
+                self._pause.end()
+                return CallResult(call_id, 0)
+            case "is_paused":
+                return CallResult(call_id, int(self._pause.scope != ""))
+            case "abort_all":
+                ended = self.scheduler.abort_all(self._clock.now())
+                self._ended += ended
+                return CallResult(call_id, len(ended))
         return CallResult(call_id, error=f"unknown method {method!r}")
+
+    def _full_stats(self) -> EngineStats:
+        """With what only the workers know, which a caller that asks for it waits for."""
+        stats = self.scheduler.stats()
+        if self._expert_layers:
+            stats.expert_counts = dict(zip(self._expert_layers, self._executor.expert_counts(), strict=True))
+        return stats
 
     def _check_when_idle(self) -> None:
         now = self._clock.now()

@@ -43,6 +43,7 @@ class FrontEnd:
                     max_model_len=self.client.ready.max_model_len,
                     eos_token_ids=self.config.model.eos_token_ids,
                     seed=self.config.seed,
+                    max_logprobs=self.config.max_logprobs,
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
@@ -71,16 +72,21 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     config = resolve(options)
     client = start(options)
     try:
-        return FrontEnd(config, client, _tokenizer(options, config.model.vocab_size))
+        return FrontEnd(config, client, open_tokenizer(options, config.model.vocab_size))
     except BaseException:
         client.shutdown()
         raise
 
 
-def _tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
+def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that was asked for, else the model's."""
     if options.skip_tokenizer_init:
         return None
-    if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer, vocab_size=vocab_size)
-    return load_tokenizer(options.model, options.revision, vocab_size=vocab_size)
+    is_own = options.tokenizer is None or options.tokenizer == options.model
+    return load_tokenizer(
+        options.model if options.tokenizer is None else options.tokenizer,
+        options.tokenizer_revision or (options.revision if is_own else None),
+        vocab_size=vocab_size,
+        download_dir=options.download_dir,
+        chat_template=options.chat_template,
+    )

@@ -1,63 +1,23 @@
-"""Whether an engine process responds: its heartbeat, and the time limits of calls to it.
+"""Whether an engine responds: how long it may be silent, and the time limits of calls to it.
 
-A thread of the engine process writes one byte a second into a pipe, the one whose end says that the process has ended.
-It is a thread because a step may take minutes: native code releases the interpreter meanwhile, so the thread keeps
-writing. It stops writing when the whole process is stopped (SIGSTOP, a frozen container, a machine out of memory that
-only swaps), and when one thread never releases the interpreter.
+The engine process says at every beat (quire/utils/heartbeat.py) for how long it has not got on. Of a model that several
+ranks share it speaks for all of them: it is silent when one of them is stopped, and when none of them gets on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from quire.clock import Clock, SystemClock
+from quire.engine.messages import Call, ClientMessage
 from quire.errors import EngineUnresponsiveError
+from quire.executors.interface import VitalSigns
+from quire.utils.heartbeat import BEAT_SECONDS, Progress, encode_beat
 
-BEAT_SECONDS = 1.0
-"""Time between two beats."""
-SILENCE_LIMIT = 5.0
-"""Seconds without a sign of life after which the engine counts as unresponsive: five beats, so that a busy machine is
-not taken for a stopped process."""
-MAX_GAP = 2 * BEAT_SECONDS
-"""Longest time between two looks that counts as silence. A longer one means that the observer itself did not run."""
-
-
-class Heartbeat:
-    """The observer's side: for how long nothing has been heard. Any thread may use it.
-
-    Only time that the observer has seen pass counts, `MAX_GAP` at most between two looks: when the whole machine is
-    suspended, or both processes are stopped and go on together, the engine has not been silent.
-    """
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
-        self._lock = threading.Lock()
-        self._looked_at = self._clock.now()
-        self._silence = 0.0
-
-    def beat(self) -> None:
-        """Something was heard."""
-        with self._lock:
-            self._looked_at = self._clock.now()
-            self._silence = 0.0
-
-    def look(self) -> None:
-        """Nothing was heard until now. Call at least every `MAX_GAP` seconds while listening."""
-        with self._lock:
-            now = self._clock.now()
-            self._silence += min(now - self._looked_at, MAX_GAP)
-            self._looked_at = now
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the last beat, as far as they were observed."""
-        with self._lock:
-            return self._silence + min(self._clock.now() - self._looked_at, MAX_GAP)
+SILENCE_LIMIT = 4.0
+"""Seconds without a sign of life after which the engine counts as unresponsive: eight beats, so that a busy machine is
+not taken for a stopped process. A dead-lock or a stopped rank is seen a beat or two later."""
 
 
 def check_responsive(silence: float) -> None:
@@ -66,22 +26,19 @@ def check_responsive(silence: float) -> None:
         raise EngineUnresponsiveError(f"the engine process has not answered for {silence:.0f} s")
 
 
-def start_beating(pipe: int) -> None:
-    """Write a byte a second into `pipe` (a file descriptor, made non-blocking here) from a thread, until its reader is
-    gone or the process ends."""
-    os.set_blocking(pipe, False)
+class EngineBeats:
+    """What the engine process says of itself and its ranks. vital_signs: of the workers; None while the engine starts,
+    when all that counts is that the process has not ended."""
 
-    def beat() -> None:
-        while True:
-            try:
-                os.write(pipe, b".")
-            except BlockingIOError:
-                pass  # the reader is stopped, and has beats enough to read when it goes on
-            except BrokenPipeError:
-                return
-            time.sleep(BEAT_SECONDS)
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.vital_signs: Callable[[], VitalSigns] | None = None
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    def byte(self) -> int:
+        if self.vital_signs is None:
+            return 0
+        ranks = self.vital_signs()
+        return encode_beat(max(ranks.silence, min(self.progress.look(), ranks.stalled)))
 
 
 CALL_SECONDS = 20.0
@@ -92,6 +49,11 @@ LONG_CALL_SECONDS = 1800.0
 LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix"})
 
 T = TypeVar("T")
+
+
+def takes_long(message: ClientMessage) -> bool:
+    """Whether a message is a call that works."""
+    return isinstance(message, Call) and message.method in LONG_CALLS
 
 
 def patience(method: str) -> float:

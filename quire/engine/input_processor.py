@@ -7,18 +7,26 @@ processes could trip over.
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypedDict
 
+import msgspec
+
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
+from quire.parsers.reasoning import ThinkFormat, Thought
+from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.request import MAX_PRIORITY, EngineRequest
-from quire.sampling_params import SamplingParams
-from quire.tokenization.chat_template import ChatTemplate
+from quire.sampling_params import MAX_LOGPROBS, MOST_LOGPROBS, SamplingParams, ThinkingBudget
+from quire.structured_output.compiler import GrammarCompiler
+from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, TemplateChoice
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
+PROMPT_TAIL = 64
+"""Tokens at the end of a prompt in which an open mark of thoughts is looked for."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """No text averages more: a prompt beyond it is rejected without spending seconds on its tokens."""
 MAX_CUT_CHARACTERS = 2**20
@@ -57,8 +65,12 @@ class InputProcessor:
     tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
     the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
-    requests come in the same order is reproducible. takes_priorities: whether a request may bring one. pools: the
-    model gives vectors of texts, and generates none.
+    requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
+    vocabulary, up to MOST_LOGPROBS. takes_priorities: whether a request may bring one. pools: the model gives vectors
+    of texts, and generates none. `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits,
+    as in `LLM.generate`; servers turn it off, and it is an error. `max_new_tokens`: what bounds every request, None:
+    nothing; servers set it to the model's own (generation_config.json). `reasoning`: how the model writes its
+    thoughts, as its chat template shows; servers set it to the parser that they were told of.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int,
+        max_logprobs: int = MAX_LOGPROBS,
         takes_priorities: bool = False,
         pools: bool = False,
     ) -> None:
@@ -77,12 +90,17 @@ class InputProcessor:
         self.max_model_len = max_model_len
         # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self._seed = seed
+        self._max_logprobs = max_logprobs
         self._takes_priorities = takes_priorities
         self._pools = pools
+        self.clips_max_tokens = True
+        self.max_new_tokens: int | None = None
         self._request_numbers = itertools.count()  # next() is atomic
         self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
+        self.reasoning = None if tokenizer is None else detected_reasoning(tokenizer)
 
     def process(
         self,
@@ -105,8 +123,11 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise UserError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
         self._check_params(params)
+        params = self._with_alternatives(params)
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt)
+        if params.skip_reading_prefix_cache:
+            cache_salt += uuid.uuid4().hex  # no other request computed blocks under it
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         room = self.max_model_len - len(token_ids)
@@ -116,17 +137,52 @@ class InputProcessor:
                 f"the model's context of {self.max_model_len} has room for {room}",
                 param="min_tokens",
             )
+        if params.max_tokens is not None and params.max_tokens > room and not self.clips_max_tokens:
+            raise PromptTooLongError(
+                f"{len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
+                f"{len(token_ids) + params.max_tokens} tokens, but the model's context (max_model_len) is "
+                f"{self.max_model_len} tokens: ask for at most {room}, or for a shorter prompt",
+                param="max_tokens",
+            )
+        constraint, constraint_start = "", []
+        if params.structured_outputs is not None:
+            constraint = self.grammars.compile(params.structured_outputs)
+            constraint_start = list(params.structured_outputs.start_after_token_ids or ())
+            params = msgspec.structs.replace(params, structured_outputs=None)  # the workers need no schema
+        thinking_budget = self._thinking_budget(params, token_ids) if params.has_thinking_budget else None
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=min(each for each in (room, params.max_tokens, self.max_new_tokens) if each is not None),
             seed=self._resolve_seed(params.seed),
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             bad_token_sequences=self._bad_words.sequences(params.bad_words or []),
             cache_salt=cache_salt,
             priority=priority,
+            constraint=constraint,
+            constraint_start=constraint_start,
+            thinking_budget=thinking_budget,
         )
+
+    def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
+        """The budget with the marks of the model's thoughts. Raises UserError where the model shows none."""
+        form, tokenizer = self.reasoning, self.tokenizer
+        if form is None or tokenizer is None:
+            raise UserError(
+                "thinking_token_budget needs a model whose chat template shows how it reasons, or --reasoning-parser",
+                param="thinking_token_budget",
+            )
+        start, end = (tokenizer.encode(marks[0], add_special_tokens=False) for marks in (form.starts, form.ends))
+        if params.allowed_token_ids is not None and not set(end) <= set(params.allowed_token_ids):
+            raise UserError(
+                f"thinking_token_budget needs the tokens of {form.ends[0]!r} among allowed_token_ids",
+                param="allowed_token_ids",
+            )
+        self.check_embedding(tokenizer, start + end)
+        tail = tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        is_open = form.thought_after(tail) is Thought.OPEN
+        return ThinkingBudget(params.thinking_token_budget or 0, start, end, is_open)
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
         """Make the request that computes a prefix and registers it as `request_id`. Raises as `process`.
@@ -163,6 +219,8 @@ class InputProcessor:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        choice: TemplateChoice = DEFAULT_CHOICE,
     ) -> Future[str]:
         """Have a conversation written in a process beside this one. Raises UserError when the model has no template;
         else as ChatTemplate.submit."""
@@ -174,6 +232,8 @@ class InputProcessor:
             continue_final_message=continue_final_message,
             tools=tools,
             options=chat_template_kwargs,
+            documents=documents,
+            choice=choice,
             max_characters=self.max_model_len * MAX_CHARACTERS_PER_TOKEN,
         )
 
@@ -183,7 +243,9 @@ class InputProcessor:
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
 
     def close(self) -> None:
-        """Leave nothing of the processes that render conversations. Idempotent."""
+        """Leave nothing of the processes that render conversations and of the threads that compile constraints.
+        Idempotent."""
+        self.grammars.close()
         if self._chat_template is not None:
             self._chat_template.close()
 
@@ -207,7 +269,9 @@ class InputProcessor:
         if not content or not token_ids:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
         if keep is not None:
-            token_ids = token_ids[-keep:]
+            if keep == -1:
+                keep = max(1, self.max_model_len - (params.max_tokens or 1))
+            token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, but the model's context is {self.max_model_len} tokens, "
@@ -255,6 +319,8 @@ class InputProcessor:
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self.check_token_ids(params.logit_bias or (), "logit_bias")
+        if params.structured_outputs is not None:
+            self.check_token_ids(params.structured_outputs.start_after_token_ids or (), "structured_outputs")
         stops = params.stop_strings
         if stops and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none", param="stop")
@@ -262,6 +328,23 @@ class InputProcessor:
             raise UserError(f"stop strings must not exceed {MAX_STOP_CHARACTERS} characters together", param="stop")
         for stop in stops:
             check_unicode(stop, param="stop")
+
+    def _with_alternatives(self, params: SamplingParams) -> SamplingParams:
+        """`params` with numbers of alternatives that the engine gives. Raises UserError for more than it does."""
+        most = min(self.vocab_size, MOST_LOGPROBS) if self._max_logprobs == -1 else self._max_logprobs
+        changes = {}
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is None or 0 <= wanted <= most:
+                continue
+            number = self.vocab_size if wanted == -1 else min(wanted, self.vocab_size)
+            if number > most:
+                raise UserError(
+                    f"{name}={wanted} asks for {number} alternatives, and at most {most} are given (max_logprobs)",
+                    param=name,
+                )
+            changes[name] = number
+        return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
         """Types and range. Written for long lists of valid ids: the offender is looked for only when there is one."""
@@ -281,6 +364,11 @@ class InputProcessor:
         """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
+
+
+def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:
+    name = detect_reasoning_parser(tokenizer.chat_templates.values())
+    return None if name is None else reasoning_format(name)
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:

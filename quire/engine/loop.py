@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from quire.clock import SystemClock
+from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
@@ -13,6 +15,10 @@ from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.executors.interface import Executor
 from quire.executors.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
+from quire.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.structured_output.masks import GrammarMasks
 
 
 def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerFactory = paged_scheduler) -> EngineCore:
@@ -29,7 +35,18 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
     run_plans: Executor = make_executor(config)
     if config.step_log is not None:
         run_plans = StepLog(run_plans, config, config.step_log, clock)
-    return EngineCore(config, run_plans, clock, make_scheduler)
+    return EngineCore(config, run_plans, clock, make_scheduler, _masks(options, config))
+
+
+def _masks(options: EngineOptions, config: EngineConfig) -> GrammarMasks:
+    from quire.structured_output.masks import GrammarMasks  # with numpy, which the server's process starts without
+
+    def load() -> Tokenizer | None:
+        from quire.engine.front_end import open_tokenizer  # only where a request brings a constraint
+
+        return open_tokenizer(options, config.model.vocab_size)
+
+    return GrammarMasks(load, config.model.vocab_size, config.model.eos_token_ids)
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:

@@ -27,7 +27,8 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
-    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up`, `is_sleeping`."""
+    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up`, `is_sleeping`,
+    `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
 
     call_id: int
     method: str
@@ -61,18 +62,23 @@ class CallResult(msgspec.Struct, array_like=True):
 
 class RequestRejected(msgspec.Struct, array_like=True):
     """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
-    Nothing was queued. is_dead: the core has ended, and another one takes requests (quire/engine/replicas.py)."""
+    Nothing was queued. is_dead: the core has ended, and another one takes requests (quire/engine/replicas.py).
+    is_culprit: it has ended one core after the other (quire/engine/culprit_search.py)."""
 
     request_id: str
     message: str
     param: str | None = None
     is_asleep: bool = False
     is_dead: bool = False
+    is_culprit: bool = False
 
     def error(self) -> QuireError:
         """What the caller gets."""
         if self.is_dead:
             return EngineDeadError(self.message, summary="a replica of the engine has ended")
+        if self.is_culprit:
+            summary = "the engine died whenever it ran this request, which is not tried again"
+            return InternalError(self.message, summary=summary)
         return EngineAsleepError(self.message) if self.is_asleep else UserError(self.message, param=self.param)
 
 

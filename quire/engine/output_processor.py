@@ -6,6 +6,7 @@ here, because the core knows no text. A sequence that ends so is over for its ca
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from quire.engine.messages import Abort
@@ -19,7 +20,7 @@ from quire.outputs import (
     SequenceUpdate,
 )
 from quire.request import EngineRequest, FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.step import TokenLogprobs
 from quire.tokenization.detokenizer import IncrementalDetokenizer
 from quire.tokenization.stop_strings import StopStrings, StopTable
@@ -165,6 +166,7 @@ class _RequestState:
         "_pooled",
         "_prompt_logprobs",
         "_prompt_text",
+        "_queue_time",
         "_request",
         "_tokenizer",
         "num_live",
@@ -191,6 +193,7 @@ class _RequestState:
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
         self._metrics = RequestMetrics()
+        self._queue_time = 0.0
         self._first_token: float | None = None
         stops = StopTable(request.params.stop_strings) if request.params.stop_strings else None
         # Of a beam search the core reports hypotheses only, not its beams.
@@ -225,8 +228,9 @@ class _RequestState:
         if update.pooled is not None:
             self._pooled = update.pooled
         if update.timing is not None:
+            if self._first_token is None:  # later an engine that has been started again may report another number
+                self._num_cached_tokens = update.num_cached_tokens
             self._measure(update.timing, has_token=bool(update.new_token_ids))
-            self._num_cached_tokens = update.num_cached_tokens
         if not update.new_token_ids and update.finish_reason is None:
             return False
         sequence.take(update)
@@ -272,10 +276,12 @@ class _RequestState:
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
         """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
         elapsed = timing.now - timing.arrival
+        if self._first_token is None:
+            self._queue_time = timing.first_scheduled - timing.arrival
         if has_token and self._first_token is None:
             self._first_token = elapsed
         self._metrics = RequestMetrics(
-            queue_time=timing.first_scheduled - timing.arrival,
+            queue_time=self._queue_time,
             time_to_first_token=self._first_token or 0.0,
             latency=elapsed,
             num_preemptions=timing.num_preemptions,
@@ -289,8 +295,10 @@ class _SequenceState:
         "_cumulative_logprob",
         "_detokenizer",
         "_logprobs",
+        "_num_tokens",
         "_num_unchecked",
         "_params",
+        "_repetition",
         "_score",
         "_stops",
         "_text",
@@ -316,6 +324,10 @@ class _SequenceState:
         self._stops: StopStrings | None = None
         if stops is not None:
             self._stops = StopStrings(stops, params.include_stop_str_in_output)
+        self._repetition: RepetitionDetector | None = None
+        if params.repetition_detection is not None:
+            self._repetition = RepetitionDetector(params.repetition_detection)
+        self._num_tokens = 0
         self._num_unchecked = params.min_tokens
         """Tokens still to come whose text is not searched for stop strings."""
         self._token_ids: list[int] = []
@@ -330,16 +342,18 @@ class _SequenceState:
         self.has_news = False
 
     def take(self, update: SequenceUpdate) -> None:
-        """Append the update's tokens, up to the one that completes a stop string."""
+        """Append the update's tokens, up to the one that completes a stop string or a repetition."""
         self.has_news = True
         token_ids = update.new_token_ids
-        detokenizer = self._detokenizer
-        if detokenizer is not None:
+        detokenizer, repetition = self._detokenizer, self._repetition
+        if detokenizer is not None or repetition is not None:
             # A token that ends the sequence is no part of its text, unless stops are to be shown.
             is_stop = update.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+            is_stop = is_stop and not update.ends_in_text
             num_shown = len(token_ids) - is_stop
             for position in range(num_shown):
-                if self._show(detokenizer.push(token_ids[position])):
+                stops = detokenizer is not None and self._show(detokenizer.push(token_ids[position]))
+                if stops or (repetition is not None and self._repeats(repetition, token_ids[position])):
                     token_ids = token_ids[: position + 1]
                     break
         self._token_ids += token_ids
@@ -355,7 +369,15 @@ class _SequenceState:
         if self.finish_reason is None and update.finish_reason is not None:
             self.mark_finished(update.finish_reason, update.stop_reason)
 
-    def mark_finished(self, reason: FinishReason, stop_reason: int | None) -> None:
+    def _repeats(self, repetition: RepetitionDetector, token_id: int) -> bool:
+        """Count one token. Returns whether it ended the sequence."""
+        self._num_tokens += 1
+        if not repetition.push(token_id) or self._num_tokens < self._params.min_tokens:
+            return False
+        self.mark_finished(FinishReason.REPETITION, "repetition_detected")
+        return True
+
+    def mark_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End the sequence: release what was held back, in which a stop string may still come to light."""
         self.finish_reason, self.stop_reason, self.has_news = reason, stop_reason, True
         if self._detokenizer is None or self._show(self._detokenizer.flush()):
@@ -434,3 +456,25 @@ def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
         if token_id not in found:
             found[token_id] = Logprob(entry.logprobs[rank], rank, None if text_of is None else text_of(token_id))
     return found
+
+
+class RepetitionDetector:
+    """Fed the tokens of one completion. For each length of a pattern it counts how many tokens in a row equal the one
+    that stands so far before them: a token costs as many comparisons as there are lengths, however long the text is."""
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        self._lengths = range(max(1, params.min_pattern_size), params.max_pattern_size + 1)
+        self._num_equal = [0] * len(self._lengths)
+        self._min_count = params.min_count
+        self._last: deque[int] = deque(maxlen=params.max_pattern_size)
+
+    def push(self, token_id: int) -> bool:
+        """Whether the completion now ends with `min_count` copies of a pattern."""
+        last, found = self._last, False
+        for place, length in enumerate(self._lengths):
+            if length > len(last):
+                break
+            self._num_equal[place] = self._num_equal[place] + 1 if last[-length] == token_id else 0
+            found = found or self._num_equal[place] >= length * (self._min_count - 1)
+        last.append(token_id)
+        return found

@@ -16,6 +16,7 @@ from typing import Protocol
 from quire.engine.messages import CallResult
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
+from quire.request import EngineRequest
 from quire.stats import EngineStats
 
 MAX_SEPARATE = 32
@@ -170,7 +171,16 @@ class _PackedLogprobs:
 
 
 class StatsListener(Protocol):
-    """Hears of everything that comes out of the engine, on the event loop."""
+    """Hears of everything that goes into the engine and comes out of it, on the event loop."""
+
+    def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
+        """A request that is about to be sent to the core, on the task that sends it. request_id: the caller's, as in
+        outputs. text: of its prompt, where it was given as text."""
+        ...
+
+    def record_rejected(self, request_id: str) -> None:
+        """A request that the core rejected: no output of it comes."""
+        ...
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
         """Outputs as the engine makes them (cumulative or delta), the last one of each request included."""
@@ -183,13 +193,14 @@ class StatsListener(Protocol):
 
 @dataclass(slots=True)
 class Delivery:
-    """outputs, failures: to requests. results: to calls. last_outputs: of requests that failed, for listeners alone.
-    stats: the snapshot that came along, if any."""
+    """outputs, failures: to requests. results: to calls. last_outputs: of requests that failed, and rejected: ids of
+    requests that the core rejected, for listeners alone. stats: the snapshot that came along, if any."""
 
     outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
     results: list[tuple[asyncio.Future[CallResult], CallResult]] = field(default_factory=list)
     last_outputs: list[RequestOutput] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
     stats: EngineStats | None = None
 
     def hand_over(self, listeners: Iterable[StatsListener]) -> None:
@@ -205,5 +216,7 @@ class Delivery:
         for listener in listeners:
             if heard:
                 listener.record_outputs(heard)
+            for request_id in self.rejected:
+                listener.record_rejected(request_id)
             if self.stats is not None:
                 listener.record_stats(self.stats)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.config.pooling import Activation, PoolingConfig
 from quire.engine.input_processor import InputProcessor, Prompt, split_prompt
-from quire.errors import ModelOutputError, PromptTooLongError, UserError
+from quire.errors import ModelOutputError, PromptTooLongError, UserError, panics_are_errors
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
     ClassificationOutput,
@@ -26,10 +27,8 @@ from quire.pooling_outputs import (
 from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.tokenization.pairs import encode_pooled
-from quire.tokenization.tokenizer import check_unicode
+from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
-TASKS = ("embed", "classify", "score", "encode")
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
 _SHORTEST = 1e-12
 """Length below which a vector is not scaled up."""
@@ -68,7 +67,14 @@ class PoolingProcessor:
             )
 
     def request(
-        self, request_id: str, prompt: Prompt, params: PoolingParams, *, second: str | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        second: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> EngineRequest:
         """The request that the engine core runs. second: the second text of a pair. Raises UserError with `param` set,
         or PromptTooLongError."""
@@ -79,7 +85,7 @@ class PoolingProcessor:
         self._check_dimensions(params, pooling)
         inputs.check_priority(priority)
         check_unicode(request_id, param="request_id")
-        content, cache_salt = split_prompt(prompt, "")
+        content, cache_salt = split_prompt(prompt, cache_salt)
         token_ids, second_segment = self._tokens(content, second, params.truncate_prompt_tokens)
         return EngineRequest(
             request_id=request_id,
@@ -207,3 +213,54 @@ def activated(logits: list[float], activation: Activation) -> list[float]:
     shares = [math.exp(value - largest) for value in logits]
     total = math.fsum(shares)
     return [share / total for share in shares]
+
+
+class PooledTokens(NamedTuple):
+    """second_segment: where the tokens of the second type begin; 0: all are of the first."""
+
+    token_ids: list[int]
+    second_segment: int
+
+
+def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: int | None) -> PooledTokens:
+    """The tokens of a text, or of a pair, with the special tokens that the tokenizer puts around them.
+
+    limit: most tokens in all; longer texts lose their ends, of a pair the longer one first (Transformers'
+    "longest_first"). None: nothing is cut. Raises UserError for a limit that the special tokens alone exceed.
+    """
+    if second is None and limit is None:
+        return PooledTokens(tokenizer.encode(text), 0)
+    texts = [text] if second is None else [text, second]
+    for each in texts:
+        check_unicode(each)
+    backend = tokenizer.backend
+    with panics_are_errors("the tokenizer"):
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        if limit is not None:
+            room = limit - backend.num_special_tokens_to_add(second is not None)
+            if room < 1:
+                raise UserError(
+                    f"truncate_prompt_tokens ({limit}) leaves no room for the text beside the special tokens",
+                    param="truncate_prompt_tokens",
+                )
+            for encoding, length in zip(encodings, _cut([len(each.ids) for each in encodings], room), strict=True):
+                encoding.truncate(length)
+        joined = backend.post_process(encodings[0], None if second is None else encodings[1], True)
+    types = joined.type_ids
+    boundary = types.index(1) if 1 in types else 0
+    if boundary and types != [0] * boundary + [1] * (len(types) - boundary):
+        raise UserError(f"{tokenizer.name} mixes the types of a pair's tokens, which is not supported", param="prompt")
+    return PooledTokens(joined.ids, boundary)
+
+
+def _cut(lengths: list[int], room: int) -> list[int]:
+    """How many tokens of each text are kept: the longer of a pair is cut first, then both alike."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(lengths)
+    kept = [shorter, room - shorter]
+    if kept[1] < shorter:
+        kept = [room // 2, room - room // 2]
+    return kept if lengths[0] <= lengths[1] else kept[::-1]

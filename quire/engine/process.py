@@ -6,6 +6,7 @@ that the parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -18,7 +19,7 @@ import msgspec
 import zmq
 
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
-from quire.engine.heartbeat import start_beating
+from quire.engine.heartbeat import EngineBeats, takes_long
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
@@ -26,6 +27,7 @@ from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
+from quire.utils.heartbeat import Progress, start_beating
 from quire.utils.runtime_directory import RuntimeDirectory
 
 logger = get_logger(__name__)
@@ -107,13 +109,14 @@ def main(line: bytes) -> None:
     stop.install()
     spec = msgspec.json.decode(line, type=LaunchSpec)
     os.set_inheritable(spec.alive_fd, False)
-    start_beating(spec.alive_fd)
+    beats = EngineBeats()
+    start_beating(spec.alive_fd, beats.byte)
     directory = RuntimeDirectory.join(Path(spec.directory))
     crash_file = (directory.path / CRASH_FILE).open("w")
     faulthandler.enable(crash_file, all_threads=False)
     watch_parent(directory.remove)
     channel = Channel(directory)
-    failed = run_engine(spec, channel, stop)
+    failed = run_engine(spec, channel, stop, beats)
     if failed is not None:
         channel.send(failed)
     channel.close()
@@ -123,7 +126,7 @@ def main(line: bytes) -> None:
     os._exit(0 if failed is None else 1)
 
 
-def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | None:
+def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: EngineBeats) -> EngineFailed | None:
     """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
     try:
         configure_logging()
@@ -139,7 +142,8 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFail
         gc.collect()
         gc.freeze()
         channel.send(core.ready)
-        serve(core, channel, stop)
+        beats.vital_signs = core.vital_signs
+        serve(core, channel, stop, beats.progress)
     except BaseException as error:
         logger.exception("the engine failed")
         return EngineFailed(f"the engine process failed: {explain(error)}", summary="the engine process failed")
@@ -148,9 +152,10 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFail
     return EngineFailed("the engine process was terminated (SIGTERM)") if stop.is_set else None
 
 
-def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
+def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress) -> None:
     """Until Shutdown, or until SIGTERM and no work is left: one turn of the core for every wake-up or step."""
     while True:
+        progress.turn()
         if not core.has_work:
             if stop.is_set:
                 return
@@ -162,6 +167,7 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
         messages = channel.read()
         if any(isinstance(message, Shutdown) for message in messages):
             return
-        outputs = advance(core, messages)
+        with progress.exempt() if any(map(takes_long, messages)) else contextlib.nullcontext():
+            outputs = advance(core, messages)
         if outputs is not None:
             channel.send(outputs)

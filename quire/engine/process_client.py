@@ -17,11 +17,12 @@ import zmq
 from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Heartbeat
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.errors import EngineDeadError, QuireError
 from quire.logging import get_logger
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.heartbeat import BEAT_SECONDS, Heartbeat, decode_beats
 from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
@@ -43,7 +44,8 @@ class LaunchSpec(msgspec.Struct):
     executor: str
     directory: str
     alive_fd: int
-    """Write end of a pipe: a byte a second comes through it, and it closes when the process ends, however it ends."""
+    """Write end of a pipe: beats come through it (quire/utils/heartbeat.py), and it closes when the process ends,
+    however it ends."""
 
 
 class ProcessClient:
@@ -162,8 +164,9 @@ class ProcessClient:
         while True:
             remaining = BEAT_SECONDS if deadline is None else min(BEAT_SECONDS, deadline - time.monotonic())
             events = dict(self._poller.poll(math.ceil(max(0.0, remaining) * 1000)))
-            has_ended = self._alive_fd in events and not os.read(self._alive_fd, 65536)
-            self._listen(heard=bool(events))
+            beats = os.read(self._alive_fd, 65536) if self._alive_fd in events else None
+            has_ended = beats == b""
+            self._listen(0.0 if self._inbox in events else decode_beats(beats) if beats else None)
             if self._inbox in events or (has_ended and self._inbox.poll(_LAST_WORDS_MILLISECONDS)):
                 break
             if has_ended:
@@ -175,16 +178,16 @@ class ProcessClient:
             self._die(message)
         return message
 
-    def _listen(self, *, heard: bool) -> None:
-        """Take note of a sign of life, or of its absence; the log says when the process falls silent and when it is
-        back."""
-        if heard:
-            if self._is_silent:
+    def _listen(self, stalled: float | None) -> None:
+        """Take note of a sign of life (`stalled`: seconds for which the process has not got on), or of its absence
+        (None); the log says when the process falls silent and when it is back."""
+        if stalled is None:
+            self._heartbeat.look()
+        else:
+            self._heartbeat.beat(stalled)
+            if self._is_silent and stalled < SILENCE_LIMIT:
                 logger.warning("the engine process answers again")
-            self._is_silent = False
-            self._heartbeat.beat()
-            return
-        self._heartbeat.look()
+                self._is_silent = False
         if not self._is_silent and self._ready is not None and self._heartbeat.silence >= SILENCE_LIMIT:
             self._is_silent = True
             logger.warning("the engine process has not answered for %.0f s", self._heartbeat.silence)

@@ -42,6 +42,10 @@ COMBINE: dict[str, Callable[[Sequence[int]], int]] = {
     "sleep": max,
     "wake_up": max,
     "is_sleeping": max,
+    "pause": max,
+    "resume": max,
+    "is_paused": max,
+    "abort_all": sum,
 }
 """How the replicas' answers to a call become one; `stats` adds up. A call of one replica's state is not here."""
 

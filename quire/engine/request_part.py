@@ -1,13 +1,67 @@
-"""A caller's request that is run in several engine requests, which take turns."""
+"""What a front end knows of requests besides their outputs: whose they are, what waits, and a caller's request that is
+run in several engine requests, which take turns."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Protocol
 
+from quire.clock import Clock, SystemClock
 from quire.request import EngineRequest
+
+CLIENT_NAME: ContextVar[str] = ContextVar("client", default="")
+"""Whose requests a task makes (`EngineRequest.client`): a server sets it where it checks a key."""
+
+RATE_SECONDS = 10.0
+"""Over which the rate of prompts is averaged."""
+
+
+class Backlog:
+    """Prompt tokens of the requests that the engine has and that have got nothing yet, and how fast they get fewer."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._prompts: dict[str, int] = {}
+        self.num_tokens = 0
+        self._recent = 0.0
+        """Tokens of the prompts that were computed, those of RATE_SECONDS ago counting 1/e."""
+        self._updated_at = self._clock.now()
+
+    def add(self, key: str, num_tokens: int) -> None:
+        self._prompts[key] = num_tokens
+        self.num_tokens += num_tokens
+
+    def note_progress(self, keys: Iterable[str]) -> None:
+        """The engine has told something of these requests: their prompts are computed."""
+        if self._prompts:
+            for key in keys:
+                self._recent = self._decayed() + self.discard(key)
+
+    def discard(self, key: str) -> int:
+        """Forget a request; returns what it counted."""
+        num_tokens = self._prompts.pop(key, 0)
+        self.num_tokens -= num_tokens
+        return num_tokens
+
+    def clear(self) -> None:
+        self._prompts.clear()
+        self.num_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes at the rate of late; infinite when no prompt was computed lately."""
+        rate = self._decayed() / RATE_SECONDS
+        return self.num_tokens / rate if rate else math.inf
+
+    def _decayed(self) -> float:
+        now = self._clock.now()
+        self._recent *= math.exp((self._updated_at - now) / RATE_SECONDS)
+        self._updated_at = now
+        return self._recent
 
 
 class RequestPart(Protocol):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
+
+
+class VitalSigns(NamedTuple):
+    """Of workers in other processes, in seconds; of others nothing is to be said."""
+
+    silence: float = 0.0
+    """The longest time for which nothing was heard of a worker."""
+    stalled: float = math.inf
+    """For how long none of them has got on, as far as they are not idle."""
 
 
 class Executor(Protocol):
@@ -35,6 +45,11 @@ class Executor(Protocol):
         """One line for people: what computes, with how many threads, in which formats. After `load`."""
         ...
 
+    def expert_counts(self) -> list[list[int]]:
+        """By layer with experts: rows that each of them has computed since the start, once for all ranks. Empty without
+        the option `expert_counts`."""
+        ...
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any. It
         may be one that is completed only when it is asked for its result."""
@@ -48,6 +63,10 @@ class Executor(Protocol):
 
     def idle(self) -> bool:
         """Do a piece of the work that can wait, while no plan is outstanding; returns whether there was any."""
+        ...
+
+    def vital_signs(self) -> VitalSigns:
+        """Whether the workers live. Any thread may ask, also while a plan runs; at every beat one does."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -83,6 +102,10 @@ class Workers(Protocol):
 
     def check(self) -> None:
         """Raise EngineDeadError when a rank has ended."""
+        ...
+
+    def vital_signs(self) -> VitalSigns:
+        """As `Executor.vital_signs`."""
         ...
 
     def close(self) -> None:

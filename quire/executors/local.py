@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
+from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -64,6 +65,9 @@ class LocalExecutor:
     def describe_backend(self) -> str:
         return self._live_worker().describe_backend()
 
+    def expert_counts(self) -> list[list[int]]:
+        return self._call(self._live_worker().expert_counts)
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         worker = self._live_worker()
         if self._unsent is not None:
@@ -103,6 +107,9 @@ class LocalExecutor:
 
     def idle(self) -> bool:
         return self._call(self._live_worker().idle)
+
+    def vital_signs(self) -> VitalSigns:
+        return VitalSigns()
 
     def sleep(self, level: int) -> None:
         self._call(self._live_worker().sleep, level)

@@ -5,6 +5,7 @@ A rank that ends, for whatever reason, ends the others: none can compute without
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -24,13 +25,14 @@ import msgspec
 from quire import envs
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, QuireError, named_error
-from quire.executors.interface import Executor
+from quire.executors.interface import Executor, VitalSigns
 from quire.executors.rank import EXECUTE, JOIN, LAUNCH, SAMPLE, STEPS, RankAnswer, RankCall, RankLaunch
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.parallel.mesh import Mesh
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.heartbeat import Heartbeat, decode_beats
 from quire.utils.runtime_directory import RuntimeDirectory
 
 GRACE_SECONDS = 2.0
@@ -87,6 +89,35 @@ class PendingCall:
             self.future.set_result(results)
 
 
+class RankPulse:
+    """What one rank says of itself. fd: read end of the pipe of its beats."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._heartbeat = Heartbeat()
+        self._has_begun = False
+        self._stalled: float | None = None
+
+    def feel(self) -> VitalSigns:
+        """Read what has come since the last time."""
+        try:
+            beats = os.read(self._fd, 65536)
+        except BlockingIOError:
+            beats = b""
+        if beats:
+            self._has_begun = True
+            self._stalled = decode_beats(beats)
+            self._heartbeat.beat()
+        elif self._has_begun:  # before that its interpreter starts
+            self._heartbeat.look()
+        stalled = math.inf if self._stalled is None else self._stalled
+        return VitalSigns(self._heartbeat.silence if self._has_begun else 0.0, stalled)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class RankProcesses:
     """Implements `Workers`. One thread reads what the ranks send, and notices when one ends."""
 
@@ -105,6 +136,9 @@ class RankProcesses:
         """Of the last plan, while it lacks its sampling inputs."""
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pulses: list[RankPulse] = []
+        self._feeling = threading.Lock()
+        """Of the pulses."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         self._abandon = weakref.finalize(self, _abandon, self._processes, self._directory, os.getpid())
         self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
@@ -150,6 +184,13 @@ class RankProcesses:
             if self._death is not None:
                 raise self._death.again()
 
+    def vital_signs(self) -> VitalSigns:
+        with self._feeling:
+            signs = [pulse.feel() for pulse in self._pulses]
+        return VitalSigns(
+            max((each.silence for each in signs), default=0.0), min((each.stalled for each in signs), default=math.inf)
+        )
+
     def close(self) -> None:
         with self._lock:
             if self._is_closed:
@@ -166,15 +207,23 @@ class RankProcesses:
         with self._sending:
             for connection in self._connections:
                 connection.close()
+        with self._feeling:
+            while self._pulses:
+                self._pulses.pop().close()
         self._abandon()
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        pulse_fd, beats_fd = os.pipe()
+        self._pulses.append(RankPulse(pulse_fd))
+        try:
             meeting_point = str(self._directory.path / MEETING_POINT)
-            launch = RankLaunch(rank, self._num_ranks, theirs.fileno(), meeting_point)
+            launch = RankLaunch(rank, self._num_ranks, theirs.fileno(), meeting_point, beats_fd)
             line = msgspec.json.encode(launch)
-            process = start_interpreter("quire.executors.rank", f"quire-rank-{rank}", line, [theirs.fileno()])
+            process = start_interpreter("quire.executors.rank", f"quire-rank-{rank}", line, [theirs.fileno(), beats_fd])
+        finally:
+            theirs.close()
+            os.close(beats_fd)
         self._connections.append(Connection(ours.detach()))
         self._processes.append(process)
 

@@ -25,6 +25,7 @@ from quire.logging import configure_logging, get_logger
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
+from quire.utils.heartbeat import Progress, start_beating
 
 logger = get_logger(__name__)
 
@@ -38,12 +39,13 @@ STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 class RankLaunch(msgspec.Struct):
     """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point: a file for
-    the ranks' addresses."""
+    the ranks' addresses. beats_fd: write end of a pipe for beats (quire/utils/heartbeat.py)."""
 
     rank: int
     size: int
     socket_fd: int
     meeting_point: str
+    beats_fd: int
 
 
 class RankCall(msgspec.Struct, array_like=True):
@@ -81,9 +83,11 @@ def main() -> None:
     launch = msgspec.json.decode(line, type=RankLaunch)
     watch_parent(_nothing)
     configure_logging()
+    progress = Progress()
+    start_beating(launch.beats_fd, progress.byte)
     socket = Connection(launch.socket_fd)
     with suppress(EOFError, OSError):  # the parent has closed the socket: it is done, or gone
-        serve(Rank(launch), socket)
+        serve(Rank(launch), socket, progress)
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -141,12 +145,16 @@ class Rank:
         return LocalExecutor(config, CpuPlatform(config, group))
 
 
-def serve(rank: Rank, socket: Connection) -> None:
+def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
     """Answer calls in order. Raises EOFError or OSError when the parent has closed its end."""
     calls = msgspec.msgpack.Decoder(RankCall)
     encoder = msgspec.msgpack.Encoder()
     while True:
-        call = calls.decode(socket.recv_bytes())
+        progress.is_idle = True
+        message = socket.recv_bytes()
+        progress.is_idle = False
+        progress.turn()
+        call = calls.decode(message)
         socket.send_bytes(encoder.encode(rank.answer(call)))
 
 

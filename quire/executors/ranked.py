@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from quire.errors import QuireError
-from quire.executors.interface import Workers
+from quire.executors.interface import VitalSigns, Workers
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -46,6 +46,11 @@ class RankedExecutor:
         lines: list[str] = self._workers.call("describe_backend")
         return f"{lines[0]}, on each of {len(lines)} ranks"
 
+    def expert_counts(self) -> list[list[int]]:
+        """The first rank's: each computes a share of every expert, over the same rows."""
+        counts: list[list[list[int]]] = self._workers.call("expert_counts")
+        return counts[0]
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         started = self._workers.execute(plan)
         agreed: Future[StepResult] = Future()
@@ -68,6 +73,9 @@ class RankedExecutor:
         notices it."""
         self._workers.check()
         return False
+
+    def vital_signs(self) -> VitalSigns:
+        return self._workers.vital_signs()
 
     def sleep(self, level: int) -> None:
         self._workers.call("sleep", level)

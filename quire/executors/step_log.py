@@ -17,7 +17,7 @@ import msgspec
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, UserError
-from quire.executors.interface import Executor
+from quire.executors.interface import Executor, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -136,6 +136,9 @@ class StepLog:
     def describe_backend(self) -> str:
         return self._executor.describe_backend()
 
+    def expert_counts(self) -> list[list[int]]:
+        return self._executor.expert_counts()
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         handed_over = self._clock.now()
         future = self._executor.execute(plan)
@@ -153,6 +156,9 @@ class StepLog:
 
     def idle(self) -> bool:
         return self._executor.idle()
+
+    def vital_signs(self) -> VitalSigns:
+        return self._executor.vital_signs()
 
     def sleep(self, level: int) -> None:
         self._executor.sleep(level)

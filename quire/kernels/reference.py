@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.attention.interface import LayerAttention, first_seen
 
 
 def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -75,15 +75,17 @@ def paged_attention_dense(
         block_size = pages.shape[2]
         both = pages[block_table.long()[positions // block_size], :, positions % block_size].to(query.dtype)
         stored = both.unbind(1)
+    own = start_position + torch.arange(query.shape[0])
+    if layer.length_scale is not None:
+        query = query * layer.length_scale.factors(own).to(query.dtype)[:, None, None]
     group = layer.num_heads // layer.num_kv_heads
     key, value = (each.repeat_interleave(group, dim=1) for each in stored)
     scores = torch.einsum("nhd,lhd->hnl", query, key) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    own = start_position + torch.arange(query.shape[0])
     hidden = positions[None] > own[:, None]
     if layer.window is not None:
-        hidden |= positions[None] <= own[:, None] - layer.window
+        hidden |= positions[None] < first_seen(own, layer.window, is_chunked=layer.is_chunked)[:, None]
     scores = scores.masked_fill(hidden, -torch.inf)
     if layer.sinks is not None:
         sinks = layer.sinks.to(query.dtype)[:, None, None].expand(-1, len(query), 1)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK, KVGroup
 from quire.kv_cache.managers.full import FullManager
-from quire.kv_cache.managers.sliding import STATE_WINDOW, SlidingManager
+from quire.kv_cache.managers.sliding import STATE_WINDOW, ChunkedManager, SlidingManager
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
 UNLIMITED = 2**62
@@ -47,6 +47,7 @@ MANAGERS: Mapping[str, Callable[[KVGroup], GroupManager]] = {
     "full": lambda group: FullManager(group.block_size),
     "latent": lambda group: FullManager(group.block_size),
     "sliding": lambda group: SlidingManager(group.block_size, group.spec.window or 1),
+    "chunked": lambda group: ChunkedManager(group.block_size, group.spec.window or 1),
     "state": lambda group: SlidingManager(group.block_size, STATE_WINDOW),
 }
 """By `LayerSpec.kind`."""

@@ -14,6 +14,10 @@ from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 from quire.config.model_shape import AttentionShape
 
 
+def _token_bytes(spec: AttentionSpec | SlidingWindowSpec | ChunkedSpec) -> int:
+    return spec.num_kv_heads * ((spec.key_dim + spec.value_dim) * spec.dtype_bytes + 2 * spec.scale_bytes)
+
+
 def _page_shape(block_size: int, num_kv_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
     if key_dim == value_dim:
         return 2, block_size, num_kv_heads, key_dim
@@ -40,7 +44,7 @@ class AttentionSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
+        return _token_bytes(self)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
@@ -67,7 +71,34 @@ class SlidingWindowSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
+        return _token_bytes(self)
+
+    def page_bytes(self, block_size: int) -> int:
+        return block_size * self.token_bytes
+
+    def page_shape(self, block_size: int) -> tuple[int, ...]:
+        """As that of `AttentionSpec`."""
+        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class ChunkedSpec:
+    """A token reads those of its own chunk: positions from the last multiple of `window` on. Blocks of earlier chunks
+    are given back. The other fields are those of `AttentionSpec`."""
+
+    kind: ClassVar[str] = "chunked"
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype_bytes: int
+    scale_bytes: int = 0
+    window: int = field(kw_only=True)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value in one layer."""
+        return _token_bytes(self)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
@@ -79,7 +110,9 @@ class SlidingWindowSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Latent attention: one vector per token, which all heads read as key and value. width: elements of the vector."""
+    """Latent attention: one vector per token, which all heads read as key and value. width: elements of the vector.
+    index_width: elements of the key that an indexer keeps beside it (0: there is none), top: tokens that it chooses, of
+    which a token reads the vectors."""
 
     kind: ClassVar[str] = "latent"
     window: ClassVar[int | None] = None
@@ -87,17 +120,19 @@ class LatentSpec:
     width: int
     dtype_bytes: int
     scale_bytes: int = 0
+    index_width: int = 0
+    top: int = 0
 
     @property
     def token_bytes(self) -> int:
-        return self.width * self.dtype_bytes + self.scale_bytes
+        return (self.width + self.index_width) * self.dtype_bytes + self.scale_bytes
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """[block_size, width]."""
-        return block_size, self.width
+        """[block_size, width + index_width]."""
+        return block_size, self.width + self.index_width
 
 
 @dataclass(frozen=True)
@@ -119,7 +154,7 @@ class StateSpec:
         return (self.num_bytes,)
 
 
-LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | LatentSpec | StateSpec
+LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | ChunkedSpec | LatentSpec | StateSpec
 
 
 def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
@@ -127,10 +162,13 @@ def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0
     if attention.kind == "state":
         return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
-        return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes)
+        return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes, attention.index_dim, attention.index_top)
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
     sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
-    return AttentionSpec(*sizes) if attention.window is None else SlidingWindowSpec(*sizes, window=attention.window)
+    if attention.window is None:
+        return AttentionSpec(*sizes)
+    kept = ChunkedSpec if attention.kind == "chunked" else SlidingWindowSpec
+    return kept(*sizes, window=attention.window)
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:

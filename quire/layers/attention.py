@@ -9,7 +9,7 @@ import torch
 from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.kernels.value import ReadRows, Value
-from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LayerSpec, SlidingWindowSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -83,7 +83,9 @@ class Attention:
         shape, dtype = self._heads.shape, self._cache_dtype
         widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
         sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
-        return AttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
+        if shape.window is None:
+            return AttentionSpec(*sizes)
+        return (ChunkedSpec if shape.is_chunked else SlidingWindowSpec)(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
         """qkv: the checkpoint's names of the projections (one, when it keeps them in one tensor); output: of the

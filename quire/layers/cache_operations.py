@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from quire.attention.interface import AttentionStep
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights, NormWeights
@@ -43,8 +43,9 @@ class CacheOperations(Protocol[ValueT, RotationT_contra, StepT_contra]):
         inputs: tuple[ValueT, ValueT, ValueT, ValueT],
         rotation: RotationT_contra | None,
         step: StepT_contra,
+        selected: ValueT | None = None,
     ) -> ValueT:
-        """Rotate, write the tokens' latents to their pages, and attend.
+        """Rotate, write the tokens' latents to their pages, and attend. selected: of `select_keys`, if shape.top.
 
         inputs: queries against the compressed part [T, num_heads * rank] and against the rotated part [T, num_heads *
         rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys [T, rope_dim]; used up. Returns [T,
@@ -54,6 +55,24 @@ class CacheOperations(Protocol[ValueT, RotationT_contra, StepT_contra]):
 
     def check_latent(self, shape: LatentShape) -> None:
         """Raises ConfigError for latents that `attend_latent` does not compute."""
+        ...
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[ValueT, ValueT, ValueT],
+        rotation: RotationT_contra | None,
+        step: StepT_contra,
+    ) -> ValueT:
+        """Rotate, write the tokens' keys to their pages, and choose the keys that each token reads.
+
+        inputs: queries [T, num_heads * dim] and keys [T, dim], used up, and the heads' weights [T, num_heads]. Returns
+        [T, top]: positions, ascending; rows of tokens that see at most `top` keys, and read all, hold anything.
+        """
+        ...
+
+    def check_index(self, shape: IndexShape) -> None:
+        """Raises ConfigError for an indexer that `select_keys` does not compute."""
         ...
 
 
@@ -84,15 +103,33 @@ class TorchCacheOperations:
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
         step: AttentionStep,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, turned_query, latent, turned_key = inputs
         turned_query = self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
         turned_key = self._prepared(turned_key[:, None], None, rotation)
         step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
         query = torch.cat((query.unflatten(1, (shape.num_heads, shape.rank)), turned_query), dim=2)
+        if selected is not None:
+            return step.attend_selected(shape.as_attention, query, selected).flatten(1)
         return step.attend_cached(shape.as_attention, query).flatten(1)
 
     def check_latent(self, shape: LatentShape) -> None:
+        """All are computed."""
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        query, key, weights = inputs
+        query = self._prepared(query.unflatten(1, (shape.num_heads, shape.dim)), None, rotation)
+        step.write_index(shape, self._prepared(key[:, None], None, rotation)[:, 0])
+        return step.select_keys(shape, query, weights)
+
+    def check_index(self, shape: IndexShape) -> None:
         """All are computed."""
 
     def _prepared(self, heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:

@@ -25,7 +25,8 @@ class LayerContext:
     """dtype, device: of activations and of the weights of norms. cache_dtype: what keys and values are stored in, a key
     of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
-    learned positions (and what else is never quantised: routers) are stored.
+    learned positions (and what else is never quantised: routers) are stored. expert_counts: where
+    mixtures of experts put the tensors that they count rows in, one after the other (None: they do not count).
     """
 
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class LayerContext:
     linear: LayerLinear
     vocabulary: LayerLinear
     positions: LayerLinear
+    expert_counts: list[torch.Tensor] | None = None
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
@@ -54,8 +56,8 @@ def layer_context(
 ) -> LayerContext:
     """The context whose operations and linear methods take the same kind of values. Layers are written for any kind,
     so from here on its type is not known."""
-    stored = (cast("LayerLinear", method) for method in (linear, vocabulary, positions))
-    return LayerContext(dtype, device, cache_dtype, group, cast("LayerOperations", operations), *stored)
+    first, second, third = (cast("LayerLinear", method) for method in (linear, vocabulary, positions))
+    return LayerContext(dtype, device, cache_dtype, group, cast("LayerOperations", operations), first, second, third)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 if TYPE_CHECKING:
-    from quire.attention.triton_encoder import TritonEncoderStep
+    from quire.attention.triton_backend import TritonEncoderStep
 
 
 class DeviceEncoderOperations:

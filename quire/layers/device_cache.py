@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights
@@ -77,8 +78,25 @@ class DeviceCacheOperations:
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation | None,
         step: DeviceAttentionStep,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert selected is None, "no model with an indexer is built"
         return step.attend_latent(shape, inputs, rotation, None)
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        step: DeviceAttentionStep,
+    ) -> torch.Tensor:
+        raise AssertionError("no model with an indexer is built")
+
+    def check_index(self, shape: IndexShape) -> None:
+        raise ConfigError(
+            "attention_backend='triton' does not compute the indexer of sparse latent attention; device='cpu' does",
+            param="attention_backend",
+        )
 
     def check_latent(self, shape: LatentShape) -> None:
         """All are computed."""

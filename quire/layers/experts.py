@@ -53,13 +53,15 @@ class ExpertWeights:
     """Gated feed-forward blocks, one for each expert: their matrices as `LinearMethod.create_stack` made them.
 
     gate_up: [2 * intermediate, size] each, gate above up; down: [size, intermediate] each. weighs_input: a token's
-    weight for an expert multiplies the expert's input, else its result.
+    weight for an expert multiplies the expert's input, else its result. counts: [num_experts] int64, to which the rows
+    that each expert computes are added (None: nothing is counted).
     """
 
     gate_up: Sequence[Any]
     down: Sequence[Any]
     gating: Gating
     weighs_input: bool = False
+    counts: torch.Tensor | None = None
 
 
 class ExpertOperations(Protocol[ValueT]):
@@ -117,6 +119,7 @@ def experts(
     """x: [T, size]. routing: [T, 2 * top_k], as `route` gives it. residual: [T, size] or None. Returns [T, size]:
     residual + the weighted sum of the chosen experts' results, added in float32 in the order of their numbers. An
     expert computes the tokens that chose it."""
+    count_rows(weights.counts, routing)
     top_k = routing.shape[1] // 2
     chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -126,6 +129,13 @@ def experts(
         result = _expert(weights, expert, x.index_select(0, rows), share, product)
         out.index_copy_(0, rows, out.index_select(0, rows) + result)
     return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
+
+
+def count_rows(counts: torch.Tensor | None, routing: torch.Tensor) -> None:
+    """Add to counts, [num_experts] int64 or None, the rows that chose each expert. routing: [T, 2 * top_k]."""
+    if counts is not None:
+        chosen = routing[:, : routing.shape[1] // 2].long().flatten()
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from quire.errors import ConfigError
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
-from quire.layers.linear import RowParallelLinear
+from quire.layers.latent_index import IndexHeads, LatentIndexer
+from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
 from quire.quantization.integer_weight import WeightSource, WeightTensor
@@ -52,11 +53,19 @@ class LatentHeads:
 
 
 class LatentAttention:
-    """Latent attention whose heads are shared out over the ranks; each rank keeps the whole latents. Tensors as
-    DeepSeek's checkpoints have them. Raises ConfigError for heads that the ranks cannot share, and for latents that the
-    context's attention does not compute."""
+    """Latent attention whose heads are shared out over the ranks; each rank keeps the whole latents. index: tokens read
+    the keys that an indexer chooses (None: all). Tensors as DeepSeek's checkpoints have them.
+    Raises ConfigError for heads that the ranks cannot share, and for latents that the context's attention does not
+    compute."""
 
-    def __init__(self, hidden_size: int, layer: int, heads: LatentHeads, context: LayerContext) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        layer: int,
+        heads: LatentHeads,
+        context: LayerContext,
+        index: IndexHeads | None = None,
+    ) -> None:
         ranks = context.group.size
         if heads.num_heads % ranks:
             raise ConfigError(
@@ -66,22 +75,26 @@ class LatentAttention:
         self._heads = heads
         self._context = context
         self._num_local = num_local = heads.num_heads // ranks
-        self._shape = LatentShape(layer, num_local, heads.rank, heads.rope_dim, heads.scale)
+        top = 0 if index is None else index.top
+        self._shape = LatentShape(layer, num_local, heads.rank, heads.rope_dim, heads.scale, top)
         context.operations.check_latent(self._shape)
-        self._compress_query: _Rows | None = None
+        self._compress_query: LocalRows | None = None
         self._query_norm: RMSNorm | None = None
         query_size = hidden_size
         if heads.query_rank is not None:
             query_size = heads.query_rank
-            self._compress_query = _Rows(hidden_size, query_size, context, bias=heads.bias)
+            self._compress_query = LocalRows(hidden_size, query_size, context, bias=heads.bias)
             self._query_norm = RMSNorm(query_size, NORM_EPSILON, context)
+        self._indexer: LatentIndexer | None = None
+        if index is not None:
+            self._indexer = LatentIndexer(hidden_size, query_size, layer, self._shape.width, index, context)
         self._query_size = query_size
         self._hidden_size = hidden_size
-        self._query = _Rows(query_size, num_local * heads.nope_dim, context)
-        self._turned_query = _Rows(query_size, num_local * heads.rope_dim, context)
-        self._compress = _Rows(hidden_size, heads.rank, context, bias=heads.bias)
+        self._query = LocalRows(query_size, num_local * heads.nope_dim, context)
+        self._turned_query = LocalRows(query_size, num_local * heads.rope_dim, context)
+        self._compress = LocalRows(hidden_size, heads.rank, context, bias=heads.bias)
         self._norm = RMSNorm(heads.rank, NORM_EPSILON, context)
-        self._turned_key = _Rows(hidden_size, heads.rope_dim, context, bias=heads.bias)
+        self._turned_key = LocalRows(hidden_size, heads.rope_dim, context, bias=heads.bias)
         self._absorb = _HeadMatrices(heads.nope_dim, heads.rank, num_local, context)
         self._expand = _HeadMatrices(heads.rank, heads.value_dim, num_local, context)
         attended = heads.num_heads * heads.value_dim
@@ -101,13 +114,14 @@ class LatentAttention:
         queries = x
         if self._compress_query is not None and self._query_norm is not None:
             queries = self._query_norm(self._compress_query(x))
+        selected = None if self._indexer is None else self._indexer(x, queries, rotation, step)
         inputs = (
             self._absorb(self._query(queries)),
             self._turned_query(queries),
             self._norm(self._compress(x)),
             self._turned_key(x),
         )
-        attended = operations.attend_latent(self._shape, inputs, rotation, step)
+        attended = operations.attend_latent(self._shape, inputs, rotation, step, selected)
         if rows is not None:
             attended = operations.gather_rows(attended, rows)
             residual = operations.gather_rows(residual, rows)
@@ -116,7 +130,12 @@ class LatentAttention:
     def cache_spec(self) -> LatentSpec:
         """What the layer keeps in the KV cache, on every rank."""
         dtype = self._context.cache_dtype
-        return LatentSpec(self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
+        sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
+        return (
+            LatentSpec(*sizes)
+            if self._indexer is None
+            else LatentSpec(*sizes, index_width=self._indexer.shape.dim, top=self._indexer.shape.top)
+        )
 
     def slots(self) -> WeightSlots:
         heads = self._heads
@@ -131,6 +150,7 @@ class LatentAttention:
                 self._absorb.nbytes + self._expand.nbytes,
             ),
             **self._output.slots("o_proj"),
+            **({} if self._indexer is None else prefixed("indexer", self._indexer.slots())),
         }
         queries = WeightSlot(
             (query, self._query_size), self._load_queries, self._query.nbytes + self._turned_query.nbytes
@@ -208,33 +228,3 @@ class _HeadMatrices:
 
     def load(self, head: int, tensor: WeightTensor) -> None:
         self._linear.load_rows(self._stack[head], "weight", tensor, 0, self._out_features)
-
-
-class _Rows:
-    """A matrix [out_features, in_features] of this rank."""
-
-    def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
-        self._linear = context.linear
-        self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device)
-        self._parameters = context.linear.create(self._shape)
-        self.nbytes = context.linear.stored_bytes((out_features, in_features))
-        self.bias_bytes = context.linear.stored_bytes((out_features,)) if bias else 0
-
-    def __call__(self, x: Value) -> Value:
-        """[T, in_features] -> [T, out_features]."""
-        return self._linear.apply(self._parameters, x)
-
-    def load(self, tensor: WeightTensor, suffix: str = "weight") -> None:
-        self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
-
-    def slots(self, name: str) -> WeightSlots:
-        """Of a checkpoint's matrix that is kept as it is."""
-        shape = self._shape
-        size = (shape.out_features, shape.in_features)
-        slots = {f"{name}.weight": WeightSlot(size, partial(self._load_whole, "weight"), self.nbytes)}
-        if shape.bias:
-            slots[f"{name}.bias"] = WeightSlot(size[:1], partial(self._load_whole, "bias"), self.bias_bytes)
-        return slots
-
-    def _load_whole(self, suffix: str, tensor: WeightSource) -> None:
-        self.load(tensor.narrow(0, 0, self._shape.out_features), suffix)

@@ -9,7 +9,7 @@ from quire.errors import ConfigError
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.parallel.interface import ProcessGroup
-from quire.quantization.integer_weight import LoadWeight, WeightSource
+from quire.quantization.integer_weight import LoadWeight, WeightSource, WeightTensor
 from quire.quantization.interface import LinearShape
 from quire.quantization.quantized_weight import QuantizedWeight
 
@@ -146,3 +146,33 @@ def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tup
     if suffix == "bias":
         return (rows,)
     return (columns, rows) if transposed else (rows, columns)
+
+
+class LocalRows:
+    """A matrix [out_features, in_features] of this rank."""
+
+    def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
+        self._linear = context.linear
+        self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device)
+        self._parameters = context.linear.create(self._shape)
+        self.nbytes = context.linear.stored_bytes((out_features, in_features))
+        self.bias_bytes = context.linear.stored_bytes((out_features,)) if bias else 0
+
+    def __call__(self, x: Value) -> Value:
+        """[T, in_features] -> [T, out_features]."""
+        return self._linear.apply(self._parameters, x)
+
+    def load(self, tensor: WeightTensor, suffix: str = "weight") -> None:
+        self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
+
+    def slots(self, name: str) -> WeightSlots:
+        """Of a checkpoint's matrix that is kept as it is."""
+        shape = self._shape
+        size = (shape.out_features, shape.in_features)
+        slots = {f"{name}.weight": WeightSlot(size, partial(self._load_whole, "weight"), self.nbytes)}
+        if shape.bias:
+            slots[f"{name}.bias"] = WeightSlot(size[:1], partial(self._load_whole, "bias"), self.bias_bytes)
+        return slots
+
+    def _load_whole(self, suffix: str, tensor: WeightSource) -> None:
+        self.load(tensor.narrow(0, 0, self._shape.out_features), suffix)

@@ -111,7 +111,11 @@ class MixtureOfExperts:
         create, count = context.linear.create_stack, routing.num_experts
         gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
-        self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input)
+        counts = None
+        if context.expert_counts is not None:
+            counts = torch.zeros(count, dtype=torch.int64, device=context.device)
+            context.expert_counts.append(counts)
+        self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input, counts)
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""

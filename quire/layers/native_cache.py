@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.native_backend import NativeAttention
-from quire.kernels.cpu.paged_attention import check_latent
+from quire.kernels.cpu.paged_attention import check_index, check_latent
 from quire.kernels.cpu.recorder import Buffer
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class NativeCacheOperations:
         inputs: tuple[Buffer, Buffer, Buffer, Buffer],
         rotation: Buffer | None,
         step: NativeAttention,
+        selected: Buffer | None = None,
     ) -> Buffer:
         query, turned_query, latent, turned_key = inputs
         return query.recorder.call(
@@ -70,9 +71,28 @@ class NativeCacheOperations:
                 "latent": latent,
                 "turned_key": turned_key,
                 "rotation": rotation,
+                "selected": selected,
             },
             **step.latent_constants(shape),
         )
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[Buffer, Buffer, Buffer],
+        rotation: Buffer | None,
+        step: NativeAttention,
+    ) -> Buffer:
+        query, key, weights = inputs
+        return query.recorder.call(
+            "select_keys",
+            shape.top,
+            buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
+            **step.index_constants(shape),
+        )
+
+    def check_index(self, shape: IndexShape) -> None:
+        check_index(shape.num_heads, shape.dim, shape.top)
 
     def check_latent(self, shape: LatentShape) -> None:
         check_latent(shape.rank, shape.rope_dim)

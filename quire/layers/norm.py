@@ -37,6 +37,18 @@ class UnitOffsetRMSNorm(RMSNorm):
     offset = 1.0
 
 
+class UnweightedRMSNorm(RMSNorm):
+    """x / rms(x)."""
+
+    def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
+        super().__init__(size, epsilon, context)
+        assert self.weights.weight is not None, "kernels that norm heads take weights"
+        self.weights.weight.fill_(1.0)
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
 class LayerNorm:
     """(x - mean) / deviation * weight + bias; `affine` False leaves out the last two, `bias` False the last."""
 

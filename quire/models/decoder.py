@@ -99,6 +99,7 @@ def layer_attention(config: ModelConfig, layer: int, scale: float | None = None)
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5 if scale is None else scale,
         window=config.sliding_windows[layer],
+        is_chunked=config.shape.layers[layer].attention.kind == "chunked",
     )
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, DeepSeek R1, Kimi K2: latent attention, dense layers first, then mixtures of experts."""
+"""DeepSeek V2 to V3.2, DeepSeek R1, Kimi K2: latent attention, dense layers first, then mixtures of experts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.experts import Gating, Routing
 from quire.layers.latent_attention import LatentAttention, LatentHeads
+from quire.layers.latent_index import IndexHeads
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from quire.layers.norm import RMSNorm
@@ -40,7 +41,7 @@ class DeepseekLayer:
         fields = model_fields(config)
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
-        self._attention = LatentAttention(size, layer, latent_heads(config), context)
+        self._attention = LatentAttention(size, layer, latent_heads(config), context, _index_heads(config))
         self._mlp_norm = RMSNorm(size, epsilon, context)
         activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
         shape = config.shape.layers[layer]
@@ -177,6 +178,14 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
         bias=fields.boolean("attention_bias", False),
         interleaved=fields.boolean("rope_interleave", True),
     )
+
+
+def _index_heads(config: ModelConfig) -> IndexHeads | None:
+    """The indexer of every layer; None for a model without."""
+    attention = config.shape.attention
+    if not attention.index_top:
+        return None
+    return IndexHeads(attention.index_heads, attention.index_dim, attention.rotated_dim, attention.index_top)
 
 
 def _rope(config: ModelConfig, fields: Fields) -> RopeConfig:

@@ -5,8 +5,10 @@ A family is a `DenseStyle` (`quire/models/gemma.py` and its neighbours), beside 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from quire.attention.interface import LengthScale
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
@@ -25,10 +27,12 @@ from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.whole_norm import WholeNormAttention
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention
+from quire.models.decoder import Decoder, FeedForward, layer_attention
 
 QKV, GATE_UP = ("qkv_proj",), "gate_up_proj"
 """Tensors that some families keep in one."""
+MakeMLP = Callable[[ModelConfig, LayerContext, int], tuple[FeedForward, WeightSlots]]
+"""What follows the attention of a layer, and its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,9 @@ class DenseStyle:
     norms: of a layer; norm: what each of them computes. attention_scale: multiplies q·k (None: 1 / sqrt(head_dim)).
     attention_cap, logits_cap: soft caps of scores and of logits (None: off). embedding_factor, residual_factor,
     logits_factor: of looked up embeddings, of what a block adds to the residual, and of logits. activation: of the MLP
-    (None: `hidden_act` of config.json names it).
+    (None: `hidden_act` of config.json names it). head_norm: of query and key heads in layers that are rotated (None: as
+    the family says); length_scale: of queries in layers that are not. make_mlp: what is in the MLP's place, and its
+    tensors by their names inside the layer.
     """
 
     norms: BlockNorms = BlockNorms()
@@ -61,6 +67,9 @@ class DenseStyle:
     residual_factor: float = 1.0
     logits_factor: float = 1.0
     activation: str | None = None
+    head_norm: type[RMSNorm] | None = None
+    length_scale: LengthScale | None = None
+    make_mlp: MakeMLP | None = None
 
 
 LLAMA_STYLE = DenseStyle()
@@ -79,7 +88,12 @@ class DenseLayer:
         self._head_dim, self._rotary_dim = config.head_dim, 0 if rope is None else rope.rotary_dim
         used = (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
         self._norms = {name: style.norm(size, epsilon, context) for name in used if name}
-        shape = replace(layer_attention(config, layer, style.attention_scale), soft_cap=style.attention_cap)
+        shape = replace(
+            layer_attention(config, layer, style.attention_scale),
+            soft_cap=style.attention_cap,
+            length_scale=style.length_scale if rope is None else None,
+        )
+        head_norm = style.norm if family.head_norms else style.head_norm if rope is not None else None
         biases = {"qkv_bias": family.query_bias.read(fields), "output_bias": family.output_bias.read(fields)}
         self._attention = (
             WholeNormAttention(size, shape, **biases, context=context, norm_epsilon=epsilon)
@@ -89,14 +103,20 @@ class DenseLayer:
                 shape,
                 **biases,
                 context=context,
-                norm_epsilon=epsilon if family.head_norms else None,
-                norm=style.norm,
+                norm_epsilon=None if head_norm is None else epsilon,
+                norm=head_norm or style.norm,
             )
         )
+        self._mlp: FeedForward | GatedMLP
+        self._mlp_slots: WeightSlots
+        if style.make_mlp is not None:
+            self._mlp, self._mlp_slots = style.make_mlp(config, context, layer)
+            return
         activation = style.activation or fields.choice("hidden_act", list(ACTIVATIONS), "silu")
-        self._mlp = GatedMLP(
+        self._mlp = mlp = GatedMLP(
             size, fields.integer("intermediate_size"), activation, bias=family.mlp_bias.read(fields), context=context
         )
+        self._mlp_slots = prefixed("mlp", mlp.slots(fused=GATE_UP in family.fused))
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -112,6 +132,7 @@ class DenseLayer:
         normed = self._norm(names.before_mlp, x)
         if self._adds_itself(names.after_mlp):
             return self._mlp(normed, x)
+        assert isinstance(self._mlp, GatedMLP), "what is in its place adds the residual itself"
         return self._add(x, self._norm(names.after_mlp, self._mlp(normed, None)))
 
     def cache_spec(self) -> LayerSpec:
@@ -120,12 +141,11 @@ class DenseLayer:
     def slots(self) -> WeightSlots:
         family = self._family
         attention = self._attention.slots(QKV if QKV[0] in family.fused else ("q_proj", "k_proj", "v_proj"), "o_proj")
-        if family.is_interleaved:
+        if family.is_interleaved and self._rotary_dim:
             for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
                 if name in attention:
                     attention[name] = pairs_apart(attention[name], self._head_dim, self._rotary_dim)
-        slots = prefixed("self_attn", attention)
-        slots |= prefixed("mlp", self._mlp.slots(fused=GATE_UP in family.fused))
+        slots = prefixed("self_attn", attention) | self._mlp_slots
         for name, norm in self._norms.items():
             slots |= prefixed(name, norm.slots())
         return slots

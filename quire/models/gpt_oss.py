@@ -14,6 +14,8 @@ ALPHA = 1.702
 NAMES = ExpertNames(
     router="router", fused_gate_up="gate_up_proj", fused_down="down_proj", transposed=True, interleaved=True
 )
+NAMES_APART = ExpertNames(router="router")
+"""Where each expert's matrices come alone (GGUF)."""
 
 
 class GptOssLayer(LlamaLayer):
@@ -26,7 +28,8 @@ class GptOssLayer(LlamaLayer):
         gating = Gating("quick_gelu", fields.number("swiglu_limit", 7.0))
         shape = MixtureShape(config.hidden_size, experts.intermediate, bias=True, router_bias=True)
         block = MixtureOfExperts(shape, Routing(experts.num_experts, experts.num_active), gating, context)
-        return block, prefixed("mlp", block.slots(NAMES))
+        names = NAMES_APART if fields.boolean("experts_apart", False) else NAMES
+        return block, prefixed("mlp", block.slots(names))
 
 
 class GptOssForCausalLM(LlamaLike):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.operations import TorchOperations
-from quire.models.checkpoint_names import language_tensors
+from quire.models.checkpoint_names import language_tensors, without_cache_scales
 from quire.models.claims import excess, outline
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
@@ -41,12 +42,14 @@ def load_model(
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
     group: ProcessGroup = SINGLE_RANK,
+    expert_counts: list[torch.Tensor] | None = None,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
     in `config.dtype` throughout. With neither: plain torch operators on `device_type`. group: the ranks that share each
-    layer, of which this process loads one's share; more than one only with plain torch operators.
+    layer, of which this process loads one's share; more than one only with plain torch operators. expert_counts: gets a
+    tensor [num_experts] int64 of each layer with experts, to which they add the rows that they compute.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -66,6 +69,7 @@ def load_model(
         context = _device_context(config, device_layers)
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config)
+    context = replace(context, expert_counts=expert_counts)
     model = build_model(config, context, _native_calls(config, context, runtime))
     report = progress or _silent
     if files is None:
@@ -165,6 +169,7 @@ def _load_from(
         tensors = files.stream(report)
         if config.is_multimodal:
             tensors = language_tensors(tensors, files.directory)
+        tensors = without_cache_scales(tensors, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)
         else:

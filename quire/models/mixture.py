@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
@@ -18,16 +19,25 @@ from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike, read_activa
 @dataclass(frozen=True, slots=True)
 class _Mixture:
     """prefix: of the mixture's tensors inside a layer. renormalises: whether the weights of the chosen add up to 1.
-    gates_shared: the shared expert has a gate."""
+    gates_shared: the shared expert has a gate. scoring: as Routing has it; weighs_input: as MixtureShape."""
 
     prefix: str
     names: ExpertNames
     renormalises: Callable[[Fields], bool]
     gates_shared: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weighs_input: bool = False
 
 
 _MIXTURES: Mapping[str, _Mixture] = {
     "MixtralForCausalLM": _Mixture("block_sparse_moe", ExpertNames(gate="w1", up="w3", down="w2"), lambda fields: True),
+    "Llama4ForCausalLM": _Mixture(
+        "feed_forward",
+        ExpertNames(router="router", fused_gate_up="gate_up_proj", fused_down="down_proj", transposed=True),
+        lambda fields: False,
+        scoring="sigmoid",
+        weighs_input=True,
+    ),
     "Qwen2MoeForCausalLM": _Mixture(
         "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False), gates_shared=True
     ),
@@ -49,8 +59,8 @@ def mixture_block(config: ModelConfig, context: LayerContext, layer: int) -> tup
     if width:
         shared = SharedExpert(size, width, activation, is_gated=mixture.gates_shared, context=context)
     renormalise = mixture.renormalises(model_fields(config))
-    routing = Routing(experts.num_experts, experts.num_active, renormalise=renormalise)
-    shape = MixtureShape(size, experts.intermediate)
+    routing = Routing(experts.num_experts, experts.num_active, mixture.scoring, renormalise)
+    shape = MixtureShape(size, experts.intermediate, weighs_input=mixture.weighs_input)
     block = MixtureOfExperts(shape, routing, Gating(activation), context, shared)
     return block, prefixed(mixture.prefix, block.slots(mixture.names))
 

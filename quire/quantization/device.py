@@ -11,7 +11,7 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
-from quire.layers.experts import ExpertWeights
+from quire.layers.experts import ExpertWeights, count_rows
 from quire.quantization.unquantized import PlainParameters, PlainStack, UnquantizedLinear
 
 
@@ -52,6 +52,7 @@ class DeviceLinear(UnquantizedLinear):
         gate_up, down, gating = weights.gate_up, weights.down, weights.gating
         assert isinstance(gate_up, PlainStack), "made by create_stack"
         assert isinstance(down, PlainStack), "made by create_stack"
+        count_rows(weights.counts, routing)
         matrices = ExpertMatrices(gate_up.weights, down.weights, gate_up.biases, down.biases)
         return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
 

@@ -1,14 +1,18 @@
-"""The native kernels of a CPU: one call for a batch, whatever its rows ask for. Rules are the plain kernels'."""
+"""The native kernels of a CPU: one call for a batch, whatever its rows ask for. Rules but masks are the plain
+kernels'."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.cpu.sampling import MOST_RANKED, VocabularyKernels
-from quire.sampling.parameters import Feature, SamplingRows
+from quire.sampling.batch import TokenMasks
+from quire.sampling.parameters import Asked, Feature, SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
-from quire.sampling.results import Best, Ranking
+from quire.sampling.results import Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 
@@ -19,10 +23,26 @@ class NativeKernels(PlainKernels):
         super().__init__(rows)
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
 
+    def keep_masked(self, scores: np.ndarray, masks: TokenMasks) -> None:
+        self._kernels.keep_masked(scores, masks.indices, np.ascontiguousarray(masks.words, np.uint32))
+
     def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, bool]:
         return self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=not used & Feature.RANDOM)
 
+    def rank(self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> Deferred[Ranking]:
+        if max(asked.counts) <= MOST_RANKED:
+            return super().rank(logits, token_ids, batch, asked)
+        # Rows that ask for more than the kernel ranks go another way, whose last bits differ: the others must not.
+        counts = np.asarray(asked.counts)
+        parts = [np.flatnonzero(counts <= MOST_RANKED), np.flatnonzero(counts > MOST_RANKED)]
+        rows, tokens = logits, token_ids[asked.indices]
+        return ready(
+            _joined([(part, self._rank(rows[part], tokens[part], counts[part].max())) for part in parts if len(part)])
+        )
+
     def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int) -> Ranking:
+        if num_top > MOST_RANKED:
+            return super()._rank(logits, token_ids, num_top)
         logprobs, ranks, top_tokens, top_logprobs = self._kernels.rank(logits, token_ids, num_top)
         return Ranking(~np.isnan(logprobs), token_ids, logprobs, ranks, Best(top_tokens, top_logprobs))
 
@@ -30,3 +50,17 @@ class NativeKernels(PlainKernels):
         if num_best > MOST_RANKED:
             return super()._best(scores, num_best)
         return self._kernels.rank(scores, scores.argmax(axis=1), num_best)[2]
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, Ranking]]) -> Ranking:
+    """The rankings of parts of the rows, given by their places, as one: with as many best tokens as the widest has, of
+    which only the part's own are valid."""
+    places = np.concatenate([place for place, _ in parts])
+    width = max(ranking.best.token_ids.shape[1] for _, ranking in parts)
+    best = [[np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in ranking.best] for _, ranking in parts]
+    order = np.argsort(places)
+    sound, tokens, logprobs, ranks = (
+        np.concatenate(column)[order] for column in zip(*(ranking[:4] for _, ranking in parts), strict=True)
+    )
+    best_tokens, best_values = (np.concatenate(column)[order] for column in zip(*best, strict=True))
+    return Ranking(sound, tokens, logprobs, ranks, Best(best_tokens, best_values))

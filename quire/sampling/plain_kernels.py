@@ -18,7 +18,6 @@ from quire.sampling.filters import apply_filters
 from quire.sampling.parameters import Asked, Feature, SamplingRows
 from quire.sampling.results import Best, Choice, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
-from quire.sampling_params import MAX_LOGPROBS
 
 SLICE_ELEMENTS = 2**20
 """Random rows are drawn by slices of about this many weights, which bounds memory and stays in the cache."""
@@ -101,11 +100,19 @@ class PlainKernels:
         log_probs = log_probabilities(logits)
         chosen = log_probs.gather(1, torch.from_numpy(token_ids)[:, None])
         ranks = (log_probs > chosen).sum(dim=1) + 1
-        # One width whatever is asked for: which of several equal tokens comes first must not depend on the batch.
-        width = min(MAX_LOGPROBS, log_probs.shape[1]) if num_top else 0
-        values, tokens = log_probs.topk(width, dim=1)
         logprobs = chosen[:, 0].numpy()
-        return Ranking(np.isfinite(logprobs), token_ids, logprobs, ranks.numpy(), Best(tokens.numpy(), values.numpy()))
+        return Ranking(
+            np.isfinite(logprobs), token_ids, logprobs, ranks.numpy(), self._best_of(log_probs.numpy(), num_top)
+        )
+
+    def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
+        """The best tokens of each row, of several equal ones the lowest first: which come must not depend on what
+        other rows ask for. Of a row without sound values nothing is valid."""
+        if not num_top:
+            return Best(np.empty((len(log_probs), 0), np.int64), np.empty((len(log_probs), 0), np.float32))
+        sound = np.where(np.isfinite(log_probs.max(axis=1, keepdims=True)), log_probs, 0)
+        tokens = PlainKernels._best(self, sound, num_top)
+        return Best(tokens, np.take_along_axis(log_probs, tokens, axis=1))
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
         """The `num_best` tokens of the highest scores of each row, best first, of several equal ones the lowest first.

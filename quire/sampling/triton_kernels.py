@@ -102,8 +102,8 @@ class TritonKernels:
     def rank(
         self, logits: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked
     ) -> Deferred[Ranking]:
-        # One width whatever the requests ask for keeps the number of shapes small; 0 when none asks for alternatives.
-        num_top = MAX_LOGPROBS if any(asked.counts) else 0
+        # One width for what requests usually ask for keeps the number of shapes small; 0: none asks for alternatives.
+        num_top = max(MAX_LOGPROBS, *asked.counts) if any(asked.counts) else 0
         result = self._rank(logits, token_ids, num_top, batch.rows, Feature.LOGPROBS)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[asked.indices]))
 

@@ -79,7 +79,7 @@ def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, lim
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
-    if params.use_beam_search and (request.constraint or request.pooling):
+    if params.use_beam_search and (request.constraint is not None or request.pooling):
         what = "a pooled request has no tokens" if request.pooling else "a constraint masks single tokens"
         raise UserError(f"{what}: it takes no beam search", param="use_beam_search")
     if request.pooling and n > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, Sequence
+from quire.request import Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, Quote, has_room, quote
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
 from quire.scheduler.plan_builder import PlanBuilder
@@ -36,17 +36,25 @@ class Admitter:
         self._rejected: Request | None = None
         """The waiting request that did not fit into `_rejected_room` blocks."""
         self._rejected_room = 0
+        self.holds_new = False
+        """Whether only preempted requests start: the engine is paused (quire/engine/pause.py)."""
 
     def forget_rejection(self) -> None:
         """Look again at the request that did not fit: less is needed now, or more is free."""
         self._rejected = None
+
+    def forget(self, request: Request) -> None:
+        """A request has ended, and no gate need know it."""
+        self._gates.forget(request)
 
     def plan_preemption(self, now: float) -> PreemptionPlan:
         """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass:
         `admit` uses the quote again unless the plan has changed the pool meanwhile."""
         self._quoted = None
         request = self._waiting.first
-        if request is None or is_deferred(request, now) or not comes_before_running(request, self._running.sequences):
+        if request is None or self._is_held(request) or is_deferred(request, now):
+            return NO_PREEMPTION
+        if not comes_before_running(request, self._running.sequences):
             return NO_PREEMPTION
         needs = quote(request, self._kv, self._limits.max_chunk)
         self._quoted = request, needs
@@ -69,6 +77,8 @@ class Admitter:
         for request in self._waiting:
             if reserved.has_preempted or builder.budget <= 0:
                 break
+            if self._is_held(request):
+                continue
             sequences = request.live_sequences
             if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: the next update brings its token
@@ -100,6 +110,10 @@ class Admitter:
                 self._start(builder, request, needs.num_cached_tokens, num_tokens, now)
         for request in started:
             self._waiting.remove(request)
+        self._stats.num_deferred = reserved.num_requests
+
+    def _is_held(self, request: Request) -> bool:
+        return self.holds_new and request.status is not RequestStatus.PREEMPTED
 
     def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
         """The quote of `plan_preemption`, if it was for this request and still holds, or another."""
@@ -130,6 +144,7 @@ class Admitter:
         stats = self._stats
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            num_cached = min(num_cached, request.num_prompt_tokens)  # of a resumed request it may be more
             request.num_cached_tokens = num_cached
             stats.prompt_tokens_total += request.num_prompt_tokens
             if not request.bypass_prefix_cache and self._kv.enable_prefix_caching:

@@ -104,22 +104,39 @@ class Reservations:
     """Request slots and blocks of the requests that are deferred in one pass of `Scheduler.schedule`."""
 
     def __init__(self) -> None:
-        self._num_requests = 0
+        self.num_requests = 0
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
         """Whether one of the requests ran before: then no later request starts."""
 
     def __bool__(self) -> bool:
-        return self._num_requests > 0
+        return self.num_requests > 0
 
     def reserve(self, request: Request) -> None:
         """Reserve for a deferred request."""
         assert request.deferral is not None
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
-        self._num_requests += 1
+        self.num_requests += 1
         self.num_slots += len(request.live_sequences) if request.deferral.reserves_slots else 0
         self.num_blocks += request.deferral.reserved_blocks
+
+
+class ConstraintGate:
+    """A request waits until its constraint is compiled, which runs beside the engine. Nothing is reserved for it: the
+    scheduler starts others meanwhile."""
+
+    reason = "compiling constraint"
+    stage = Stage.LOOK_UP
+
+    def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
+        constraint = request.constraint
+        if constraint is None or constraint.is_ready:
+            return None
+        return Deferral(self.reason, 0, lambda: not constraint.is_ready, reserves_slots=False)
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
 
 
 class PendingPrefixGate:
@@ -230,6 +247,7 @@ def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, no
 def default_gates(kv: KVCacheManager) -> list[Gate]:
     """The product's own gates, in the order in which they are asked."""
     return [
+        ConstraintGate(),
         PendingPrefixGate(kv),
         AsynchronousLoadGate(kv),
         NextPlanLoadGate(kv),

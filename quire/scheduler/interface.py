@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
-from quire.decoding.masks import MaskSource
+from quire.decoding.masks import Constraint
 from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
@@ -61,12 +61,20 @@ class EngineScheduler(Protocol):
         """The longest sequence, up to `limit` tokens, that the pool can hold."""
         ...
 
-    def add_request(self, source: EngineRequest, now: float) -> None:
-        """Queue a request. Raises UserError when it is rejected."""
+    def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
+        """Queue a request. constraint: the one that it names. Raises UserError when it is rejected."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, now. Unknown ids are ignored."""
+        ...
+
+    def abort_all(self, now: float) -> list[SequenceUpdate]:
+        """End all requests but the registrations of prefixes; the updates report the ends."""
+        ...
+
+    def hold_new(self, is_held: bool) -> None:
+        """Keep requests that have not started in the queue, or start them again."""
         ...
 
     def expire(self, now: float) -> list[SequenceUpdate]:
@@ -81,7 +89,7 @@ class EngineScheduler(Protocol):
         """A plan that computes nothing and moves cached blocks, if there are any to move."""
         ...
 
-    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+    def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
         ...
 

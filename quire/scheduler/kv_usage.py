@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from quire.decoding.masks import MaskSource
+from quire.decoding.masks import ConstraintSpec, Matcher
+from quire.errors import UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
@@ -55,15 +56,23 @@ class InFlight(NamedTuple):
     def of(cls, plan: StepPlan, builder: PlanBuilder) -> InFlight:
         return cls(plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed)
 
-    def sampling_inputs(self, source: MaskSource) -> SamplingInputs:
-        """The masks that the plan expects. The results of all earlier plans are known."""
-        masks = {}
+    def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
+        """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
+        all earlier plans are known."""
+        masks: dict[int, bytes] = {}
+        failed = []
         for index in self.plan.expects_sampling_inputs:
             sequence = self.samples[index]
-            if sequence.finish_reason is None:
-                generated = sequence.token_ids[sequence.request.num_prompt_tokens :]
-                masks[index] = source.mask(sequence.request.constraint, generated)
-        return SamplingInputs(self.plan.step_id, masks)
+            if sequence.finish_reason is not None:
+                continue
+            try:
+                mask = _matcher(sequence).mask()
+            except UserError as error:
+                failed.append((sequence, error))
+                continue
+            if mask is not None:
+                masks[index] = mask
+        return SamplingInputs(self.plan.step_id, masks), failed
 
     def commit(self, kv: KVCacheManager) -> None:
         """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
@@ -75,6 +84,18 @@ class InFlight(NamedTuple):
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def _matcher(sequence: Sequence) -> Matcher:
+    """The sequence's matcher, made for its first mask. Raises UserError when its constraint cannot be compiled."""
+    if sequence.matcher is None:
+        request = sequence.request
+        assert request.constraint is not None, "only samples under a constraint have masks"
+        params = request.params
+        spec = ConstraintSpec(request.constraint_start, params.ignore_eos, params.allowed_token_ids)
+        generated = sequence.token_ids[request.num_prompt_tokens :]
+        sequence.matcher = request.constraint.matcher(spec, generated)
+    return sequence.matcher
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:

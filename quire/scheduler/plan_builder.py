@@ -95,7 +95,7 @@ class PlanBuilder:
             sequence.num_pending_tokens += 1
             if sequence.request.pooling:
                 self.pooled.append(len(self.samples) - 1)
-            if sequence.request.constraint:
+            if sequence.request.constraint is not None:
                 self.masked.append(len(self.samples) - 1)
 
     def place_drafts(self, drafts: Drafts) -> None:
@@ -144,7 +144,7 @@ class PlanBuilder:
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
-        if sequence.request.constraint:
+        if sequence.request.constraint is not None:
             self.masked.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterator
 
 from quire.request import OrderKey, Request
+from quire.scheduler.fair_order import FairOrder
 from quire.stats import EngineStats
 
 
@@ -18,24 +19,32 @@ class RequestQueue:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._returned: dict[str, Request] = {}
+        self._fair_order = FairOrder()
 
     def __len__(self) -> int:
         return len(self._requests)
 
+    def order_time(self, client: str, priority: int, now: float) -> float:
+        """When a request that arrives now counts as arrived, for its place in the order."""
+        return self._fair_order.order_time(client, priority, now)
+
     def push(self, request: Request) -> None:
+        """Insert a request that has arrived."""
+        self._fair_order.add(request)
         bisect.insort(self._requests, request, key=_order_key)
 
     def put_back(self, request: Request) -> None:
         """Insert a request that ran before: it was preempted, or its leading sequence was aborted."""
         self._returned[request.request_id] = request
-        self.push(request)
+        bisect.insort(self._requests, request, key=_order_key)
 
     def remove(self, request: Request) -> None:
         """Remove a request, if the queue holds it."""
         place = bisect.bisect_left(self._requests, request.order_key, key=_order_key)
         if place < len(self._requests) and self._requests[place] is request:
             del self._requests[place]
-            self._returned.pop(request.request_id, None)
+            if self._returned.pop(request.request_id, None) is None:
+                self._fair_order.discard(request)
 
     @property
     def first(self) -> Request | None:
@@ -49,6 +58,7 @@ class RequestQueue:
     def report_stats(self, stats: EngineStats) -> None:
         """Fill in how many requests wait, how many of them ran before, and how many of these are swapped."""
         stats.num_waiting = len(self._requests)
+        stats.num_deferred = min(stats.num_deferred, stats.num_waiting)
         stats.num_preempted = len(self._returned)
         stats.num_swapped = sum(bool(request.swapped_blocks) for request in self._returned.values())
 

@@ -84,15 +84,21 @@ def attach_prompt_logprobs(
             updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
 
 
+def ends_in_text(sequence: Sequence, token_id: int) -> bool:
+    """Whether the last token of a sequence whose constraint is at its end belongs to the text."""
+    is_text = sequence.matcher is not None and sequence.matcher.ends_in_text
+    return is_text and token_id not in sequence.request.end_token_ids
+
+
 def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
-    """Why a sequence ends with `token_id`, which is an end token or has made it as long as it may be: (reason, stop
-    token reported as `stop_reason`).
+    """Why a sequence ends with `token_id`, which is an end token, or ends what its constraint allows, or has made it as
+    long as it may be: (reason, stop token reported as `stop_reason`).
 
     The sampler bans end tokens before `min_tokens`, so reaching one always ends the sequence.
     """
     request = sequence.request
     if token_id in request.stop_token_ids:
         return FinishReason.STOP, token_id
-    if token_id in request.eos_token_ids:
+    if token_id in request.eos_token_ids or (sequence.matcher is not None and sequence.matcher.is_finished):
         return FinishReason.STOP, None
     return FinishReason.LENGTH, None

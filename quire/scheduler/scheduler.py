@@ -15,17 +15,17 @@ from collections.abc import Iterable
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
-from quire.decoding.masks import MaskSource
+from quire.decoding.masks import Constraint
 from quire.decoding.parallel import create_sequences
 from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
-from quire.scheduler.beam_reorder import BeamReorder
+from quire.scheduler.ends import Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
 from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
@@ -34,11 +34,8 @@ from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import (
     attach_prompt_logprobs,
-    early_end,
-    ended_search,
+    ends_in_text,
     finish_reason,
-    live_requests,
-    pooled_end,
     report_times,
 )
 from quire.scheduler.running import RunningSet
@@ -74,10 +71,6 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
-        self._released: list[int] = []
-        self._trimmed: dict[int, list[int]] = {}
-        """See `StepPlan.trimmed_tables`."""
-        self._beam_reorder = BeamReorder()
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
@@ -85,16 +78,35 @@ class Scheduler:
         self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
+        self._ends = Ends(
+            kv,
+            self._requests,
+            self._waiting,
+            self._running,
+            self._deadlines,
+            self._registration,
+            self._admitter,
+            self._stats,
+        )
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, source: EngineRequest, now: float) -> None:
-        """Queue a request. Raises PromptTooLongError when the request could never finish, UserError for a duplicate id
-        or for a prefix that may not be registered.
+    def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
+        """Queue a request. constraint: the one that it names. Raises PromptTooLongError when the request could never
+        finish, UserError for a duplicate id or for a prefix that may not be registered.
         """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
-        request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
+        point = source.resume_point
+        arrival = now if point is None else now - point.age
+        request = Request(
+            source,
+            arrival,
+            arrival_number=next(self._arrivals),
+            order_time=self._waiting.order_time(source.client, source.priority, arrival),
+            priority_seconds=self._priority_seconds,
+            constraint=constraint,
+        )
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.check_registration(request, self._requests.values())
@@ -106,7 +118,11 @@ class Scheduler:
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
-        self._waiting.push(request)
+        if point is not None and any(point.token_ids):  # it goes on as one that was preempted
+            request.status = RequestStatus.PREEMPTED
+            self._waiting.put_back(request)
+        else:
+            self._waiting.push(request)
         self._deadlines.watch(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -115,31 +131,20 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or (request.beam_search is not None and index is not None):
             return
-        self._end(request, [s for s in request.live_sequences if index in (None, s.index)], FinishReason.ABORT)
+        self._ends.end(request, [s for s in request.live_sequences if index in (None, s.index)], FinishReason.ABORT)
+
+    def abort_all(self, now: float) -> list[SequenceUpdate]:
+        """End all requests but the registrations of prefixes; unlike `abort`, the updates report the ends."""
+        ended = [each for each in self._requests.values() if not each.register_prefix]
+        return self._ends.end_requests(ended, FinishReason.ABORT, now)
+
+    def hold_new(self, is_held: bool) -> None:
+        """Keep requests that have not started in the queue, or start them again. Preempted requests go on."""
+        self._admitter.holds_new = is_held
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """End the requests whose time (`timeout_s`) is over, running or waiting. Their blocks are free at once."""
-        updates = []
-        for request in self._deadlines.expired(now):
-            ended = request.live_sequences
-            self._stats.timed_out_requests_total += 1
-            updates += early_end(request, FinishReason.TIMEOUT, now)
-            self._end(request, ended, FinishReason.TIMEOUT)
-        return updates
-
-    def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
-        """End some or all sequences of a request before their time."""
-        self._admitter.forget_rejection()  # with one sequence fewer running, the waiting request may fit
-        lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
-        for sequence in ended:
-            self._running.drop_reservation(sequence)
-            self._finish(sequence, reason)
-        if lost_leader and request.pending_forks:
-            # The siblings were waiting for the leader's prompt: restart the request with another leader.
-            self._running.drop_reservations(request)
-            request.status = RequestStatus.PREEMPTED
-            self._waiting.put_back(request)
-        self._running.drop_finished()
+        return self._ends.end_expired(now)
 
     def unregister_prefix(self, name: str) -> int:
         """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises UserError for
@@ -199,7 +204,7 @@ class Scheduler:
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
-        self._released = []
+        self._ends.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
@@ -211,35 +216,43 @@ class Scheduler:
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
-        plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
-        self._released, self._trimmed = [], {}
+        ends = self._ends
+        plan = builder.build(ends.released, *ends.beam_reorder.take(), ends.trimmed)
+        ends.released, ends.trimmed = [], {}
         self._in_flight[plan.step_id] = InFlight.of(plan, builder)
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
-    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
-        """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
-        return self._in_flight[plan.step_id].sampling_inputs(masks)
+    def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
+        """The second message of a plan in flight that expects one, when the results of all earlier plans are known.
+
+        A sequence that cannot go on under its constraint ends here; the plan's `update` reports it.
+        """
+        inputs, failed = self._in_flight[plan.step_id].sampling_inputs()
+        for sequence, error in failed:
+            self._ends.end_unmatched(sequence, error.message)
+        return inputs
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         sequences, samples = in_flight.sequences, in_flight.samples
-        updates = self._end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
+        updates = self._ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
+        has_masks = bool(in_flight.plan.expects_sampling_inputs)
         in_flight.commit(self.kv)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
         has_drafts = bool(in_flight.plan.num_drafts)
         if has_drafts:
-            self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
+            self._ends.trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
         if result.pooled:
-            updates += self._end_pooled(samples, result.pooled, now)
+            updates += self._ends.end_pooled(samples, result.pooled, now)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
-            ended = self._update_beams(samples, result, now)
+            ended = self._ends.update_beams(samples, result, now)
             num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
             updates += ended
             sampled = [entry for entry in sampled if entry[1][0].request.beam_search is None]
@@ -255,18 +268,24 @@ class Scheduler:
             if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_more_tokens += len(new_ids) - 1
-                token_id = new_ids[-1]
             else:
-                token_id = new_ids[0]
-                token_ids.append(token_id)
+                token_ids += new_ids
+            token_id = new_ids[-1]
+            # Without drafts of its own: those have no masks.
+            if has_masks and sequence.matcher is not None and not sequence.matcher.accept(token_id):
+                token_ids.pop()
+                self._ends.end_unmatched(sequence, f"token {token_id} does not follow the constraint")
+                continue
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
                 update.logprobs = all_logprobs[position][: len(new_ids)]
             num_known = len(token_ids)
-            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
+            is_matched = has_masks and sequence.matcher is not None and sequence.matcher.is_finished
+            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
                 any_finished = True
+                update.ends_in_text = is_matched and ends_in_text(sequence, token_id)
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
-                self._finish(sequence, reason[0])
+                self._ends.finish(sequence, reason[0])
                 report_times(update, request, now)
             elif num_known <= sequence.report_times_until:
                 report_times(update, request, now)
@@ -276,7 +295,7 @@ class Scheduler:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
             self._running.drop_finished()
-        return updates
+        return updates + self._ends.report_unmatched(now)
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
@@ -346,7 +365,7 @@ class Scheduler:
         """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
-                self._release_slot(sequence)
+                self._ends.release_slot(sequence)
         copies = release_blocks(request, self.kv, self._prefers_swap)
         builder.swap_out += copies or []
         self._stats.swap_preemptions_total += copies is not None
@@ -355,72 +374,6 @@ class Scheduler:
         request.num_preemptions += 1
         self._stats.preemptions_total += 1
         self._waiting.put_back(request)
-
-    def _end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
-        """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
-        updates = []
-        for request in live_requests(in_flight.sequences + in_flight.samples, seq_ids):
-            for sequence in request.live_sequences:
-                self.kv.evict(sequence.chain)
-            updates += early_end(request, FinishReason.ERROR, now)
-            self._end(request, request.live_sequences, FinishReason.ERROR)
-        return updates
-
-    def _end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
-        """End the pooled requests whose vectors have come (index of a sample -> vector)."""
-        found = [(samples[index], vector) for index, vector in vectors.items()]
-        ended = [(sequence, vector) for sequence, vector in found if sequence.finish_reason is None]
-        for sequence, _ in ended:
-            self._finish(sequence, FinishReason.STOP)
-        return [pooled_end(sequence, vector, now) for sequence, vector in ended]
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, and the request with its last one. The caller removes the sequence from `_running`."""
-        sequence.finish_reason = reason
-        request = sequence.request
-        if sequence.blocks is not None:
-            self._release_slot(sequence)
-            if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
-            elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                num_stored = len(sequence.token_ids) - (not request.pooling)  # a token just sampled is not computed
-                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
-            else:
-                self.kv.free(sequence.blocks)
-            sequence.blocks = None
-        elif sequence.swapped is not None:
-            self.kv.free(sequence.swapped)
-            sequence.swapped = None
-        if not any(other.finish_reason is None for other in request.sequences):
-            request.status = RequestStatus.FINISHED
-            self._waiting.remove(request)
-            self._deadlines.discard(request)
-            if request.register_prefix:
-                self._registration.release(request)
-            self._gates.forget(request)
-            del self._requests[request.request_id]
-            self._stats.finished_requests_total += 1
-
-    def _release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot on the workers with the next plan."""
-        sequence.fast_path_until = 0
-        self._trimmed.pop(sequence.seq_id, None)
-        if self._beam_reorder.forget(sequence):
-            self._released.append(sequence.seq_id)
-
-    def _update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
-        caller then removes their sequences from `_running`."""
-        ended, released = self._beam_reorder.advance(samples, result.candidates, self._running, self.kv)
-        self._released += released
-        updates = []
-        for request in ended:
-            self._running.drop_reservations(request)
-            found = ended_search(request, now)
-            for sequence in request.sequences:
-                self._finish(sequence, found[0].finish_reason or FinishReason.STOP)
-            updates += found
-        return updates
 
     # -- inspection -------------------------------------------------------------------------------------------------
 
@@ -445,6 +398,6 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
-        self._beam_reorder.check(self._running.sequences)
+        self._ends.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
         check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)

@@ -4,19 +4,23 @@ begins."""
 from __future__ import annotations
 
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET, UnsetType
 
+from quire.errors import UserError
 from quire.server.auth import client_of
-from quire.server.body import parse_body, read_body
+from quire.server.body import IGNORED_FIELDS, read_request
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
 from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import AnswerTimes, Identifier, StreamOptions
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
@@ -29,15 +33,27 @@ class Answer(ABC, Generic[Body]):
 
     ID_PREFIX: str
 
-    def __init__(self, context: ServerContext, body: Body) -> None:
-        """Raises UserError or UnknownModelError for what is wrong with the request."""
+    def __init__(self, context: ServerContext, body: Body, header_id: str | None = None) -> None:
+        """header_id: the request's X-Request-Id, which counts before the body's `request_id`.
+
+        Raises UserError or UnknownModelError for what is wrong with the request."""
+        body = with_defaults(body, context)
         self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
         self._params = body.to_sampling_params()
         self._created = int(time.time())
-        self.response_id = new_id(self.ID_PREFIX, body.request_id)
+        self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)
+        # A proxy repeats a request under the id of the first one, which may still run.
+        self._engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
         self._counter = TokenCounter()
+
+    def _times(self) -> AnswerTimes | UnsetType | None:
+        """What the phases of the request took, where it asks for that and may; None for several sequences or
+        prompts."""
+        if not self._body.include_metrics or not self._context.settings.enable_per_request_metrics:
+            return UNSET
+        return self._counter.times() if self._params.num_sequences == 1 else None
 
     @abstractmethod
     async def complete(self) -> msgspec.Struct:
@@ -48,22 +64,50 @@ class Answer(ABC, Generic[Body]):
         """The answer as server-sent events, each as soon as there is something to say."""
 
 
+def header_id(request: Request) -> str | None:
+    """The X-Request-Id of a request. Raises UserError for one that could not be a `request_id`."""
+    given = request.headers.get("x-request-id")
+    if given is not None:
+        try:
+            msgspec.convert(given, Identifier)
+        except msgspec.ValidationError:
+            raise UserError(
+                "X-Request-Id must have 1 to 128 printable ASCII characters without spaces", param="X-Request-Id"
+            ) from None
+    return given
+
+
+def with_defaults(body: Body, context: ServerContext) -> Body:
+    """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), and the
+    usage at the end of a stream where the server always sends it."""
+    defaults = context.engine.model_config.sampling_defaults
+    changes: dict[str, Any] = {
+        name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
+    }
+    if body.stream and context.settings.enable_force_include_usage:
+        options = body.stream_options or StreamOptions()
+        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+    return msgspec.structs.replace(body, **changes) if changes else body
+
+
 def add_answer_route(
     app: FastAPI,
     path: str,
     context: ServerContext,
     body_type: type[Body],
-    answer_type: Callable[[ServerContext, Body], Answer[Body]],
+    answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
 ) -> None:
     """POST `path`: a client that hangs up ends its request, be it streaming or not."""
 
     @app.post(path)
     async def create(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), body_type)
+        body = await read_request(request, context, body_type)
         context.admit()
         context.check_priority(body.priority, client_of(request))
-        answer = answer_type(context, body)
+        answer = answer_type(context, body, header_id(request))
         headers = {"X-Request-Id": answer.response_id}
+        if body.include_metrics and not context.settings.enable_per_request_metrics:
+            request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), "include_metrics"]
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)

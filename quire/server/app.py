@@ -8,25 +8,34 @@ from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.errors import ModelLoadError
+from quire.metrics.families import MetricNames
 from quire.metrics.prometheus import EngineMetrics
+from quire.server.admin import add_admin_routes
+from quire.server.answer_format import AnswerFormats
+from quire.server.anthropic import add_message_routes
 from quire.server.auth import key_check
 from quire.server.chat import add_chat_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
-from quire.server.health import SilenceGauge, add_health_routes
-from quire.server.home import add_home_route
+from quire.server.headers import ReportHeaders
+from quire.server.health import RestartCounter, SilenceGauge, add_health_routes
+from quire.server.home import add_home_routes
 from quire.server.json_bodies import JsonBodies
 from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
+from quire.server.load_report import LoadReports
 from quire.server.models import add_model_routes
+from quire.server.openai_responses import add_response_routes
 from quire.server.openapi import add_openapi_route
 from quire.server.pooling import add_pooling_routes
+from quire.server.query import check_query
+from quire.server.request_log import RequestLog
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
-from quire.server.site import HostRules, SiteGuard
-from quire.server.sleep import add_sleep_routes
+from quire.server.site import HostRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
+from quire.server.tracing import RequestTraces, TraceParents, make_provider
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -36,49 +45,83 @@ if TYPE_CHECKING:
 def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready.
 
-    Raises ModelLoadError when the model has no tokenizer.
+    Raises ModelLoadError when the model has no tokenizer, ConfigError as AnswerFormats.of.
     """
     if engine.tokenizer is None:
         raise ModelLoadError(f"the model {engine.model_config.name!r} has no tokenizer: serving needs one")
     names = tuple(settings.served_model_name) or (engine.model_config.name,)
+    cache = engine.engine_config.cache
     metrics = EngineMetrics(
         names[0],
         block_size=engine.ready.block_size,
         num_blocks=engine.ready.num_blocks,
         max_model_len=engine.ready.max_model_len,
+        names=MetricNames(settings.metrics_names),
+        cache_config={
+            "cache_dtype": engine.model_config.kv_cache_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+        },
+        sleep_level=lambda: engine.sleep_level,
     )
+    engine.input_processor.clips_max_tokens = False
+    engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
     engine.add_listener(metrics)
     metrics.registry.register(SilenceGauge(lambda: engine.silence))
-    context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes)
+    metrics.registry.register(RestartCounter(lambda: engine.num_restarts))
+    formats = AnswerFormats.of(engine.tokenizer, settings)
+    engine.input_processor.reasoning = formats.reasoning
+    context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats)
 
     app = FastAPI(
         title="Quire",
         version=__version__,
         openapi_url=None,
         redirect_slashes=False,  # the address to go to would be made of the client's Host
-        dependencies=[Depends(key_check(KeyRing.of(settings)))],
+        dependencies=[
+            Depends(key_check(KeyRing.of(settings), on_unix_socket=settings.uds is not None)),
+            Depends(check_query),
+        ],
     )
     app.state.context = context
     add_completion_routes(app, context)
     add_chat_routes(app, context)
+    add_message_routes(app, context)
+    add_response_routes(app, context)
     add_pooling_routes(app, context)
     add_model_routes(app, context)
     add_tokenize_routes(app, context)
     add_health_routes(app, context)
     add_metrics_route(app, context)
     add_live_routes(app, context)
-    if settings.enable_sleep_mode:
-        add_sleep_routes(app, context)
-    add_home_route(app)
-    add_openapi_route(app)
+    add_admin_routes(app, context)
+    add_home_routes(app, has_docs=not settings.disable_fastapi_docs)
+    if not settings.disable_fastapi_docs:
+        add_openapi_route(app)
 
     install_error_handlers(app)
     add_middleware(app, settings, metrics)
+    add_observers(app, context)
     return app
+
+
+def add_observers(app: FastAPI, context: ServerContext) -> None:
+    """The log and the traces of requests, where the settings ask for them."""
+    engine, settings = context.engine, context.settings
+    if settings.enable_log_requests:
+        engine.add_listener(RequestLog(settings.max_log_len))
+    if settings.traces_url is not None:
+        provider = make_provider(settings.traces_url)
+        context.on_exit.append(provider.shutdown)
+        details = bool(settings.collect_detailed_traces)
+        tracer = provider.get_tracer("quire", __version__)
+        engine.add_listener(RequestTraces(tracer, context.model_names[0], details=details))
+        app.add_middleware(TraceParents)
 
 
 def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetrics) -> None:
     """What every request passes before its route is looked for: the one added last sees it first."""
+    app.add_middleware(ReportHeaders, request_ids=settings.enable_request_id_headers)
+    app.add_middleware(LoadReports, metrics=metrics)
     app.add_middleware(JsonBodies, max_total_bytes=settings.max_total_body_bytes)
     if settings.cors_allowed_origins:
         app.add_middleware(
@@ -92,3 +135,5 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
     counter = HttpCounter()
     metrics.registry.register(counter)
     app.add_middleware(CountingMiddleware, counter=counter)
+    if settings.root_path:
+        app.add_middleware(RootPath, prefix=settings.root_path.rstrip("/"))

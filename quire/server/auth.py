@@ -1,16 +1,24 @@
-"""The check of API keys, made once the route is known by the route's own mark; no spelling of a path avoids it."""
+"""The check of API keys and of who may control the engine, made once the route is known by the route's own mark; no
+spelling of a path avoids it."""
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 
+from quire.engine.request_part import CLIENT_NAME
 from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail
 from quire.server.keys import Client, KeyRing
+from quire.server.limits import CLIENT
 
 _PUBLIC_MARK = "needs_no_key"
+_ADMIN_MARK = "controls_engine"
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers by which a proxy says that it asks for someone else."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -21,25 +29,74 @@ def public(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-def key_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
-    """Return the dependency of all routes: 401 unless the request brings `Authorization: Bearer KEY` with one of the
-    keys, or there are none. `client_of` then says which client called."""
+def admin(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that controls the engine: it asks for an admin's key, and where there is none it answers only
+    clients on this machine."""
+    setattr(endpoint, _ADMIN_MARK, True)
+    return endpoint
+
+
+def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Request], Awaitable[None]]:
+    """Return the dependency of all routes: 401 unless the request brings one of the keys as `Authorization: Bearer KEY`
+    or `x-api-key: KEY`, or there are none; 403 where it must be an admin's and is not. `client_of` then says which
+    client called. on_unix_socket: whether all clients are on this machine."""
 
     async def check_key(request: Request) -> None:
-        if getattr(request.scope["endpoint"], _PUBLIC_MARK, False):
+        endpoint = request.scope["endpoint"]
+        if getattr(endpoint, _PUBLIC_MARK, False):
             return
-        client = keys.anyone
+        is_admins = getattr(endpoint, _ADMIN_MARK, False)
+        client = None if is_admins and keys.has_admin_keys else keys.anyone
         if client is None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            given = _given_key(request)
             # Header values arrive decoded as Latin-1; the key may hold anything.
-            client = keys.find(given.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+            client = keys.find(given.encode("latin-1")) if given else None
             if client is None:
                 message = "incorrect API key" if given else "an API key is required: 'Authorization: Bearer KEY'"
                 detail = ErrorDetail(message, INVALID_REQUEST, None, "invalid_api_key")
                 raise ApiError(401, detail, {"WWW-Authenticate": "Bearer"})
+        if is_admins:
+            _check_admin(client, keys, is_local=on_unix_socket or _is_local(request))
         request.state.client = client
+        CLIENT.set(client)
+        CLIENT_NAME.set(client.name)
 
     return check_key
+
+
+def _given_key(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
+def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
+    """Raise a 403 error for a client that may not control the engine."""
+    if keys.has_admin_keys:
+        if client.is_admin:
+            return
+        message = "this route asks for an admin's API key"
+    else:
+        if is_local:
+            return
+        message = "without an admin's API key (--admin-api-key) this route answers only clients on this machine"
+    raise ApiError(403, ErrorDetail(message, INVALID_REQUEST, None, "not_an_admin"))
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a client on this machine asks for itself. A connection whose other end is unknown is not."""
+    if request.client is None or any(name in request.headers for name in _FORWARDED):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def owner_of(request: Request) -> str:
+    """Who sent a request, by the key that it brought (a digest); clients without a key are one owner."""
+    return hashlib.sha256(_given_key(request).encode("latin-1")).hexdigest()
 
 
 def client_of(request: Request) -> Client:

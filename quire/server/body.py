@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import re
-import types
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
 
-from quire.errors import UserError, nearest_name
+from quire.errors import UserError
 from quire.server.errors import ApiError, invalid_request
-from quire.server.protocol.common import RequestStruct
+from quire.server.fields import check_fields, coerce, join
 
-_UNKNOWN_FIELD = "Object contains unknown field `"
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+IGNORED_FIELDS = "quire.ignored_fields"
+"""The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
 _MISSING_FIELD = "Object missing required field `"
 _AT_PATH = " - at `"
 _OF_A_KEY = "key` in `"
-_PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-T = TypeVar("T", bound=RequestStruct)
+async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
+    """Read and parse the body of a request; its unknown fields, and known ones without effect in it, are logged once
+    each, and reported in a header.
+
+    Raises as `read_body` and `parse_body`.
+    """
+    parsed, unknown = parse_body(
+        await read_body(request, context.max_body_bytes), kind, strict=context.settings.strict_fields
+    )
+    unknown = [*unknown, *getattr(parsed, "ineffective_fields", ())]
+    if unknown:
+        request.scope[IGNORED_FIELDS] = unknown
+        context.log_unknown_fields(request.scope["path"], unknown)
+    return parsed
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -38,35 +54,31 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_body(body: bytes, kind: type[T]) -> T:
-    """Decode JSON into `kind`. Fields that are null count as absent.
+def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+    """Decode JSON into `kind`; `parse_fields` with the rest."""
+    return parse_fields(_decode_object(body), kind, strict=strict)
 
-    Raises ApiError (400) for what is not JSON, unknown fields (nearest name suggested), fields that are not supported
-    and wrong types, with the field as `param`; UserError where the struct's own checks fail.
+
+def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+    """Convert a decoded object into `kind`. Fields that are null count as absent. Returns the unknown fields, too, as
+    `check_fields` does.
+
+    strict: unknown fields are errors, and numbers must be numbers. Otherwise values are coerced as `coerce` says.
+
+    Raises ApiError (400) for near misses of a known field (the name suggested), fields that are not supported and
+    wrong types, with the field as `param`; UserError where the struct's own checks fail.
     """
-    fields = {name: value for name, value in _decode_object(body).items() if value is not None}
-    reject_unsupported(fields, kind.UNSUPPORTED)
-    for name in fields:
-        if name not in kind.__struct_fields__:
-            raise _unknown_field(name, name, kind.__struct_fields__)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    unknown = check_fields(fields, kind, strict=strict)
     try:
-        return msgspec.convert(fields, kind, str_keys=True)
+        try:
+            return msgspec.convert(fields, kind, str_keys=True), unknown
+        except msgspec.ValidationError as error:
+            if strict or isinstance(error.__cause__, UserError):
+                raise
+        return msgspec.convert(coerce(fields, kind), kind, str_keys=True), unknown
     except msgspec.ValidationError as error:
-        raise _explain(error, kind) from None
-
-
-def reject_unsupported(fields: dict[str, Any], unsupported: dict[str, tuple[object, ...]]) -> None:
-    """Remove known fields whose value changes nothing; raise a 400 error for one that asks for what is not there."""
-    for name, harmless in unsupported.items():
-        if name not in fields:
-            continue
-        value = fields[name]
-        if not any(value == allowed and type(value) is type(allowed) for allowed in harmless):
-            only = f" (only {msgspec.json.encode(harmless[0]).decode()} is)" if harmless else ""
-            raise invalid_request(
-                f"{name} is not supported by this server{only}", param=name, code="unsupported_parameter"
-            )
-        del fields[name]
+        raise _explain(error) from None
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
@@ -91,23 +103,16 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def _unknown_field(name: str, path: str, known: tuple[str, ...]) -> ApiError:
-    return invalid_request(f"unknown field {path!r}{nearest_name(name, known)}", param=path, code="unknown_parameter")
-
-
-def _explain(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> ApiError:
+def _explain(error: msgspec.ValidationError) -> ApiError:
     """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field."""
     text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
-        return invalid_request(error.__cause__.message, param=_join(path, error.__cause__.param))
-    if text.startswith(_UNKNOWN_FIELD):
-        name = text[len(_UNKNOWN_FIELD) : -1]
-        return _unknown_field(name, _join(path, name), _fields_at(kind, path))
+        return invalid_request(error.__cause__.message, param=join(path, error.__cause__.param))
     if text.startswith(_MISSING_FIELD):
-        field = _join(path, text[len(_MISSING_FIELD) : -1])
+        field = join(path, text[len(_MISSING_FIELD) : -1])
         return invalid_request(f"{field} is required", param=field, code="missing_required_parameter")
     text = text[0].lower() + text[1:].replace(" | null", "").replace("`", "")
-    return invalid_request(_join(path, text, ": "), param=path or None, code="invalid_type")
+    return invalid_request(join(path, text, ": "), param=path or None, code="invalid_type")
 
 
 def _split_path(message: str) -> tuple[str, str]:
@@ -121,25 +126,3 @@ def _split_path(message: str) -> tuple[str, str]:
     if not found or not (path.startswith("$") and path.endswith("`")):
         return message, ""
     return text, path[1:-1].lstrip(".").removesuffix("[...]")
-
-
-def _join(path: str, name: str | None, separator: str = ".") -> str:
-    return separator.join(part for part in (path, name) if part)
-
-
-def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
-    """Names of the fields that an object at `path` (such as `messages[0].content[1]`) may have."""
-    structs = [kind]
-    for step in _PATH_STEP.finditer("." + path if path else ""):
-        if step[1] is not None:
-            structs = [found for s in structs for found in _structs_in(get_type_hints(s).get(step[1]))]
-    return tuple(name for s in structs for name in s.__struct_fields__)
-
-
-def _structs_in(hint: Any) -> list[type[msgspec.Struct]]:
-    """The struct types inside a type hint, through unions and lists."""
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return [hint]
-    if get_origin(hint) in (Union, types.UnionType, list, Annotated):
-        return [found for inner in get_args(hint) for found in _structs_in(inner)]
-    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -9,11 +10,13 @@ from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import TokensPrompt
+from quire.errors import UserError
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, add_answer_route
+from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat
+from quire.server.generation import generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -27,7 +30,7 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.common import Usage
 from quire.server.streaming import DONE, encode_event
-from quire.server.weight import AnswerWeight
+from quire.server.weight import AnswerWeight, num_alternatives
 
 logger = get_logger(__name__)
 
@@ -41,29 +44,51 @@ class ChatAnswer(Answer[ChatRequest]):
 
     ID_PREFIX = "chatcmpl"
 
-    def __init__(self, context: ServerContext, body: ChatRequest) -> None:
-        super().__init__(context, body)
+    def __init__(self, context: ServerContext, body: ChatRequest, header_id: str | None = None) -> None:
+        super().__init__(context, body, header_id)
         self._weight = AnswerWeight(
             logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
         )
+        self._format = context.formats.answer(body)
+        if body.chat_template is not None and not context.settings.trust_request_chat_template:
+            raise UserError(
+                "chat_template is not taken from requests: the server needs --trust-request-chat-template",
+                param="chat_template",
+            )
+        self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
+
+    @property
+    def _role(self) -> str:
+        """Of the answer; of a message that is continued, that message's."""
+        body = self._body
+        return self._context.settings.response_role if body.generation_prompt else body.messages[-1].role
 
     async def complete(self) -> ChatResponse:
         choices: dict[int, ChatChoice] = {}
+        texts: defaultdict[int, ChoiceText] = defaultdict(ChoiceText)
         first: RequestOutput | None = None
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
                 first = first or output
+                self._counter.count_output(0, output)
                 for completion in output.outputs:
+                    texts[completion.index].add(self._format.read(completion))
                     self._extend(choices, completion)
         assert first is not None
+        for index, choice in choices.items():
+            message = choice.message = texts[index].message()
+            message.role = self._role
+            if echoed := self._body.echoed(self._role):
+                message.content = echoed + (message.content or "")
         response = ChatResponse(
             id=self.response_id,
             created=self._created,
             model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=[choices[index] for index in sorted(choices)],
-            usage=self._counter.usage(),
+            usage=self._usage(),
+            metrics=self._times(),
         )
         self._add_prompt(response, first)
         return response
@@ -72,50 +97,62 @@ class ChatAnswer(Answer[ChatRequest]):
         begun: set[int] = set()
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
+                self._counter.count_output(0, output, count_completion=False)  # a role is no token
                 for completion in output.outputs:
                     if completion.index not in begun:
                         yield self._role_event(completion.index, output, is_first=not begun)
+                        if echoed := self._body.echoed(self._role):
+                            delta = Delta(content=echoed)
+                            yield encode_event(self._chunk([ChatChunkChoice(index=completion.index, delta=delta)]))
                         begun.add(completion.index)
-                    if completion.text or completion.token_ids or completion.finish_reason:
-                        yield encode_event(self._chunk([self._piece(completion)]))
+                self._counter.count_output(0, output)
+                for completion in output.outputs:
+                    if (piece := self._piece(completion)) is not None:
+                        yield encode_event(self._chunk([piece]))
         if self._body.include_usage:
             chunk = self._chunk([])
-            chunk.usage = self._counter.usage()
+            chunk.usage = self._usage()
+            chunk.metrics = self._times()
             yield encode_event(chunk)
         yield DONE
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         body = self._body
-        rendered = await render_chat(self._context.engine, body)
+        rendered = await render_chat(self._context, body, self._format.template_tools, body.template_inputs)
+        self._prompt_text = rendered.text
+        self._params = self._format.settle(self._params, rendered.text)
         self._weigh(len(rendered.token_ids))
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         running = generate(
             self._context,
             [prompt],
             self._params,
-            self.response_id,
+            self._engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             prompt_field="messages",
+            constraint_field=body.constraint_field,
         )
-        async with aclosing(running) as outputs:
-            async for _, output in outputs:
-                self._counter.count_output(0, output)
-                self._weight.generated(output.outputs)
-                yield output
+        try:
+            async with aclosing(spaced(running, body.stream_interval)) as outputs:
+                async for _, output in outputs:
+                    self._weight.generated(output.outputs)
+                    yield output
+        except UserError as error:
+            raise body.in_wire_words(error) from None
 
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""
         body, longest = self._body, self._context.engine.ready.max_model_len
-        num_tokens = min(num_tokens, longest, body.truncate_prompt_tokens or longest)
-        num_entries = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        num_tokens = min(num_tokens, longest, body.max_kept_tokens or longest)
+        num_entries = 0 if body.prompt_logprobs is None else num_alternatives(body.prompt_logprobs) + 1
         self._weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
         if self._params.max_tokens is not None:
             self._weight.planned(self._params.num_sequences, min(longest, self._params.max_tokens))
 
     def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
-        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role=self._role, content=""))])
         if is_first:
             self._add_prompt(chunk, output)
         return encode_event(chunk)
@@ -128,39 +165,54 @@ class ChatAnswer(Answer[ChatRequest]):
             model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=choices,
-            usage=self._counter.usage() if self._body.continuous_usage else usage,
+            usage=self._usage() if self._body.continuous_usage else usage,
         )
 
     def _add_prompt(self, body: ChatResponse | ChatChunk, output: RequestOutput) -> None:
         if self._body.return_token_ids:
             body.prompt_token_ids = output.prompt_token_ids
+        if self._body.return_prompt_text:
+            body.prompt_text = self._prompt_text
         if self._body.prompt_logprobs is not None:
-            body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+            body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
 
-    def _piece(self, completion: CompletionOutput) -> ChatChunkChoice:
+    def _usage(self) -> Usage:
+        return self._counter.usage(self._format.num_reasoning_tokens)
+
+    def _piece(self, completion: CompletionOutput) -> ChatChunkChoice | None:
+        """What is new in a completion; None: nothing that can be told yet."""
+        delta = self._format.read(completion)
+        is_news = bool(delta) or completion.finish_reason is not None
+        if not is_news and not (completion.token_ids and self._tells_tokens):
+            return None
         return ChatChunkChoice(
             index=completion.index,
-            delta=Delta(content=completion.text) if completion.text else Delta(),
+            delta=to_delta(delta),
             logprobs=self._logprobs(completion),
-            finish_reason=completion.finish_reason,
+            finish_reason=self._format.finish_reason(completion),
             stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    @property
+    def _tells_tokens(self) -> bool:
+        """Whether each token is news, with or without a text."""
+        body = self._body
+        return not self._format.parses or body.logprobs or body.return_token_ids or body.continuous_usage
 
     def _extend(self, choices: dict[int, ChatChoice], completion: CompletionOutput) -> None:
         choice = choices.get(completion.index)
         if choice is None:
             choice = ChatChoice(
                 index=completion.index,
-                message=AssistantMessage("assistant", ""),
-                token_ids=[] if self._body.return_token_ids else UNSET,
+                message=AssistantMessage(self._role, ""),
+                token_ids=[] if self._body.return_token_ids else None,
                 logprobs=ChatLogprobs([]) if self._body.logprobs else None,
             )
             choices[completion.index] = choice
-        choice.message.content += completion.text
-        choice.finish_reason = completion.finish_reason
+        choice.finish_reason = self._format.finish_reason(completion)
         choice.stop_reason = completion.stop_reason
-        if choice.token_ids is not UNSET:
+        if choice.token_ids is not None:
             choice.token_ids = choice.token_ids + completion.token_ids
         logprobs = self._logprobs(completion)
         if choice.logprobs is not None and logprobs is not None:
@@ -169,5 +221,11 @@ class ChatAnswer(Answer[ChatRequest]):
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        num_top = self._body.top_logprobs or 0
-        return chat_logprobs(completion.token_ids, completion.logprobs or [], num_top, self._context.tokenizer)
+        num_top = None if self._body.top_logprobs == -1 else self._body.top_logprobs or 0
+        return chat_logprobs(
+            completion.token_ids,
+            completion.logprobs or [],
+            num_top,
+            self._context.tokenizer,
+            as_ids=self._body.return_tokens_as_token_ids,
+        )

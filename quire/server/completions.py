@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
@@ -13,7 +14,7 @@ from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate
+from quire.server.generation import generate, spaced
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
@@ -23,7 +24,8 @@ from quire.server.protocol.completion import (
     CompletionResponse,
 )
 from quire.server.streaming import DONE, encode_event
-from quire.server.weight import AnswerWeight
+from quire.server.weight import AnswerWeight, num_alternatives
+from quire.tokenization.infill import infill
 
 logger = get_logger(__name__)
 
@@ -37,8 +39,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     ID_PREFIX = "cmpl"
 
-    def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
-        super().__init__(context, body)
+    def __init__(self, context: ServerContext, body: CompletionRequest, header_id: str | None = None) -> None:
+        super().__init__(context, body, header_id)
         self._weight = AnswerWeight(
             logprobs=body.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
         )
@@ -58,7 +60,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
                     known = choices.get(piece.index)
                     choices[piece.index] = piece if known is None else _extend(known, piece)
         ordered = [choices[index] for index in sorted(choices)]
-        return self._response(ordered, self._counter.usage())
+        response = self._response(ordered, self._counter.usage())
+        response.metrics = self._times()
+        for part in (response, *ordered):
+            for name in part.__struct_fields__:
+                if getattr(part, name) is UNSET:
+                    setattr(part, name, None)
+        return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         absent = None if self._body.include_usage else UNSET
@@ -68,25 +76,28 @@ class CompletionAnswer(Answer[CompletionRequest]):
                     usage = self._counter.usage() if self._body.continuous_usage else absent
                     yield encode_event(self._response([piece], usage))
         if self._body.include_usage:
-            yield encode_event(self._response([], self._counter.usage()))
+            last = self._response([], self._counter.usage())
+            last.metrics = self._times()
+            yield encode_event(last)
         yield DONE
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
         prompts: list[Prompt] = list(body.prompts)
-        if not body.add_special_tokens or body.repeats_prompts:
+        if body.tokenises_prompts:
             prompts = [await self._tokenised(prompt) for prompt in body.prompts]
         self._weigh(prompts)
         running = generate(
             self._context,
             prompts,
             self._params,
-            self.response_id,
+            self._engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             prompt_field="prompt",
+            constraint_field=body.constraint_field,
         )
-        async with aclosing(running) as outputs:
+        async with aclosing(spaced(running, body.stream_interval)) as outputs:
             async for pair in outputs:
                 yield pair
 
@@ -94,8 +105,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""
         if not isinstance(prompt, str) or not prompt:
             return prompt
-        body = self._body
-        token_ids = await self._context.engine.encode(
+        body, engine = self._body, self._context.engine
+        if body.suffix:
+            work = partial(infill, self._tokenizer, prompt, body.suffix, add_special_tokens=body.add_special_tokens)
+            for text, name in ((prompt, "prompt"), (body.suffix, "suffix")):
+                engine.input_processor.check_text_length(text, name)
+            return {"prompt_token_ids": await engine.off_loop(len(prompt) + len(body.suffix), work), "prompt": prompt}
+        token_ids = await engine.encode(
             prompt, add_special_tokens=body.add_special_tokens, is_cut=body.truncate_prompt_tokens is not None
         )
         return {"prompt_token_ids": token_ids, "prompt": prompt}
@@ -105,9 +121,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
         body, n = self._body, self._params.n
         longest = self._context.engine.ready.max_model_len
         if body.repeats_prompts:
-            keep = min(longest, body.truncate_prompt_tokens or longest)
+            keep = min(longest, body.max_kept_tokens or longest)
             num_tokens = sum(min(keep, num_prompt_tokens(prompt)) for prompt in prompts)
-            scored = [k + 1 for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+            scored = [
+                num_alternatives(k) + 1
+                for k in (body.prompt_logprobs, body.logprobs if body.echo else None)
+                if k is not None
+            ]
             num_texts = body.echo + body.return_token_ids
             self._weight.prompt(num_tokens, n, num_texts=num_texts, num_entries=sum(scored))
         self._weight.planned(len(prompts) * self._params.num_sequences, min(longest, body.max_tokens))
@@ -151,15 +171,20 @@ class CompletionAnswer(Answer[CompletionRequest]):
         if body.prompt_logprobs is not None:
             piece.prompt_logprobs = prompt_logprobs(limited(entries, body.prompt_logprobs))
         if body.echo:
+            # Of a prompt that came as token ids all tokens are shown: no text of it is known.
+            skips = body.skips_special and output.prompt is not None
             text = output.prompt if body.truncate_prompt_tokens is None else None
-            piece.text = self._tokenizer.decode(token_ids, body.skips_special) if text is None else text
+            piece.text = self._tokenizer.decode(token_ids, skips) if text is None else text
         if body.logprobs is not None:
-            before = [] if body.echo else token_ids
-            self._columns[piece.index] = CompletionColumns(self._tokenizer, body.skips_special, before)
+            columns = self._columns[piece.index] = CompletionColumns(
+                self._tokenizer, as_ids=body.return_tokens_as_token_ids
+            )
             if body.echo:
                 # A request that was ended in its prompt has no more.
                 known = list(entries or []) + [None] * (len(token_ids) - len(entries or []))
-                piece.logprobs = self._columns[piece.index].append_tokens(token_ids, limited(known, body.logprobs))
+                columns.begin(skips, [])
+                piece.logprobs = columns.append_tokens(token_ids, limited(known, body.logprobs))
+            columns.begin(body.skips_special, token_ids)
 
     def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
         piece.text += completion.text
@@ -176,7 +201,7 @@ def _extend(choice: CompletionChoice, piece: CompletionChoice) -> CompletionChoi
     choice.text += piece.text
     choice.finish_reason = piece.finish_reason
     choice.stop_reason = piece.stop_reason
-    if choice.token_ids is not UNSET and piece.token_ids is not UNSET:
+    if isinstance(choice.token_ids, list) and isinstance(piece.token_ids, list):
         choice.token_ids = choice.token_ids + piece.token_ids
     if piece.logprobs is not None:
         choice.logprobs = piece.logprobs if choice.logprobs is None else _join(choice.logprobs, piece.logprobs)

@@ -20,10 +20,6 @@ from quire.clock import Clock
 from quire.server.errors import ApiError, error_body, invalid_request, unavailable
 from quire.server.settings import ServerSettings
 
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line, headers, trailers and chunk extensions of one request together."""
-MAX_NUM_HEADERS = 128
-"""Headers and trailers of one request: each costs far more memory than the bytes it came in."""
 CHUNK_FRAMING_BYTES = 16
 """What framing one chunk of a body may cost without counting as head: its size in hexadecimal, and two line ends."""
 MAX_NUM_PIPELINED = 16
@@ -59,6 +55,10 @@ class ConnectionLimits:
     seconds: tuple[float, ...]
     write_seconds: float
     max_connections: int
+    max_head_bytes: int
+    """Request line, headers, trailers and chunk extensions of one request together."""
+    max_num_headers: int
+    """Headers and trailers of one request: each costs far more memory than the bytes it came in."""
     clock: Clock
 
     @classmethod
@@ -70,7 +70,14 @@ class ConnectionLimits:
             Phase.ANSWER: math.inf,
             Phase.CLOSING: LINGER_SECONDS,
         }
-        return cls(tuple(seconds[phase] for phase in Phase), settings.write_timeout, settings.max_connections, clock)
+        return cls(
+            seconds=tuple(seconds[phase] for phase in Phase),
+            write_seconds=settings.write_timeout,
+            max_connections=settings.max_connections,
+            max_head_bytes=settings.max_head_bytes,
+            max_num_headers=settings.max_num_headers,
+            clock=clock,
+        )
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -138,8 +145,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._refusal or _malformed(str(error)))
             return
         self._num_head_bytes = max(0, self._num_head_bytes)
-        if self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(_head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refuse(_head_too_large(f"{self._limits.max_head_bytes} bytes"))
         elif self._num_pipelined_bytes > MAX_PIPELINED_BYTES:
             self._refuse(_too_much_pipelined())
 
@@ -172,8 +179,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
-        if self._num_headers > MAX_NUM_HEADERS:
-            self._stop(_head_too_large(f"{MAX_NUM_HEADERS} headers"))
+        if self._num_headers > self._limits.max_num_headers:
+            self._stop(_head_too_large(f"{self._limits.max_num_headers} headers"))
         if self.phase is Phase.HEAD:  # else it is a trailer, which means nothing here
             super().on_header(name, value)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from quire.errors import UnknownModelError, UserError, nearest_name
+from quire.logging import get_logger
+from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
 from quire.server.settings import ServerSettings
@@ -19,8 +22,13 @@ if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
     from quire.metrics.prometheus import EngineMetrics
 
-RETRY_AFTER_SECONDS = 1
+LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1, 60
+"""Bounds of Retry-After."""
+MAX_LOGGED_FIELDS = 256
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
+
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -33,15 +41,32 @@ class ServerContext:
     metrics: EngineMetrics
     model_names: tuple[str, ...]
     max_body_bytes: int
+    formats: AnswerFormats
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
     """Ends what would hold connections open for ever."""
+    on_exit: list[Callable[[], object]] = field(default_factory=list)
+    """Writes out what is still to be written. May wait for others."""
+    logged_fields: set[str] = field(default_factory=set)
+    """Unknown fields of requests that the log has."""
+
+    def exit(self) -> None:
+        """Called last, when nothing is served any more."""
+        for end in self.on_exit:
+            end()
 
     def close(self) -> None:
         """Called once the last answer is given, before the HTTP server waits for its connections to end."""
         for end in self.on_close:
             end()
+
+    def log_unknown_fields(self, path: str, names: list[str]) -> None:
+        """Log each unknown field of requests once, MAX_LOGGED_FIELDS of them at most."""
+        for name in names:
+            if name not in self.logged_fields and len(self.logged_fields) < MAX_LOGGED_FIELDS:
+                self.logged_fields.add(name)
+                logger.warning("%s: the unknown field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
         """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""
@@ -68,6 +93,16 @@ class ServerContext:
         if self.draining:
             raise unavailable("the server is shutting down")
 
+    def check_ready(self) -> None:
+        """Raise a 503 error unless a request would be answered now: as `check_alive`, while the engine sleeps or is
+        paused, and while another one starts after one that has died."""
+        self.check_alive()
+        if self.engine.is_restarting:
+            raise unavailable("the engine has died, and another one is starting")
+        self.engine.check_awake()
+        if self.engine.pauses:
+            raise unavailable("the engine is paused")
+
     def admit(self) -> None:
         """Raise unless a new generating request may come in: 503 as `check_alive` and while the engine sleeps, 429 when
         too many wait already.
@@ -77,14 +112,19 @@ class ServerContext:
         """
         self.check_alive()
         self.engine.check_awake()
-        limit = self.settings.max_num_queued
-        if limit is None:
-            return
         num_waiting = self.engine.num_pending - self.metrics.num_running
-        if num_waiting >= limit:
-            raise overloaded(
-                f"the server is overloaded: {num_waiting} requests wait (limit {limit})", RETRY_AFTER_SECONDS
-            )
+        limit = self.settings.max_num_queued
+        if limit is not None and num_waiting >= limit:
+            self._refuse("max_num_queued_reqs", f"{num_waiting} requests wait (limit {limit})")
+        num_tokens, limit = self.engine.num_queued_tokens, self.settings.max_num_queued_tokens
+        if limit is not None and num_tokens >= limit:
+            self._refuse("max_num_queued_tokens", f"{num_tokens} prompt tokens wait (limit {limit})")
+
+    def _refuse(self, reason: str, what: str) -> NoReturn:
+        """429, to be tried again when what waits now is done, as far as that can be told."""
+        self.metrics.record_rejection(reason)
+        seconds = min(max(self.engine.queue_seconds, LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
+        raise overloaded(f"the server is overloaded: {what}", math.ceil(seconds))
 
 
 def new_id(prefix: str, request_id: str | None) -> str:

@@ -64,6 +64,33 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+MESSAGES_PATH = "/v1/messages"
+"""Under it errors have Anthropic's shape."""
+
+
+class MessagesErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct):
+    """Anthropic's shape of an error."""
+
+    error: MessagesErrorDetail
+    type: str = "error"
+
+
+_MESSAGES_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
 class ApiError(Exception):
     """A failure with its HTTP status; `detail` is what the client reads."""
 
@@ -130,12 +157,17 @@ def _see_log(error_id: str) -> str:
     return f"error {error_id}; the server's log says more"
 
 
-def error_body(error: ApiError) -> bytes:
+def error_body(error: ApiError, path: str = "") -> bytes:
+    """path: of the request, for the shape."""
+    if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
+        kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
+        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message)))
     return msgspec.json.encode(ErrorBody(error.detail))
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str = "") -> Response:
+    """path: as for `error_body`."""
+    return Response(error_body(error, path), error.status, error.headers, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -144,7 +176,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = _no_such_route(request, error)
-        return error_response(to_api_error(error))
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        return error_response(to_api_error(error), path)
 
     for kind in (ApiError, QuireError, HTTPException, ClientDisconnectedError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle)

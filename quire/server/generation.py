@@ -8,18 +8,26 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from msgspec import UNSET
 
+from quire.engine.output_stream import MergedOutput
 from quire.errors import UserError
-from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.logging import REQUEST_ID
+from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
-from quire.server.protocol.chat import ChatMessage
-from quire.server.protocol.common import PromptTokensDetails, Usage
+from quire.server.limits import Charge, client_salt
+from quire.server.protocol.chat import TemplateInputs
+from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
+from quire.server.protocol.messages import ChatMessage
 from quire.server.turns import Part, Turns, share_of, split
+from quire.tokenization.chat_template import TemplateChoice
 
 if TYPE_CHECKING:
-    from quire.engine.async_engine import AsyncLLM
     from quire.engine.input_processor import Prompt, RenderedChat
     from quire.server.context import ServerContext
+
+
+NO_INPUTS = TemplateInputs()
 
 
 class ChatBody(Protocol):
@@ -37,15 +45,27 @@ class ChatBody(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any]: ...
 
 
-async def render_chat(engine: AsyncLLM, body: ChatBody) -> RenderedChat:
+async def render_chat(
+    context: ServerContext,
+    body: ChatBody,
+    tools: list[dict[str, Any]] | None = None,
+    inputs: TemplateInputs = NO_INPUTS,
+) -> RenderedChat:
     """Write the conversation with the model's template and tokenise it. Raises UserError where that fails."""
-    messages = body.messages or []
+    engine, messages = context.engine, body.messages or []
     size = sum(message.size for message in messages)
     return await engine.render(
         await engine.off_loop(size, lambda: [message.to_dict() for message in messages]),
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        tools=tools,
+        chat_template_kwargs={
+            **context.settings.default_chat_template_kwargs,
+            **body.chat_template_kwargs,
+            **inputs.options,
+        },
+        documents=inputs.documents,
+        choice=TemplateChoice(inputs.source, context.settings.chat_template_content_format),
         add_special_tokens=body.special_tokens,
     )
 
@@ -59,14 +79,15 @@ async def generate(
     cache_salt: str | None,
     priority: int,
     prompt_field: str,
+    constraint_field: str = "structured_outputs",
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. prompt_field: what the endpoint calls
-    the prompt, for the errors about it.
+    computes NaN or infinite logits for a prompt. prompt_field, constraint_field: what
+    the request calls the prompt and its constraint, for the errors about them.
     """
 
     share = share_of(context.engine.max_num_seqs)
@@ -81,6 +102,8 @@ async def generate(
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
 
+    salt = client_salt(cache_salt)
+
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
         index, place = divmod(number, per_prompt)
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
@@ -93,10 +116,12 @@ async def generate(
         if len(prompts) * size > share:
             part = parts[number]
         return context.engine.generate(
-            prompts[index], settings, name, delta=True, cache_salt=cache_salt or "", priority=priority, part=part
+            prompts[index], settings, name, delta=True, cache_salt=salt, priority=priority, part=part
         )
 
     context.admit()
+    charge = Charge(context.metrics)
+    REQUEST_ID.set(request_id)
     streams = [stream(number) for number in range(len(parts))]
     num_cached: dict[int, int] = {}
     try:
@@ -104,6 +129,7 @@ async def generate(
             async for number, output in outputs:
                 raise_if_nonfinite(output)
                 index = number // per_prompt
+                charge.count(index, output)
                 if per_prompt > 1:
                     # Later parts find the whole prompt in the cache; the request found what its first part did.
                     output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)
@@ -113,7 +139,38 @@ async def generate(
     except UserError as error:
         if error.param in ("prompt", "prompt_token_ids"):
             error.param = prompt_field
+        elif error.param == "structured_outputs":
+            error.param = constraint_field
         raise
+
+
+async def spaced(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of `generate` joined so that each brings `interval` tokens of a completion, but for the first of each
+    prompt and those with the end of a completion."""
+    held: dict[int, MergedOutput] = {}
+    num_tokens: dict[tuple[int, int], int] = {}
+    begun: set[int] = set()
+    async with aclosing(outputs):
+        async for number, output in outputs:
+            if interval == 1 or number not in begun:
+                begun.add(number)
+                yield number, output
+                continue
+            if number in held:
+                held[number].merge(output)
+            else:
+                held[number] = MergedOutput(output)
+            is_due = output.finished
+            for completion in output.outputs:
+                place = number, completion.index
+                num_tokens[place] = num_tokens.get(place, 0) + len(completion.token_ids)
+                is_due = is_due or num_tokens[place] >= interval or completion.finish_reason is not None
+            if is_due:
+                for place in [place for place in num_tokens if place[0] == number]:
+                    del num_tokens[place]
+                yield number, held.pop(number).output()
 
 
 async def _number(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -165,18 +222,38 @@ class TokenCounter:
         self._num_prompt_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int] = {}
         self._num_completion_tokens = 0
+        self._metrics = RequestMetrics()
 
     def count_output(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        self._metrics = output.metrics
         if count_completion:
             self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
-    def usage(self) -> Usage:
+    def usage(self, num_reasoning: int | None = None) -> Usage:
+        """num_reasoning: completion tokens that the model's thoughts have; None: the model does not reason."""
+        details = UNSET if num_reasoning is None else CompletionTokensDetails(num_reasoning)
         num_prompt = sum(self._num_prompt_tokens.values())
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=self._num_completion_tokens,
             total_tokens=num_prompt + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens.values())),
+            completion_tokens_details=details,
         )
+
+    def times(self) -> AnswerTimes | None:
+        """What the phases took; None for several prompts, whose phases are not one after the other."""
+        if len(self._num_prompt_tokens) != 1:
+            return None
+        measured, num_tokens = self._metrics, self._num_completion_tokens
+        times = AnswerTimes(queue_time_ms=1000 * measured.queue_time)
+        if measured.time_to_first_token:
+            generating = max(0.0, measured.latency - measured.time_to_first_token)
+            computing = measured.latency - measured.queue_time
+            times.time_to_first_token_ms = 1000 * (measured.time_to_first_token - measured.queue_time)
+            times.generation_time_ms = 1000 * generating
+            times.mean_itl_ms = 1000 * generating / (num_tokens - 1) if num_tokens > 1 else None
+            times.tokens_per_second = num_tokens / computing if computing > 0 else None
+        return times

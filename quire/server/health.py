@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version and /load."""
+"""GET /health, /ready, /ping, /version and /load."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 from fastapi import FastAPI, Response
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.metrics.prometheus import PREFIX
+from quire.metrics.families import OUR_PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.responses import json_response
@@ -32,7 +32,8 @@ class Load(msgspec.Struct):
 
 def add_health_routes(app: FastAPI, context: ServerContext) -> None:
     """Routes for probes and routers; /health is 200 while requests can be served, 503 once the engine is dead or the
-    server drains, and while the engine process gives no sign of life (quire/engine/heartbeat.py)."""
+    server drains, and while the engine process gives no sign of life (quire/engine/heartbeat.py). /ready is 503 also
+    while the engine sleeps or is paused, and while another one starts after one that has died."""
 
     @app.get("/health")
     @app.head("/health")  # what some load balancers ask
@@ -42,6 +43,13 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
     async def health() -> Response:
         context.check_alive()
         return json_response(Health("ok"))
+
+    @app.get("/ready")
+    @app.head("/ready")
+    @public
+    async def ready() -> Response:
+        context.check_ready()
+        return json_response(Health("ready"))
 
     @app.get("/version")
     @public
@@ -61,7 +69,21 @@ class SilenceGauge(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
-            PREFIX + "engine_silence_seconds",
+            OUR_PREFIX + "engine_silence_seconds",
             "Seconds without a sign of life of the engine process; it gives one a second.",
             value=self._silence(),
+        )
+
+
+class RestartCounter(Collector):
+    """How often the engine was started again."""
+
+    def __init__(self, num_restarts: Callable[[], int]) -> None:
+        self._num_restarts = num_restarts
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            OUR_PREFIX + "engine_restarts",
+            "Engines that were started after one had died.",
+            value=self._num_restarts(),
         )

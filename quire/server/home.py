@@ -1,25 +1,39 @@
-"""GET /: the live page, for people who open the server in a browser."""
+"""GET / and GET /docs: the live page and the API's reference, for people who open the server in a browser."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI, Response
 
-from quire.dashboard.page import load_page
+from quire.dashboard.page import Page, load_page, load_reference
 from quire.server.auth import public
 
 
-def add_home_route(app: FastAPI) -> None:
-    """The page is the same for every server and tells nothing about this one, so it needs no key; what it fetches
-    does, and the page asks for it."""
-    page = load_page()
+def add_home_routes(app: FastAPI, *, has_docs: bool = True) -> None:
+    """The pages are the same for every server and tell nothing about this one, so they need no key; what they fetch
+    does, and the pages ask for it. has_docs: whether there is a reference."""
+    home, docs = _answer(load_page()), _answer(load_reference())
+
+    @app.get("/")
+    @public
+    async def live_page() -> Response:
+        return home()
+
+    if not has_docs:
+        return
+
+    @app.get("/docs")
+    @public
+    async def reference() -> Response:
+        return docs()
+
+
+def _answer(page: Page) -> Callable[[], Response]:
     headers = {
         "Content-Security-Policy": page.policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-
-    @app.get("/")
-    @public
-    async def home() -> Response:
-        return Response(page.html, media_type="text/html", headers=headers)
+    return lambda: Response(page.html, media_type="text/html", headers=headers)

@@ -12,9 +12,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from quire.clock import Clock, SystemClock
+from quire.logging import make_handler
 from quire.server.connection import BoundedHttpProtocol, ConnectionLimits
 from quire.server.settings import ServerSettings
 
+DEFAULT_CIPHERS = "DEFAULT"
+"""OpenSSL's own choice."""
 TICKS_PER_CHECK = 10
 """uvicorn's server ticks ten times a second."""
 
@@ -60,6 +63,9 @@ def make_http_server(
             timeout_graceful_shutdown=shutdown_grace_seconds,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
+            ssl_ciphers=settings.ssl_ciphers or DEFAULT_CIPHERS,
         )
     )
 
@@ -69,6 +75,13 @@ def _log_accesses() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-        logger.addHandler(handler)
+        logger.addHandler(make_handler())
+        logger.addFilter(_add_fields)
+
+
+def _add_fields(record: logging.LogRecord) -> bool:
+    """Give uvicorn's record of an access fields of its own, for logs in JSON."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, _, status = record.args
+        record.fields = {"client": client, "method": method, "path": path, "status": status}
+    return True

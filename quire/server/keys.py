@@ -5,25 +5,34 @@ from __future__ import annotations
 import hashlib
 import hmac
 import tomllib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 
 from quire.errors import ConfigError
+from quire.server.limits import RateLimit
 from quire.server.settings import ServerSettings, parse_priorities
 from quire.utils.text_files import read_text_file
 
 FIELD = "api_key_file"
+MAX_PER_MINUTE = 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
     """What a server grants the client that brought a key. priorities: (lowest, highest) that it may send; option: the
-    setting that says so, for error messages."""
+    setting that says so, for error messages. is_admin: whether it may use control routes."""
 
     priorities: tuple[int, int]
     option: str = "--priority-range"
+    is_admin: bool = False
+    name: str = ""
+    """Whose requests take turns with those of others; it says nothing of the key."""
+    limit: RateLimit | None = None
+    """Requests and tokens a minute."""
+    cache_salt: str = ""
+    """Cached prefixes are shared only with clients of equal salt; empty: with all that have none."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,21 +40,35 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
     key: str
     priority_range: str | None = None
+    admin: bool = False
+    requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_MINUTE)] | None = None
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_MINUTE)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = ""
+
+    def limit(self) -> RateLimit | None:
+        if self.requests_per_minute is None and self.tokens_per_minute is None:
+            return None
+        return RateLimit(self.requests_per_minute, self.tokens_per_minute)
 
 
 class KeyRing:
-    """The keys that a server accepts. Empty: every client may call, without a key."""
+    """The keys that a server accepts. Without any that is not an admin's, every client may call without a key."""
 
     def __init__(self, clients: dict[str, Client], anyone: Client) -> None:
         """clients: by key. anyone: the client of a server without keys."""
         self._clients = [(_digest(key.encode()), client) for key, client in clients.items()]
         self._anyone = anyone
+        self.has_admin_keys = any(client.is_admin for client in clients.values())
+        self._needs_key = any(not client.is_admin for client in clients.values())
 
     @classmethod
     def of(cls, settings: ServerSettings) -> KeyRing:
-        """The keys of `--api-key` and `--api-key-file`. Raises ConfigError for a file that is none."""
+        """The keys of `--api-key`, `--admin-api-key` and `--api-key-file`. Raises ConfigError for a file that is
+        none."""
         anyone = Client(settings.priorities())
-        clients = dict.fromkeys(settings.api_key, anyone)
+        clients = {key: replace(anyone, name=f"key {place}") for place, key in enumerate(settings.api_key)}
+        for place, key in enumerate(settings.admin_api_key):
+            clients[key] = replace(anyone, is_admin=True, name=f"admin key {place}")
         if settings.api_key_file is not None:
             clients |= _read_keys(settings.api_key_file, anyone)
         return cls(clients, anyone)
@@ -53,7 +76,7 @@ class KeyRing:
     @property
     def anyone(self) -> Client | None:
         """The client that needs no key; None when the server asks for one."""
-        return None if self._clients else self._anyone
+        return None if self._needs_key else self._anyone
 
     def find(self, key: bytes) -> Client | None:
         """The client that a key belongs to. Every key is compared, and in constant time, so that the time taken says
@@ -70,8 +93,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read_keys(path: str, anyone: Client) -> dict[str, Client]:
-    """The clients of a TOML file, by key: one table each, with `key` and, if wanted, `priority_range`. Error messages
-    name the tables and never a key."""
+    """The clients of a TOML file, by key: one table each, with `key` and the optional fields of `_Entry`. Error
+    messages name the tables and never a key."""
     try:
         tables: dict[str, Any] = tomllib.loads(read_text_file(path, param=FIELD))
     except tomllib.TOMLDecodeError:  # its message may quote a key
@@ -89,8 +112,10 @@ def _read_keys(path: str, anyone: Client) -> dict[str, Client]:
             raise ConfigError(f"{where}: the key is empty", param=FIELD)
         if entry.key in clients:
             raise ConfigError(f"{where}: an earlier table has the same key", param=FIELD)
-        clients[entry.key] = anyone
+        clients[entry.key] = replace(anyone, is_admin=entry.admin, name=f"[{name}]")
         if entry.priority_range is not None:
             priorities = parse_priorities(entry.priority_range, f"{where} priority_range", FIELD)
-            clients[entry.key] = Client(priorities, "priority_range of its key")
+            clients[entry.key] = Client(priorities, "priority_range of its key", entry.admin, name=f"[{name}]")
+        limited = replace(clients[entry.key], limit=entry.limit(), cache_salt=entry.cache_salt)
+        clients[entry.key] = limited
     return clients

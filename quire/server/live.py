@@ -11,6 +11,7 @@ from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame, Observations
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
+from quire.server.query import takes_query
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 from quire.stats import shares
@@ -35,6 +36,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
         return json_response(await take_frame(context), {"Cache-Control": "no-store"})
 
     @app.get("/debug/kv/events")
+    @takes_query("rate")
     async def kv_events(request: Request) -> Response:
         return EventStream(feed.events(parse_rate(request.query_params.get("rate"))))
 

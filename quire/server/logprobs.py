@@ -17,51 +17,62 @@ Entry = dict[int, Logprob]
 
 
 class CompletionColumns:
-    """Makes the four columns of one choice, piece by piece, in the order of its tokens.
+    """Makes the four columns of one choice, piece by piece, in the order of its tokens: those of an echoed prompt, then
+    those generated, each after `begin`."""
 
-    skip_special_tokens: as for the choice's text, whose character offsets are reported. prompt_token_ids: what comes
-    before the first token given to `add`; empty when the prompt is echoed and so given too.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """as_ids: name tokens by their ids."""
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, prompt_token_ids)
+        self._as_ids = as_ids
+        self._detokenizer = tokenizer.detokenizer()
         self._offset = 0
+
+    def begin(self, skip_special_tokens: bool, token_ids_before: Sequence[int]) -> None:
+        """skip_special_tokens: as for the text, whose character offsets are reported. token_ids_before: those of the
+        prompt, before the first token of a completion."""
+        self._detokenizer = self._tokenizer.detokenizer(skip_special_tokens, token_ids_before)
 
     def append_tokens(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
         """The columns of these tokens. An entry is None for the first token of a prompt, and where a prompt was not
         computed because the request ended before."""
         columns = CompletionLogprobs()
         for token_id, entry in zip(token_ids, entries, strict=True):
-            columns.tokens.append(self._tokenizer.token_text(token_id))
+            columns.tokens.append(id_name(token_id) if self._as_ids else self._tokenizer.token_text(token_id))
             columns.token_logprobs.append(None if entry is None else _finite(entry[token_id]))
-            columns.top_logprobs.append(None if entry is None else _by_text(entry))
+            columns.top_logprobs.append(None if entry is None else _by_name(entry, self._as_ids))
             columns.text_offset.append(self._offset)
             self._offset += len(self._detokenizer.push(token_id))
         return columns
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Tokenizer
+    token_ids: Sequence[int],
+    entries: Sequence[Entry],
+    num_top: int | None,
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry a token: the chosen one, and beside it the `num_top` likeliest."""
+    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all). as_ids: name tokens by
+    their ids."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         best = sorted(entry, key=lambda alternative: -entry[alternative].logprob)[:num_top]
-        top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer)) for alternative in best]
-        content.append(ChatLogprob(*_chat_fields(token_id, entry, tokenizer), top))
+        top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer, as_ids)) for alternative in best]
+        content.append(ChatLogprob(*_chat_fields(token_id, entry, tokenizer, as_ids), top))
     return ChatLogprobs(content)
 
 
 def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry | None]:
-    """The chosen token (each entry's first) and the `num_top` likeliest: the engine may have been asked for more."""
+    """The chosen token (each entry's first) and the `num_top` likeliest (-1: all): the engine may have been asked for
+    more."""
     return [
         None
         if entry is None
         else {
             token_id: logprob
             for number, (token_id, logprob) in enumerate(entry.items())
-            if number == 0 or (logprob.rank or 0) <= num_top
+            if number == 0 or num_top == -1 or (logprob.rank or 0) <= num_top
         }
         for entry in entries or ()
     ]
@@ -82,11 +93,16 @@ def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | 
     ]
 
 
-def _by_text(entry: Entry) -> dict[str, float]:
+def id_name(token_id: int) -> str:
+    """vLLM's name of a token whose text may not tell which one it is."""
+    return f"token_id:{token_id}"
+
+
+def _by_name(entry: Entry, as_ids: bool) -> dict[str, float]:
     """Two tokens may read alike (pieces of a character): the likelier one stands."""
     table: dict[str, float] = {}
-    for logprob in sorted(entry.values(), key=lambda logprob: logprob.logprob):
-        table[_text(logprob)] = _finite(logprob)
+    for token_id, logprob in sorted(entry.items(), key=lambda pair: pair[1].logprob):
+        table[id_name(token_id) if as_ids else _text(logprob)] = _finite(logprob)
     return dict(reversed(table.items()))
 
 
@@ -94,9 +110,10 @@ def _text(logprob: Logprob) -> str:
     return logprob.decoded_token or ""
 
 
-def _chat_fields(token_id: int, entry: Entry, tokenizer: Tokenizer) -> tuple[str, float, list[int]]:
-    """Text, logprob and bytes: a token may be a part of a character, which only the bytes can tell."""
-    return _text(entry[token_id]), _finite(entry[token_id]), list(tokenizer.token_bytes(token_id))
+def _chat_fields(token_id: int, entry: Entry, tokenizer: Tokenizer, as_ids: bool) -> tuple[str, float, list[int]]:
+    """Name, logprob and bytes: a token may be a part of a character, which only the bytes can tell."""
+    name = id_name(token_id) if as_ids else _text(entry[token_id])
+    return name, _finite(entry[token_id]), list(tokenizer.token_bytes(token_id))
 
 
 def _finite(logprob: Logprob) -> float:

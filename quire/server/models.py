@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 
 from quire.server.context import ServerContext
-from quire.server.protocol.models import ModelCard, ModelList
+from quire.server.protocol.models import ModelCard, ModelList, ModelPermission
 from quire.server.responses import json_response
 
 
@@ -16,6 +16,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
             created=context.created,
             root=context.engine.model_config.name,
             max_model_len=context.engine.ready.max_model_len,
+            permission=[ModelPermission(id=f"modelperm-{name}", created=context.created)],
         )
 
     @app.get("/v1/models")

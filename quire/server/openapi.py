@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Response
+from starlette.routing import Route
 
 from quire.dashboard.frame import Frame
-from quire.server.errors import ErrorBody
+from quire.server.admin import (
+    Paused,
+    PrefixCacheReset,
+    ServerInfo,
+    Sleeping,
+    Status,
+    TokenizerInfo,
+)
+from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
+from quire.server.health import Health, Load, Version
+from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
-from quire.server.protocol.models import ModelList
+from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     ClassificationResponse,
@@ -24,6 +37,7 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
+from quire.server.protocol.responses import ResponseBody, ResponseDeleted, ResponsesRequest
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,8 +49,8 @@ from quire.version import __version__
 ERRORS = {
     400: "The request is wrong: the message and `param` say where",
     401: "The API key is missing or wrong",
-    403: "The request comes from a web page of another origin",
-    404: "The model is not served here, or cannot do this",
+    403: "The request comes from a web page of another origin, or not from an admin",
+    404: "The model is not served here, or cannot do this; or no such response is stored",
     408: "The request did not arrive in time",
     413: "The body is larger than the limit",
     415: "The body is not JSON",
@@ -48,56 +62,151 @@ ERRORS = {
 }
 """Status -> what it means, on every route of this document unless said otherwise below."""
 
-READING_A_BODY = frozenset({413})
-"""Of routes that read one. The heads of all requests have a time limit, and any body must be JSON, read or not."""
-GENERATING = frozenset({429})
-"""Of requests that wait for a place in the batch."""
-CONVERTING = frozenset({"/tokenize", "/detokenize"})
-"""Routes whose requests the engine does not see."""
-NAMING_A_MODEL = frozenset({404})
-RENDERING = frozenset({"/v1/chat/completions", "/tokenize"})
+RENDERING = frozenset(
+    {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize"}
+)
 """Routes that render chat templates, in a process of their own."""
 
-_OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Struct]]] = {
-    "/v1/completions": ("Complete a prompt", CompletionRequest, CompletionResponse),
-    "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatResponse),
-    "/v1/embeddings": ("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
-    **dict.fromkeys(("/score", "/v1/score"), ("Scores of pairs of texts", ScoreRequest, ScoreResponse)),
-    **dict.fromkeys(
-        ("/rerank", "/v1/rerank", "/v2/rerank"),
-        ("Documents in the order of their relevance", RerankRequest, RerankResponse),
+
+class Operation(NamedTuple):
+    """One method of one path. request: None for a route that reads no body. parameters: name -> what it says, of the
+    query, and of the path where the path has it. is_public: it needs no key. is_admins: it needs an admin's.
+    is_queued: its requests wait for a place in the batch. names_model: it is 404 for models that are not served."""
+
+    summary: str
+    response: type[msgspec.Struct]
+    request: type[msgspec.Struct] | None = None
+    parameters: Mapping[str, str] = MappingProxyType({})
+    is_public: bool = False
+    is_admins: bool = False
+    is_queued: bool = False
+    names_model: bool = False
+
+
+def _generating(summary: str, request: type[msgspec.Struct], response: type[msgspec.Struct]) -> Operation:
+    return Operation(summary, response, request, is_queued=True, names_model=True)
+
+
+_RESPONSE_ID = {"response_id": "the id of the response"}
+_SCORE = _generating("Scores of pairs of texts", ScoreRequest, ScoreResponse)
+_RERANK = _generating("Documents in the order of their relevance", RerankRequest, RerankResponse)
+_HEALTH = Operation("Whether requests can be served; 503 says why not", Health, is_public=True)
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("post", "/v1/completions"): _generating("Complete a prompt", CompletionRequest, CompletionResponse),
+    ("post", "/v1/chat/completions"): _generating("Answer a conversation", ChatRequest, ChatResponse),
+    ("post", "/v1/messages"): _generating(
+        "Answer a conversation, in Anthropic's words", MessagesRequest, MessageResponse
     ),
-    "/classify": ("Labels of texts", ClassificationRequest, ClassificationResponse),
-    "/pooling": ("What the model makes of texts", PoolingRequest, PoolingResponse),
-    "/v1/models": ("List the models", None, ModelList),
-    "/tokenize": ("Text or a conversation to token ids", TokenizeRequest, TokenizeResponse),
-    "/debug/kv": ("Every KV block and every live request", None, Frame),
-    "/detokenize": ("Token ids to text", DetokenizeRequest, DetokenizeResponse),
+    ("post", "/v1/messages/count_tokens"): Operation(
+        "Count the tokens of a conversation",
+        TokenCount,
+        CountTokensRequest,
+        names_model=True,
+    ),
+    ("post", "/v1/responses"): _generating("Answer a conversation, as a response", ResponsesRequest, ResponseBody),
+    ("get", "/v1/responses/{response_id}"): Operation(
+        "A stored response",
+        ResponseBody,
+        parameters={**_RESPONSE_ID, "stream": "only false", "include": "without effect: all is there"},
+        names_model=True,
+    ),
+    ("delete", "/v1/responses/{response_id}"): Operation(
+        "Forget a stored response", ResponseDeleted, parameters=_RESPONSE_ID, names_model=True
+    ),
+    ("post", "/v1/responses/{response_id}/cancel"): Operation(
+        "Always 400 or 404: nothing runs in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+    ),
+    ("post", "/v1/embeddings"): _generating("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
+    **{("post", path): _SCORE for path in ("/score", "/v1/score")},
+    **{("post", path): _RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    ("post", "/classify"): _generating("Labels of texts", ClassificationRequest, ClassificationResponse),
+    ("post", "/pooling"): _generating("What the model makes of texts", PoolingRequest, PoolingResponse),
+    ("get", "/v1/models"): Operation("List the models", ModelList),
+    ("get", "/v1/models/{name}"): Operation(
+        "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
+    ),
+    ("post", "/tokenize"): Operation(
+        "Text or a conversation to token ids", TokenizeResponse, TokenizeRequest, names_model=True
+    ),
+    ("post", "/detokenize"): Operation("Token ids to text", DetokenizeResponse, DetokenizeRequest, names_model=True),
+    ("get", "/tokenizer_info"): Operation("The tokenizer's configuration and chat template", TokenizerInfo),
+    **{("get", path): _HEALTH for path in ("/health", "/ready", "/ping")},
+    ("post", "/ping"): _HEALTH,
+    ("get", "/version"): Operation("The server's version", Version, is_public=True),
+    ("get", "/load"): Operation("How many requests run or wait", Load),
+    ("get", "/debug/kv"): Operation("Every KV block and every live request", Frame),
+    ("post", "/pause"): Operation(
+        "Start no request until /resume; new ones wait",
+        Status,
+        parameters={
+            "mode": "what happens to requests that run: abort (default), wait, keep",
+            "clear_cache": "whether cached prefixes are forgotten: true (default) or false; not with keep",
+        },
+        is_admins=True,
+    ),
+    ("post", "/resume"): Operation("End a pause", Status, is_admins=True),
+    ("get", "/is_paused"): Operation("Whether the engine is paused", Paused, is_admins=True),
+    ("post", "/reset_prefix_cache"): Operation(
+        "Forget cached prefixes",
+        PrefixCacheReset,
+        parameters={"reset_running_requests": "only false", "reset_external": "only false"},
+        is_admins=True,
+    ),
+    ("get", "/server_info"): Operation(
+        "How the server is set up", ServerInfo, parameters={"config_format": "json (default) or text"}, is_admins=True
+    ),
+    ("post", "/sleep"): Operation(
+        "Give memory back",
+        Sleeping,
+        parameters={
+            "level": "1 (default) keeps the weights in host memory, 2 drops them, 0 only pauses",
+            "mode": "what happens to requests that live: abort (default), wait, keep (400 while there are any)",
+        },
+        is_admins=True,
+    ),
+    ("post", "/wake_up"): Operation(
+        "Take requests again", Sleeping, parameters={"tags": "none, or both weights and kv_cache"}, is_admins=True
+    ),
+    ("get", "/is_sleeping"): Operation("Whether the engine sleeps", Sleeping, is_admins=True),
 }
+"""What is described: every route but the pages, streams of the live view, /metrics and this document. Those that a
+setting turns off are left out where they do not exist."""
 
 
 def add_openapi_route(app: FastAPI) -> None:
+    """Describes the routes that `app` has by now."""
+    existing = {
+        (method.lower(), route.path.replace(":path}", "}"))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    }
+
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return Response(msgspec.json.encode(api_description()), media_type="application/json")
+        return Response(msgspec.json.encode(api_description(existing)), media_type="application/json")
 
 
-def api_description() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    structs = [struct for _, *pair in _OPERATIONS.values() for struct in pair if struct is not None]
-    references, components = msgspec.json.schema_components(
-        [*structs, ChatChunk, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    schemas = dict(zip([*structs, ChatChunk, ErrorBody], references, strict=True))
+def api_description(existing: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the routes with these methods and paths; None: of all."""
+    operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
+    structs = [struct for each in operations.values() for struct in (each.request, each.response) if struct is not None]
+    structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody]))
+    references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
-    for path, (summary, request, response) in _OPERATIONS.items():
-        answer = {"200": {"description": "OK", "content": _json(schemas[response])}}
-        for status in statuses(path, takes_body=request is not None):
-            answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[ErrorBody])}
-        operation: dict[str, Any] = {"summary": summary, "responses": answer}
-        if request is not None:
-            operation["requestBody"] = {"required": True, "content": _json(schemas[request])}
-        paths[path] = {"get" if request is None else "post": operation}
+    for (method, path), each in operations.items():
+        answer = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
+        error = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
+        for status in statuses(each):
+            answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[error])}
+        operation: dict[str, Any] = {"summary": each.summary, "responses": answer}
+        if each.request is not None:
+            operation["requestBody"] = {"required": True, "content": _json(schemas[each.request])}
+        if each.parameters:
+            operation["parameters"] = [_parameter(name, text, path) for name, text in each.parameters.items()]
+        paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
@@ -106,11 +215,29 @@ def api_description() -> dict[str, Any]:
     }
 
 
-def statuses(path: str, *, takes_body: bool) -> list[int]:
-    """The error statuses that a route can answer with."""
-    left_out = set() if takes_body else {*READING_A_BODY, *NAMING_A_MODEL}
-    if path in CONVERTING or not takes_body:
-        left_out |= GENERATING
+def _parameter(name: str, text: str, path: str) -> dict[str, Any]:
+    is_in_path = f"{{{name}}}" in path
+    return {
+        "name": name,
+        "in": "path" if is_in_path else "query",
+        "required": is_in_path,
+        "description": text,
+        "schema": {"type": "string"},
+    }
+
+
+def statuses(operation: Operation) -> list[int]:
+    """The error statuses that a route can answer with. The heads of all requests have a time limit, and any body must
+    be JSON, read or not."""
+    left_out = set()
+    if operation.request is None:
+        left_out.add(413)
+    if operation.is_public:
+        left_out.add(401)
+    if not operation.names_model:
+        left_out.add(404)
+    if not operation.is_queued:
+        left_out.add(429)
     return [status for status in ERRORS if status not in left_out]
 
 

@@ -17,10 +17,12 @@ from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.auth import client_of
-from quire.server.body import parse_body, read_body
+from quire.server.body import read_request
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
+from quire.server.generation import render_chat
+from quire.server.limits import Charge, client_salt
 from quire.server.protocol.pooling import (
     ClassificationItem,
     ClassificationRequest,
@@ -28,6 +30,7 @@ from quire.server.protocol.pooling import (
     EmbeddingItem,
     EmbeddingRequest,
     EmbeddingResponse,
+    InputFields,
     ListResponse,
     PoolingFields,
     PoolingItem,
@@ -41,6 +44,7 @@ from quire.server.protocol.pooling import (
     ScoreItem,
     ScoreRequest,
     ScoreResponse,
+    VectorFields,
 )
 from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
@@ -69,11 +73,8 @@ def _add_route(
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct]],
 ) -> None:
     async def create(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), body_type)
-        try:
-            context.engine.pooling.check_task(task)
-        except UserError as error:
-            raise invalid_request(error.message, param="model", code="model_not_suitable", status=404) from None
+        body = await read_request(request, context, body_type)
+        _check_task(context, task)
         context.served_name(body.model)
         context.admit()
         context.check_priority(body.priority, client_of(request))
@@ -87,27 +88,46 @@ def _add_route(
         app.post(path)(create)
 
 
+def _check_task(context: ServerContext, task: str) -> None:
+    """Raise a 404 error for what the model cannot do."""
+    try:
+        context.engine.pooling.check_task(task)
+    except UserError as error:
+        raise invalid_request(error.message, param="model", code="model_not_suitable", status=404) from None
+
+
+async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
+    """The texts of a request, as token ids where they are a conversation or get no special tokens."""
+    if body.messages is not None:
+        return [((await render_chat(context, body)).token_ids, None)]
+    if body.special_tokens:
+        return [(text, None) for text in body.inputs]
+    is_cut = body.truncate_prompt_tokens is not None
+    encode = partial(context.engine.encode, add_special_tokens=False, is_cut=is_cut)
+    return [(await encode(text) if isinstance(text, str) and text else text, None) for text in body.inputs]
+
+
 async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse:
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
-    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    outputs = await _run(context, body, params, await _texts(context, body))
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
-    write = partial(_encoded, encoding=body.encoding_format)
-    data = [EmbeddingItem(index, write(vector)) for index, vector in enumerate(vectors)]
+    data = [EmbeddingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
     return _listed(EmbeddingResponse, "embd", context, body, outputs, data)
 
 
 async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse:
+    if body.task is not None:
+        _check_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize, use_activation=body.use_activation)
-    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    outputs = await _run(context, body, params, await _texts(context, body))
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
-    write = partial(_encoded, encoding=body.encoding_format)
-    data = [PoolingItem(index, write(vector)) for index, vector in enumerate(vectors)]
+    data = [PoolingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
     return _listed(PoolingResponse, "pool", context, body, outputs, data)
 
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
     params, labels = body.params(use_activation=body.use_activation), context.engine.pooling.labels
-    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    outputs = await _run(context, body, params, await _texts(context, body))
     scores = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [
         ClassificationItem(index, labels[each.index(max(each))], each, len(each)) for index, each in enumerate(scores)
@@ -154,14 +174,19 @@ async def _run(
 ) -> list[RequestOutput]:
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
     all of them."""
+    charge, salt = Charge(context.metrics), client_salt(None)
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
 
-    async def one(prompt: str | list[int], second: str | None) -> RequestOutput:
+    async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
         part = None if turns is None else Part(turns, 0, 1)
-        return await context.engine.pool(prompt, params, second=second, priority=body.priority, part=part)
+        output = await context.engine.pool(
+            prompt, params, second=second, priority=body.priority, part=part, cache_salt=salt
+        )
+        charge.count(index, output)
+        return output
 
-    tasks = [asyncio.ensure_future(one(*text)) for text in texts]
+    tasks = [asyncio.ensure_future(one(index, *text)) for index, text in enumerate(texts)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -193,8 +218,24 @@ def _usage(outputs: Sequence[RequestOutput]) -> PoolingUsage:
     return PoolingUsage(num_tokens, num_tokens)
 
 
-def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """The numbers, or for "base64" their little-endian float32 bytes."""
-    if encoding == "float":
+def _encoded(vector: list[float], body: VectorFields) -> list[float] | str:
+    """The numbers, or for "base64" their bytes as the request wants them. float32 and little-endian are what
+    OpenAI's client reads."""
+    if body.encoding_format == "float":
         return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    order = ">" if body.endianness == "big" else "<"
+    if body.embed_dtype == "bfloat16":
+        words = struct.unpack(f"<{len(vector)}I", struct.pack(f"<{len(vector)}f", *vector))
+        data = struct.pack(f"{order}{len(vector)}H", *(_to_bfloat16(word) for word in words))
+    else:
+        code = "e" if body.embed_dtype == "float16" else "f"
+        try:
+            data = struct.pack(f"{order}{len(vector)}{code}", *vector)
+        except OverflowError:
+            raise UserError(f"a number is too large for {body.embed_dtype}", param="embed_dtype") from None
+    return base64.b64encode(data).decode()
+
+
+def _to_bfloat16(word: int) -> int:
+    """The upper half of a float32's bits, rounded to nearest, ties to even."""
+    return min(word + 0x7FFF + (word >> 16 & 1), 0xFFFFFFFF) >> 16

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.logging import set_log_format, tell
 from quire.server.keys import KeyRing
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
@@ -46,11 +48,13 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
     """
     report = StartReport()
+    if settings.log_format is not None:
+        set_log_format(settings.log_format)
     check_certificate(settings)
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
     prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
     with bind(settings) as listener, _interruptible():
-        engine = AsyncLLM.from_options(options, executor=executor)
+        engine = AsyncLLM.from_options(options, restart_engine=settings.restart_engine, executor=executor)
         report.phase("load tokenizer, launch engine process")
         try:
             # Only now, while the engine process is starting: importing the web framework takes as long as torch.
@@ -65,15 +69,20 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
             server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
-            url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                if prefixes:
-                    runner.run(preload(engine, prefixes))
-                    report.phase("compute prefixes")
-                names, backend = app.state.context.model_names, engine.ready.backend
-                return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
+            url = _url(settings, listener)
+            try:
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    if prefixes:
+                        runner.run(preload(engine, prefixes))
+                        report.phase("compute prefixes")
+                    names, backend = app.state.context.model_names, engine.ready.backend
+                    return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
+            finally:
+                app.state.context.exit()
         finally:
             engine.shutdown()
+            if settings.uds is not None:
+                Path(settings.uds).unlink(missing_ok=True)
 
 
 async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
@@ -122,12 +131,12 @@ class _Service:
         await self._first(self._signalled.wait(), self._death())
         if not self._signalled.is_set():
             error = self._engine.dead_error
-            _tell(f"error {error.error_id}: the engine died: {error}")
+            tell(f"error {error.error_id}: the engine died: {error}")
             self._context.draining = True
             await asyncio.sleep(OBITUARY_SECONDS)
             return 1
         self._context.draining = True
-        _tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
+        tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
         status = await self._first(self._drain(), self._leave_at_once())
         assert status is not None
         return status
@@ -146,7 +155,7 @@ class _Service:
             draining.result()
         except EngineDeadError as error:
             if busy:
-                _tell(f"error {error.error_id}: the engine died while requests were running: {error}")
+                tell(f"error {error.error_id}: the engine died while requests were running: {error}")
                 return 1
         finally:
             draining.cancel()
@@ -183,6 +192,8 @@ def bind(settings: ServerSettings) -> socket.socket:
 
     Raises ConfigError when the address is in use, not allowed or not ours.
     """
+    if settings.uds is not None:
+        return _bind_path(settings.uds)
     host, port = settings.host, settings.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -202,6 +213,33 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
+def _bind_path(path: str) -> socket.socket:
+    """A Unix socket that the user and the group of this process may call. A socket that an ended server left there is
+    replaced; one on which a server listens is not."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            Path(path).unlink()
+        listener.bind(path)
+        Path(path).chmod(0o660)
+    except OSError as error:
+        listener.close()
+        reason = "it is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on uds {path}: {reason}", param="uds") from None
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(path) == 0
+
+
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    return f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
+
+
 def check_certificate(settings: ServerSettings) -> None:
     """Raise ConfigError when the certificate or its key cannot be used."""
     if settings.ssl_certfile is None:
@@ -210,11 +248,17 @@ def check_certificate(settings: ServerSettings) -> None:
 
     try:
         # An empty password, so that an encrypted key is an error and not a question on the terminal.
-        ssl.create_default_context().load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+        context = ssl.create_default_context()
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+        if settings.ssl_ciphers is not None:
+            context.set_ciphers(settings.ssl_ciphers)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"ssl_certfile {settings.ssl_certfile} with ssl_keyfile {settings.ssl_keyfile}: {reason}",
+            f"ssl_certfile {settings.ssl_certfile} with ssl_keyfile {settings.ssl_keyfile}"
+            f"{f' and ssl_ca_certs {settings.ssl_ca_certs}' if settings.ssl_ca_certs else ''}: {reason}",
             param="ssl_certfile",
         ) from None
 
@@ -245,8 +289,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def _host(host: str) -> str:
     """A host as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
-
-
-def _tell(message: str) -> None:
-    sys.stderr.write(f"quire: {message}\n")
-    sys.stderr.flush()

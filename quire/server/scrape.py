@@ -1,19 +1,25 @@
-"""GET /metrics, and the middleware that counts HTTP requests for it."""
+"""GET /metrics, and the middleware that counts HTTP requests for it.
+
+The scraper chooses the format and nothing else: prometheus_client would also let it choose how names are escaped, and
+by default writes a name with a colon in one way in a family's head and in another in its samples.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import EngineDeadError, EngineUnresponsiveError
-from quire.metrics.prometheus import PREFIX
+from quire.metrics.families import OUR_PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.disconnect import CLIENT_CLOSED_REQUEST
@@ -23,8 +29,6 @@ SNAPSHOT_SECONDS = 1.0
 
 
 def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
-    @app.get("/metrics")
-    @public
     async def metrics(request: Request) -> Response:
         # Of an engine that is dead, silent, or deep in a long step, the last snapshot is what there is to tell.
         with contextlib.suppress(EngineDeadError, EngineUnresponsiveError, TimeoutError):
@@ -33,13 +37,38 @@ def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
         encode, content_type = _encoder_for(request.headers.get("accept", ""))
         return Response(encode(context.metrics.registry), media_type=content_type)
 
+    app.get("/metrics")(metrics if context.settings.protect_metrics else public(metrics))
+
+
+OPEN_METRICS = "application/openmetrics-text"
+
 
 def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """What to write for an Accept header, and its content type: the text format where the header is not understood."""
-    try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):  # the library compares a version that is no number with one that is
-        return choose_encoder("")
+    """What to write for an Accept header, and its content type: OpenMetrics 1.0 where the header names that format and
+    does not rank it below the text format, else the text format 0.0.4.
+
+    Names are written as they are (to prometheus_client: "allow-utf-8"). All are legal without escaping.
+    """
+    weights = {"text/plain": 0.0, OPEN_METRICS: 0.0}
+    for part in accept.lower().split(","):
+        kind, *parameters = (token.strip() for token in part.split(";"))
+        if kind in weights:
+            weights[kind] = max(weights[kind], _quality(parameters))
+    if weights[OPEN_METRICS] and weights[OPEN_METRICS] >= weights["text/plain"]:
+        return partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    return partial(generate_latest, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _quality(parameters: list[str]) -> float:
+    """The weight `q` among the parameters of a media range; 1 where it is absent or no number."""
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 1.0
+    return 1.0
 
 
 class HttpCounter(Collector):
@@ -54,7 +83,7 @@ class HttpCounter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
-            PREFIX + "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
+            OUR_PREFIX + "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
         )
         for (handler, method, status), count in self._counts.items():
             family.add_metric([handler, method, str(status)], count)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+import ssl
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
+from quire.tokenization.template_messages import RESERVED_OPTIONS, ContentFormat
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
+METRICS_NAMES = ("vllm", "quire", "both")
+DETAILED_TRACES = ("model", "worker", "all")
+MAX_NUM_HEADERS = 4096
+MAX_HEAD_BYTES = 16 * 2**20
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 
@@ -24,6 +34,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier). The
         file of keys may name another one for a key.
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
+    max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
+    restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
@@ -31,7 +43,37 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds that a client may take to begin a request,
         to send its head, to send its body, and to read some of its answer.
     max_total_body_size: bytes of all bodies that are being received (quire/server/json_bodies.py).
-    enable_sleep_mode: whether clients may send the engine to sleep (quire/server/sleep.py).
+    enable_request_id_headers: whether each response has the X-Request-Id of its request, or one of the server's.
+    metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
+    protect_metrics: whether /metrics asks for a key as other routes do.
+    enable_per_request_metrics: whether clients may ask for the times of their requests (`include_metrics`).
+    log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
+    otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
+        own; any of vLLM's values asks for that (quire/server/tracing.py).
+    trust_request_chat_template: whether requests may bring chat templates.
+    strict_fields: whether an unknown field of a request is an error, and not only reported (docs/http-api.md).
+    chat_template_content_format: how templates get the content of messages: as a "string", as a list of parts
+        ("openai"), or as the template asks for it ("auto").
+    enable_admin_routes: whether clients may control the engine (quire/server/admin.py).
+    enable_sleep_mode: whether clients may send it to sleep.
+    admin_api_key: the keys that control routes ask for; with none, also in the file of keys, only clients on this
+        machine may use them (quire/server/auth.py).
+    enable_tokenizer_info_endpoint: whether /tokenizer_info tells the tokenizer's configuration and chat template.
+    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning (docs/tool-calls.md); None: as its
+        chat template shows, "none": not at all. enable_auto_tool_choice: clients will let the model choose tools, so
+        the server does not start without a parser.
+    exclude_tools_when_tool_choice_none: whether tools are kept from the chat template where none may be called.
+    max_stored_responses, response_store_size: how many responses of /v1/responses are kept for clients that go on from
+        them, and how many bytes they may take together (quire/server/response_store.py); 0 keeps none.
+    uds: path of a Unix socket to listen on in place of `host` and `port`.
+    root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
+    response_role: the role of answers in chats.
+    enable_force_include_usage: whether every stream ends with the usage.
+    default_chat_template_kwargs: what chat templates get that requests do not say.
+    enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
+    ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether clients must have one (as
+        Python's ssl module counts: 0 no, 1 if they like, 2 yes). ssl_ciphers: of TLS 1.2, in OpenSSL's words.
+    max_head_size, max_num_headers: of the head of one request.
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -42,7 +84,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_key_file: str | None = None
     max_body_size: int | str = "8MiB"
     max_num_queued: int | None = 4096
+    max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
+    restart_engine: bool = False
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
@@ -55,20 +99,55 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_total_body_size: int | str = "256MiB"
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = int(ssl.CERT_NONE)
+    ssl_ciphers: str | None = None
+    max_head_size: int | str = "64KiB"
+    max_num_headers: int = 128
+    uds: str | None = None
+    root_path: str = ""
+    response_role: str = "assistant"
+    enable_force_include_usage: bool = False
+    default_chat_template_kwargs: dict[str, Any] = {}
+    enable_log_requests: bool = False
+    max_log_len: int | None = None
+    disable_fastapi_docs: bool = False
     access_log: bool = False
+    metrics_names: str = "vllm"
+    protect_metrics: bool = False
+    enable_per_request_metrics: bool = False
+    log_format: str | None = None
+    otlp_traces_endpoint: str | None = None
+    collect_detailed_traces: list[str] = []
+    strict_fields: bool = False
+    trust_request_chat_template: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = False
+    enable_request_id_headers: bool = False
+    chat_template_content_format: ContentFormat = "auto"
+    enable_admin_routes: bool = False
     enable_sleep_mode: bool = False
+    admin_api_key: list[str] = []
+    max_stored_responses: int = 1000
+    response_store_size: int | str = "64MiB"
+    enable_tokenizer_info_endpoint: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
-        if not isinstance(self.api_key, list):  # the characters of a string would all be keys
-            raise ConfigError("api_key must be a list of keys", param="api_key")
-        if not all(key.strip() for key in self.api_key):
-            raise ConfigError("api_key must not be empty", param="api_key")
-        if self.max_num_queued is not None and self.max_num_queued < 1:
-            raise ConfigError(f"max_num_queued must be at least 1, not {self.max_num_queued}", param="max_num_queued")
+        for name in ("api_key", "admin_api_key"):
+            if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
+                raise ConfigError(f"{name} must be a list of keys", param=name)
+            if not all(key.strip() for key in getattr(self, name)):
+                raise ConfigError(f"{name} must not be empty", param=name)
+        for name in ("max_num_queued", "max_num_queued_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name} must be at least 1, not {limit}", param=name)
         if not 0 <= self.shutdown_timeout < float("inf"):
             raise ConfigError(
                 f"shutdown_timeout must be a number of seconds >= 0, not {self.shutdown_timeout}",
@@ -88,14 +167,50 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
+        if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
+            raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r}", param="root_path")
+        if not self.response_role:
+            raise ConfigError("response_role must not be empty", param="response_role")
+        if taken := RESERVED_OPTIONS & self.default_chat_template_kwargs.keys():
+            raise ConfigError(
+                f"default_chat_template_kwargs must not set {', '.join(sorted(taken))}",
+                param="default_chat_template_kwargs",
+            )
+        if self.max_log_len is not None and self.max_log_len < 0:
+            raise ConfigError(f"max_log_len must be at least 0, not {self.max_log_len}", param="max_log_len")
+        if not 1 <= self.max_num_headers <= MAX_NUM_HEADERS or not 1024 <= self.max_head_bytes <= MAX_HEAD_BYTES:
+            raise ConfigError(
+                f"max_num_headers must be from 1 to {MAX_NUM_HEADERS}, and max_head_size from 1 KiB to 16 MiB",
+                param="max_num_headers",
+            )
         _check_origins(self.cors_allowed_origins)
         _check_hosts(self.allowed_hosts)
+        if self.max_stored_responses < 0:
+            raise ConfigError(
+                f"max_stored_responses must not be negative: {self.max_stored_responses}", param="max_stored_responses"
+            )
+        _ = self.response_store_bytes
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_size ({self.max_total_body_size}) must be at least max_body_size "
                 f"({self.max_body_size}): one body of that size is to be received",
                 param="max_total_body_size",
             )
+        _check_choice("metrics_names", self.metrics_names, METRICS_NAMES)
+        if self.log_format is not None:
+            _check_choice("log_format", self.log_format, LOG_FORMATS)
+        for detail in ",".join(self.collect_detailed_traces).split(",") if self.collect_detailed_traces else ():
+            _check_choice("collect_detailed_traces", detail, DETAILED_TRACES)
+        if self.otlp_traces_endpoint is not None:
+            _ = self.traces_url
+        if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
+            raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
 
     def priorities(self) -> tuple[int, int]:
@@ -103,8 +218,32 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return parse_priorities(self.priority_range, "priority_range", "priority_range")
 
     @property
+    def traces_url(self) -> str | None:
+        """Where spans are posted: the address as given, or of one without a path OTLP's own `/v1/traces`. Raises
+        ConfigError for an address that is none of HTTP."""
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is None:
+            return None
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"otlp_traces_endpoint must be an address of OTLP over HTTP such as http://localhost:4318/v1/traces, "
+                f"not {endpoint!r} (gRPC is not spoken; collectors take HTTP on port 4318)",
+                param="otlp_traces_endpoint",
+            )
+        return endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
+
+    @property
+    def response_store_bytes(self) -> int:
+        return parse_bytes(self.response_store_size, param="response_store_size")
+
+    @property
     def max_total_body_bytes(self) -> int:
         return parse_bytes(self.max_total_body_size, param="max_total_body_size")
+
+    @property
+    def max_head_bytes(self) -> int:
+        return parse_bytes(self.max_head_size, param="max_head_size")
 
     @property
     def max_body_bytes(self) -> int:
@@ -144,6 +283,11 @@ def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
     return found
 
 
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", param=name)
+
+
 def _check_origins(origins: list[str]) -> None:
     for origin in origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
@@ -170,8 +314,10 @@ HELP: dict[str, str] = {
     "api_key": "key that clients must send as 'Authorization: Bearer KEY'; may be given several times",
     "api_key_file": "TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range",
     "max_body_size": "largest request body, such as 8MiB",
+    "max_num_queued_tokens": "most prompt tokens that may wait before new requests are refused with 429",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
+    "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",
@@ -185,6 +331,41 @@ HELP: dict[str, str] = {
     "max_total_body_size": "most bytes of request bodies that are received at a time; more are refused with 503",
     "ssl_keyfile": "private key file: serve https",
     "ssl_certfile": "certificate file: serve https",
+    "ssl_ca_certs": "file of the authorities that sign clients' certificates",
+    "ssl_cert_reqs": "whether clients need a certificate: 0 no, 1 checked if they have one, 2 yes",
+    "ssl_ciphers": "ciphers of TLS 1.2 and below, as OpenSSL writes them",
+    "max_head_size": "most bytes of a request's line, headers and trailers",
+    "max_num_headers": "most headers of a request",
+    "uds": "Unix socket to listen on, in place of host and port",
+    "root_path": "path that a proxy in front of the server takes off, such as /llm",
+    "response_role": "role of the answers in chats",
+    "enable_force_include_usage": "end every stream with the usage, asked for or not",
+    "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
+    "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
+    "max_log_len": "most characters and tokens of a prompt in the log (default: all)",
+    "disable_fastapi_docs": "serve no /docs and no /openapi.json",
     "access_log": "log one line for each HTTP request",
+    "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
+    "protect_metrics": "ask for a key on /metrics too",
+    "enable_per_request_metrics": "let clients ask for the times of their requests (include_metrics)",
+    "log_format": "text or json: one object a line, with request ids",
+    "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
+    "http://localhost:4318/v1/traces",
+    "collect_detailed_traces": "model, worker or all: a span for each phase of a request; may be given several times",
+    "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
+    "trust_request_chat_template": "take chat templates from requests (chat_template)",
+    "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
+    "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
+    "or auto (as the template asks for it)",
+    "max_stored_responses": "responses of /v1/responses that are kept for requests that go on from them; 0: none",
+    "response_store_size": "most memory that these responses may take, such as 64MiB",
+    "enable_admin_routes": "serve POST /pause, /resume, /reset_prefix_cache and GET /server_info",
+    "admin_api_key": "key that control routes ask for; may be given several times (default: only clients on this "
+    "machine may use them)",
+    "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",
+    "enable_auto_tool_choice": "do not start unless the model's way to write tool calls is known",
+    "tool_call_parser": "how the model writes tool calls, such as hermes (default: as its chat template shows)",
+    "reasoning_parser": "how the model writes its reasoning, such as qwen3 (default: as its chat template shows)",
+    "exclude_tools_when_tool_choice_none": "keep tools from the chat template where tool_choice is none",
     "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
 }

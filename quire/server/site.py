@@ -64,7 +64,7 @@ class SiteGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := await self._objection(scope)) is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -90,6 +90,20 @@ class SiteGuard:
             return None
         message = f"pages of {_shown(', '.join(origins))} may not call this server: --cors-allowed-origins adds origins"
         return ApiError(403, ErrorDetail(message, INVALID_REQUEST, None, "origin_not_allowed"))
+
+
+class RootPath:
+    """Middleware that takes `prefix` off the paths that begin with it: a proxy in front may have done it, or not."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path == self._prefix or path.startswith(self._prefix + "/"):
+            scope = {**scope, "path": path.removeprefix(self._prefix) or "/"}
+        await self.app(scope, receive, send)
 
 
 def _is_same_site(origin: str, scheme: str, site: tuple[str, int] | None) -> bool:

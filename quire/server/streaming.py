@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import is_interrupt, panics_are_errors
 from quire.server.disconnect import ClientDisconnectedError, run_until_disconnect
-from quire.server.errors import error_body, to_api_error
+from quire.server.errors import ApiError, error_body, to_api_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,10 +32,18 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        *,
+        error_event: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
+        """error_event: how the API says an error; None: as OpenAI's chat completions."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self.events = events
+        self._error_event = error_event or _error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -58,6 +66,10 @@ class EventStream(Response):
                 if not started:
                     with panics_are_errors("the stream"):
                         raise
-                event = b"data: %b\n\n" % error_body(to_api_error(error))
+                event = self._error_event(to_api_error(error))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: %b\n\n" % error_body(error)

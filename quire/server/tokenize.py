@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 
 from quire.errors import UserError
-from quire.server.body import parse_body, read_body
+from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.generation import render_chat
 from quire.server.protocol.tokenize import (
@@ -23,10 +23,10 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), TokenizeRequest)
+        body = await read_request(request, context, TokenizeRequest)
         context.served_name(body.model)
         if body.messages is not None:
-            tokens = (await render_chat(engine, body)).token_ids
+            tokens = (await render_chat(context, body)).token_ids
         else:
             tokens = await engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
         strings = None
@@ -36,7 +36,7 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), DetokenizeRequest)
+        body = await read_request(request, context, DetokenizeRequest)
         context.served_name(body.model)
         # A token may stand for a hundred characters, so that the answer would be many times what was sent.
         if len(body.tokens) > longest:

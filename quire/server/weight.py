@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from quire.errors import UserError
+from quire.sampling_params import MOST_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.outputs import CompletionOutput
@@ -15,6 +16,11 @@ LOGPROB_BYTES = 64
 """One alternative at one position, as JSON has it; in memory about five times as much."""
 TOKEN_BYTES = 8
 """The text or the id of one token."""
+
+
+def num_alternatives(wanted: int) -> int:
+    """Of a token, at most: -1 asks for the whole vocabulary."""
+    return MOST_LOGPROBS if wanted == -1 else wanted
 
 
 class AnswerWeight:
@@ -29,7 +35,7 @@ class AnswerWeight:
         self._bytes_per_token = TOKEN_BYTES * (1 + return_token_ids)
         self._has_logprobs = logprobs is not None
         if logprobs is not None:
-            self._bytes_per_token += LOGPROB_BYTES * (logprobs + 1)
+            self._bytes_per_token += LOGPROB_BYTES * (num_alternatives(logprobs) + 1)
         self._is_streamed = is_streamed
         self._known = 0
         self._generated = 0

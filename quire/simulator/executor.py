@@ -17,6 +17,7 @@ from concurrent.futures import Future
 
 from quire.clock import VirtualClock
 from quire.errors import QuireError
+from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -106,6 +107,9 @@ class SimulatedExecutor:
     def describe_backend(self) -> str:
         return f"simulated {self._cost.hardware.title}, {self._cost.layout}"
 
+    def expert_counts(self) -> list[list[int]]:
+        return []
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         cost, hardware, clock = self._cost, self._cost.hardware, self._clock
         work = StepWork.of(plan, cost.windows)
@@ -144,6 +148,9 @@ class SimulatedExecutor:
     def idle(self) -> bool:
         """Nothing can wait: there is nothing to prepare."""
         return False
+
+    def vital_signs(self) -> VitalSigns:
+        return VitalSigns()
 
     def sleep(self, level: int) -> None:
         """A simulated device keeps its memory."""

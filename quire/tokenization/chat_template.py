@@ -10,48 +10,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from quire.errors import PromptTooLongError, UserError
 from quire.tokenization.template_client import SHORT_CONVERSATION_BYTES, TemplateLane
-from quire.tokenization.template_messages import Failed, Render, Rendered, Setup, TemplateLimits, encode_frame
+from quire.tokenization.template_messages import (
+    RESERVED_OPTIONS,
+    ContentFormat,
+    Failed,
+    Render,
+    Rendered,
+    Setup,
+    TemplateLimits,
+    encode_frame,
+)
 from quire.tokenization.tokenizer import Tokenizer
 from quire.utils.sizes import format_bytes
 
-RESERVED_OPTIONS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "tokenizer",
-        "truncation",
-        "padding",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "dict",
-        "lipsum",
-        "cycler",
-        "joiner",
-        "namespace",
-    }
-)
-"""Names that are set elsewhere, mean something to Transformers' own method, or are the functions that every template
-can call: no template option may take them."""
+ROLES_WITHOUT_CONTENT = ("assistant", "tool", "function")
+"""Roles whose messages may have no content: a call of a tool has no text, and its result may be empty."""
+TEXT_OF_PART = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Type of a content part -> the field with its text."""
 DEFAULT_LIMITS = TemplateLimits()
 MAX_CHARACTERS = 16 * 2**20
 """Longest text, where the caller knows no limit."""
 CONTINUE_MARK = "<|quire: the final message continues here|> "
 """Stands at the end of the message to continue while rendering. Its last space shows whether the template trims."""
+
+
+class TemplateChoice(NamedTuple):
+    """Which template writes a conversation, and how it gets the content of messages (template_content.py). source: of a
+    template to take instead of the model's."""
+
+    source: str | None = None
+    content_format: ContentFormat = "auto"
+
+
+DEFAULT_CHOICE = TemplateChoice()
 
 
 class ChatTemplate:
@@ -97,19 +100,21 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        choice: TemplateChoice = DEFAULT_CHOICE,
         max_characters: int = MAX_CHARACTERS,
     ) -> Future[str]:
         """Have the conversation written, in a process beside this one.
 
         add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last
         message instead, so that it is continued. options: further variables for the template
-        (`chat_template_kwargs`). max_characters: a longer text is rejected.
+        (`chat_template_kwargs`). documents: for templates that know them. max_characters: a longer text is rejected.
 
         Raises UserError for messages that are malformed, for reserved options, and when the model has no template. The
         future raises UserError when the template is not valid, fails, rejects the messages or exceeds its limits,
         PromptTooLongError for a text that is too long, and what TemplateLane.submit says.
         """
-        template = self._template(with_tools=bool(tools))
+        template = "" if choice.source is not None else self._template(with_tools=bool(tools))
         for name in options or ():
             if name in RESERVED_OPTIONS:
                 raise UserError(
@@ -129,10 +134,12 @@ class ChatTemplate:
             **(options or {}),
             "messages": conversation,
             "tools": list(tools) if tools else None,
-            "documents": None,
+            "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        frame = self._encode(Render(template, variables, self._now(), max_characters))
+        frame = self._encode(
+            Render(template, variables, self._now(), max_characters, choice.content_format, choice.source)
+        )
 
         def read_answer(answer: Rendered | Failed) -> str:
             if isinstance(answer, Failed):
@@ -196,35 +203,69 @@ class ChatTemplate:
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: a role, and content that is a string (or None, beside tool calls)."""
+    """A message as `adapt_message` expects it: content that is a string, a list of text parts or None, calls of tools
+    with their arguments decoded, and what the assistant thought under both of its names."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content", param="messages")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UserError(f"{where} needs a role", param="messages")
+    plain = dict(message)
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "\n".join(_text_of_part(part, where) for part in content)
+        content = [{"type": "text", "text": _text_of_part(part, where)} for part in content]
     elif content is not None and not isinstance(content, str):
         raise UserError(f"{where}: content must be a string or a list of parts", param="messages")
-    if content is None and role != "assistant":
+    if content is None and role not in ROLES_WITHOUT_CONTENT:
         raise UserError(f"{where} needs content", param="messages")
-    return {**message, "content": content}
+    plain["content"] = content
+    if role == "assistant":
+        calls = plain.pop("tool_calls", None)
+        if calls:
+            plain["tool_calls"] = [_decoded_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        reasoning = message.get("reasoning")
+        reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+        if reasoning is not None:
+            plain["reasoning"] = plain["reasoning_content"] = reasoning
+    return plain
 
 
 def _text_of_part(part: Any, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    raise UserError(f"{where}: content parts must be text, not {kind!r:.100}", param="messages")
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(TEXT_OF_PART[kind]) if kind in TEXT_OF_PART else None
+    if not isinstance(text, str):
+        raise UserError(f"{where}: content parts must be text, not {kind or part!r:.100}", param="messages")
+    return text
+
+
+def _decoded_call(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool whose arguments are an object, as templates expect them; clients send its JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise UserError(f"{where} needs a function", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UserError(
+                f"{where}.function.arguments is not valid JSON: {error}", param=f"{where}.function.arguments"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _mark_final(conversation: list[dict[str, Any]]) -> None:
     final = conversation[-1]
-    if not isinstance(final["content"], str):
+    content = final["content"]
+    if not content:
         raise UserError("continue_final_message: the final message has no content", param="messages")
-    final["content"] += CONTINUE_MARK
+    if isinstance(content, str):
+        final["content"] = content + CONTINUE_MARK
+    else:
+        content[-1] = {"type": "text", "text": content[-1]["text"] + CONTINUE_MARK}
 
 
 def _cut_at_mark(text: str) -> str:

@@ -66,6 +66,10 @@ class _Splitting:
 
 _LLAMA3 = _Splitting(rf"{_WORD}|\p{{N}}{{1,3}}|{_TAIL}", whole_words=True, adds_bos=True)
 _QWEN2 = _Splitting(rf"{_WORD}|\p{{N}}|{_TAIL}", nfc=True)
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = _Splitting(
+    rf"{_CASED.replace('|', f'{_CONTRACTED}|')}{_CONTRACTED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
 _TEKKEN = _Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", whole_words=True, adds_bos=True)
 _SPLITTINGS: Mapping[str, _Splitting] = {
     "gpt-2": _Splitting(),
@@ -76,6 +80,8 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+    "llama4": _O200K,
 }
 """By the name that a file gives in tokenizer.ggml.pre."""
 

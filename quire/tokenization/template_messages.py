@@ -14,6 +14,38 @@ import msgspec
 _HEADER = struct.Struct("<Q")
 """In front of each message: its length in bytes."""
 MAX_SETUP_BYTES = 16 * 2**20
+ContentFormat = Literal["auto", "string", "openai"]
+"""How a template gets the content of messages: as a string, as a list of parts, or as it asks for it."""
+
+RESERVED_OPTIONS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "tokenizer",
+        "truncation",
+        "padding",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "raise_exception",
+        "strftime_now",
+        "range",
+        "dict",
+        "lipsum",
+        "cycler",
+        "joiner",
+        "namespace",
+    }
+)
+"""Names that are set elsewhere, mean something to Transformers' own method, or are the functions that every template
+can call: no template option may take them."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True):
@@ -44,12 +76,16 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """One conversation. now: what `strftime_now` tells. max_characters: of the text."""
+    """One conversation. template: a name of Setup.templates, unless `source` brings a template of its own. variables:
+    `messages` among them, whose content is a string, a list of text parts or None. now: what `strftime_now` tells.
+    max_characters: of the text."""
 
     template: str
     variables: dict[str, Any]
     now: datetime
     max_characters: int
+    content_format: ContentFormat = "auto"
+    source: str | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -22,6 +22,7 @@ import jinja2.parser
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.tokenization.template_content import adapt_message, knows_role, wants_parts
 from quire.tokenization.template_messages import (
     MAX_SETUP_BYTES,
     Failed,
@@ -52,6 +53,14 @@ class GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class CompiledTemplate(NamedTuple):
+    """A template, and what its source says of the messages that it expects (template_content.py)."""
+
+    template: jinja2.Template
+    wants_parts: bool
+    knows_developer: bool
+
+
 class TemplateRenderer:
     """Renders the templates of one tokenizer, each compiled when first used. The names in scope are those that
     Transformers offers."""
@@ -63,12 +72,12 @@ class TemplateRenderer:
         )
         self._environment.filters["tojson"] = _tojson
         self._environment.globals["raise_exception"] = _raise_exception
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, CompiledTemplate] = {}
 
     def answer(self, request: Render) -> Rendered | Failed:
         """Never raises, but for what the system's limits make of it."""
         try:
-            template = self._template(request.template)
+            template = self._template(request)
         except MemoryError:
             return Failed("memory")
         except Exception as error:  # Jinja's own, and what Python's compiler raises for code nested too deeply
@@ -83,21 +92,32 @@ class TemplateRenderer:
         except Exception as error:  # what the bugs of a template raise cannot be listed
             return Failed("failed", _describe(error, named=True))
 
-    def _template(self, name: str) -> jinja2.Template:
-        template = self._compiled.get(name)
+    def _template(self, request: Render) -> CompiledTemplate:
+        if request.source is not None:
+            return self._compile(request.source)
+        template = self._compiled.get(request.template)
         if template is None:
-            template = self._compiled[name] = self._environment.from_string(self._setup.templates[name])
+            template = self._compiled[request.template] = self._compile(self._setup.templates[request.template])
         return template
 
-    def _render(self, template: jinja2.Template, request: Render) -> str | None:
+    def _compile(self, source: str) -> CompiledTemplate:
+        tree = self._environment.parse(source)
+        return CompiledTemplate(self._environment.from_string(tree), wants_parts(tree), knows_role(tree, "developer"))
+
+    def _render(self, template: CompiledTemplate, request: Render) -> str | None:
         """The text, or None once it is longer than asked for."""
+        as_parts = template.wants_parts if request.content_format == "auto" else request.content_format == "openai"
         variables = {
             "strftime_now": lambda format: request.now.strftime(format),
             **self._setup.special_tokens,
             **request.variables,
         }
+        variables["messages"] = [
+            adapt_message(message, as_parts=as_parts, knows_developer=template.knows_developer)
+            for message in request.variables.get("messages", ())
+        ]
         chunks, num_characters = [], 0
-        for chunk in template.generate(variables):
+        for chunk in template.template.generate(variables):
             num_characters += len(chunk)
             if num_characters > request.max_characters:
                 return None

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_optional_json, shown
-from quire.errors import InternalError, ModelLoadError, UserError, is_interrupt, panics_are_errors
+from quire.errors import ConfigError, InternalError, ModelLoadError, UserError, is_interrupt, panics_are_errors
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
@@ -24,6 +24,7 @@ from quire.tokenization.vocabulary_limits import check_num_values, count_values,
 from quire.utils.gguf import GGUFFile, find_gguf
 from quire.utils.model_files import file_bytes, read_model_file
 from quire.utils.panics import last_word_to_exceptions
+from quire.utils.text_files import read_text_file
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 2**26
@@ -153,14 +154,23 @@ def check_unicode(text: str, *, param: str | None = None) -> None:
         ) from None
 
 
-def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    path_or_id: str | Path,
+    revision: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    download_dir: str | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
     """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear
     line.
 
     vocab_size: that of the model that gets the token ids; it bounds the entries, and so the memory, of a tokenizer.
+    download_dir: where a hub id is fetched to; None: the hub library's cache. chat_template: the file of a template, or
+    its text, in place of the model's.
     """
     limit = max_values(vocab_size)
-    path = find_model(str(path_or_id), revision=revision, config_only=True)
+    path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")
     special_tokens = _special_tokens(config | read_optional_json(path / "special_tokens_map.json"))
     if _is_there(path / "tokenizer.json"):
@@ -183,7 +193,7 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab
             f"{', '.join(OTHER_FILES)}); name one with the option tokenizer, or set skip_tokenizer_init to work on "
             "token ids"
         )
-    templates = _chat_templates(path, config)
+    templates = _chat_templates(path, config) if chat_template is None else {"default": read_template(chat_template)}
     with _refusing(path, "has a tokenizer that cannot be used"):
         check_growth(backend)
         _apply_bos_eos(backend, config, special_tokens)
@@ -320,6 +330,19 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if any(len(template) > MAX_TEMPLATE_BYTES for template in templates.values()):
         raise ModelLoadError(f"{file}: a chat template may have {MAX_TEMPLATE_BYTES} characters")
     return templates
+
+
+def read_template(text: str) -> str:
+    """A chat template that the user gives: the name of a file, or the template itself, which has braces or line feeds.
+    Raises ConfigError for a file that cannot be read."""
+    if any(mark in text for mark in ("{", "}", "\n")):
+        if len(text) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"chat_template may have {MAX_TEMPLATE_BYTES} characters", param="chat_template")
+        return text
+    path = Path(text).expanduser()
+    if path.is_file() and path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"chat_template: {path} may have {MAX_TEMPLATE_BYTES} bytes", param="chat_template")
+    return read_text_file(str(path), param="chat_template")
 
 
 def _first_line(error: BaseException) -> str:

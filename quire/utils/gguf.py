@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +38,8 @@ MAX_TENSORS = 2**16
 MAX_KEY_BYTES = 2**16 - 1
 MAX_NAME_BYTES = 256
 MAX_DIMENSIONS = 4
+MAX_PARTS = 1000
+"""Files of one model; each is an open mapping."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -43,6 +47,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: 
 """Value types of fixed size, as the struct module spells them."""
 _LEAST_PAIR_BYTES = 8 + 4 + 1
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+_FIRST_PART = re.compile(rf"-00001-of-(\d{{5}}){re.escape(SUFFIX)}$")
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -84,13 +89,14 @@ OTHER_TYPES = {
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """shape: outermost dimension first, as torch has it (the file lists the innermost first). start: where its data
-    begins in the file. num_bytes: of its data."""
+    begins in its file. num_bytes: of its data. part: the file, of a model that is split over several."""
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
     start: int
     num_bytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,8 +112,8 @@ class _Array:
 
 
 class GGUFFile:
-    """An open file. metadata: values by key; of an array only a placeholder, `strings` and `numbers` read it.
-    tensors: by name, in the file's order.
+    """An open file, or the files of a split model, named by the first of them. metadata: the first file's values by
+    key; of an array only a placeholder, `strings` and `numbers` read it. tensors: by name, in the files' order.
 
     The mapping is private and its pages may be dropped (`release`) when a tensor has been copied. Views stay valid as
     long as they are held; a context closes the file as soon as none is. As with every mapping, the file may be
@@ -115,16 +121,54 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open and check the whole header. Raises ModelLoadError naming the file."""
+        """Open and check the whole header of each file. Raises ModelLoadError naming the file."""
         self.path = path
-        self._map = _map_file(path)
+        self.paths = [path]
+        self._maps = [_map_file(path)]
         try:
-            reader = _HeaderReader(self._map, path)
+            reader = _HeaderReader(self._maps[0], path)
             self.metadata = reader.metadata()
             self.tensors = reader.tensors(self.metadata)
+            num_parts = self._split_number(self.metadata, "count")
+            if num_parts > 1:
+                self._open_parts(num_parts)
         except BaseException:
             self.close()
             raise
+
+    def _open_parts(self, num_parts: int) -> None:
+        """Map the other files of a split model, and take their tensors in."""
+        if num_parts > MAX_PARTS:
+            raise self.error(f"its model is split over {num_parts} files, and {MAX_PARTS} are supported")
+        if (number := self._split_number(self.metadata, "no")) != 0:
+            raise self.error(f"it is part {number + 1} of a split model: name the first of its files")
+        names = parts_of(self.path)
+        if len(names) != num_parts:
+            raise self.error(
+                f"it is the first of {num_parts} files, and its name does not end in -00001-of-{num_parts:05}"
+            )
+        for part, path in enumerate(names[1:], 1):
+            mapped = _map_file(path)
+            self._maps.append(mapped)
+            self.paths.append(path)
+            reader = _HeaderReader(mapped, path)
+            metadata = reader.metadata()
+            found = self._split_number(metadata, "no"), self._split_number(metadata, "count")
+            if found != (part, num_parts):
+                raise ModelLoadError(f"{path} says that it is part {found[0] + 1} of {found[1]}")
+            for name, entry in reader.tensors(metadata).items():
+                if name in self.tensors:
+                    raise ModelLoadError(f"{path}: tensor {name!r} is in another part too")
+                self.tensors[name] = replace(entry, part=part)
+        expected = self._split_number(self.metadata, "tensors.count", len(self.tensors))
+        if len(self.tensors) != expected:
+            raise self.error(f"its model has {expected} tensors, and its files hold {len(self.tensors)}")
+
+    def _split_number(self, metadata: dict[str, Any], name: str, default: int = 0) -> int:
+        value = metadata.get(f"split.{name}", default)
+        if type(value) is not int or value < 0:
+            raise self.error(f"split.{name} must be a count, not {value!r}")
+        return value
 
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {message}")
@@ -136,7 +180,7 @@ class GGUFFile:
             return None
         if array.type != _STRING:
             raise self.error(f"{key} must be a list of strings")
-        found, position, data = [], array.start, self._map
+        found, position, data = [], array.start, self._maps[0]
         for _ in range(array.count):
             (length,) = _U64.unpack_from(data, position)
             position += _U64.size + length
@@ -153,25 +197,24 @@ class GGUFFile:
             return None
         if array.type not in _SCALARS:
             raise self.error(f"{key} must be a list of numbers")
-        return list(struct.unpack_from(f"<{array.count}{_SCALARS[array.type]}", self._map, array.start))
+        return list(struct.unpack_from(f"<{array.count}{_SCALARS[array.type]}", self._maps[0], array.start))
 
     def data(self, entry: TensorEntry) -> memoryview:
         """The bytes of a tensor, in the mapping. They are not to be written."""
-        return memoryview(self._map)[entry.start : entry.start + entry.num_bytes]
+        return memoryview(self._maps[entry.part])[entry.start : entry.start + entry.num_bytes]
 
     def release(self, entry: TensorEntry) -> None:
         """Let go of the memory that holds a tensor's pages. Views of it stay valid: the pages are read again."""
         first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (entry.start + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self._maps[entry.part].madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
-        """Give the mapping back, unless views of it are held: then it goes with the last of them."""
-        try:
-            self._map.close()
-        except BufferError:
-            return
+        """Give the mappings back, but those of which views are held: they go with the last of these."""
+        for mapped in self._maps:
+            with suppress(BufferError):
+                mapped.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +229,20 @@ class GGUFFile:
         raise self.error(f"{key} must be a list, not {type(value).__name__}")
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model whose first (or only) file is `path`, as their names say."""
+    numbered = _FIRST_PART.search(path.name)
+    if numbered is None:
+        return [path]
+    count, stem = int(numbered[1]), path.name[: numbered.start()]
+    return [path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+
+
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory, None when it holds none. Raises ModelLoadError when it holds several."""
+    """The GGUF file of a directory, of a split model the first; None when it holds none. Raises ModelLoadError when it
+    holds several models."""
     found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
-    if len(found) > 1:
+    if len(found) > 1 and found != parts_of(found[0]):
         raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")
     return found[0] if found else None
 

@@ -37,3 +37,31 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])\s*")
+
+
+def parse_count(value: int | str, *, param: str) -> int:
+    """Turn `4096`, `"4096"`, `"4k"` (4000), `"25.6k"` or `"4K"` (4096) into a number, as vLLM writes numbers: small
+    letters are powers of 1000 and take fractions, capital ones are powers of 1024."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    if match is not None:
+        power = "KMGT".index(match[2].upper()) + 1
+        if match[2].islower():
+            return int(float(match[1]) * 1000**power)
+        if "." not in match[1]:
+            return int(match[1]) * int(1024**power)
+    elif isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
+        return int(value)
+    raise ConfigError(f"{param} must be an integer such as 4096, 4k (4000) or 4K (4096), not {value!r}", param=param)
+
+
+def parse_length(value: int | str | None, *, param: str) -> int | None:
+    """As `parse_count`; None for None, "auto" and -1: as long as can be."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+        return None
+    number = parse_count(value, param=param)
+    return None if number == -1 else number

@@ -105,6 +105,7 @@ class Worker:
         self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling)
         self._runner.warm_up()
         self.platform.synchronize()
+        self._forget_expert_counts()
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
@@ -116,7 +117,19 @@ class Worker:
         longest = self._config.model.max_model_len
         limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
         seconds_per_token = time_prompt(self._model, limits, self.platform.meter(), self.platform.synchronize)
+        self._forget_expert_counts()
         return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
+
+    @_computes
+    def expert_counts(self) -> list[list[int]]:
+        """As the Executor's."""
+        self.platform.synchronize()
+        return [counts.tolist() for counts in self.platform.expert_counts or ()]
+
+    def _forget_expert_counts(self) -> None:
+        """What was computed while starting is no request's."""
+        for counts in self.platform.expert_counts or ():
+            counts.zero_()
 
     def describe_backend(self) -> str:
         """One line for users: kernels, device, formats of weights and KV cache."""

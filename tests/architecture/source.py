@@ -15,6 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "config",
         "sampling_params",
+        "structured_outputs_params",
         "beam_search_params",
         "deferral",
         "pooling_params",
@@ -25,8 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "outputs",
         "stats",
     ),
-    ("kv_cache", "tokenization"),
-    ("scheduler", "decoding"),
+    ("kv_cache", "tokenization", "parsers"),
+    ("scheduler", "decoding", "structured_output"),
     ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),
     ("worker",),
     ("executors",),

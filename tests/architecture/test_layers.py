@@ -17,6 +17,7 @@ TYPING_SEAMS = {
     ("quire.request", "quire.kv_cache.block_hash"),
     ("quire.request", "quire.decoding.beam"),
     ("quire.request", "quire.kv_cache.block_table"),
+    ("quire.request", "quire.decoding.masks"),
 }
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]
 REGISTRY_TARGET = re.compile(r"(quire\.[a-z_.]+):[A-Za-z_]\w*")

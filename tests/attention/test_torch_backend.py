@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.attention import tiles
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch, LayerAttention, LengthScale
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -21,6 +21,8 @@ LAYERS = {
     "one-key-head": LayerAttention(layer=0, num_heads=12, num_kv_heads=1, head_dim=8, scale=0.4),
     "window": LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=50),
     "window-of-one": LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=1),
+    "chunks": replace(GROUPED, window=50, is_chunked=True),
+    "chunks-of-tiles": replace(GROUPED, window=64, is_chunked=True, length_scale=LengthScale(20, 0.5)),
     "soft-cap": LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, soft_cap=2.0),
     "wide-group": LayerAttention(layer=0, num_heads=24, num_kv_heads=1, head_dim=16, scale=0.25),
     "sinks": replace(GROUPED, sinks=torch.linspace(-2, 3, 6)),

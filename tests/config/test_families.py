@@ -27,8 +27,9 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
+INDEX = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 9}
 KEYS = (
-    *SIZES, *EXPERTS, *LATENT, "architectures", "model_type", "text_config", "layer_types", "mlp_layer_types",
+    *SIZES, *EXPERTS, *LATENT, *INDEX, "architectures", "model_type", "text_config", "layer_types", "mlp_layer_types",
     "sliding_window", "attention_chunk_size", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
     "mlp_only_layers", "first_k_dense_replace", "decoder_sparse_step", "n_shared_experts", "tie_word_embeddings",
     "attention_bias", "mlp_bias", "enable_bias", "use_qk_norm", "word_embed_proj_dim", "torch_dtype",
@@ -47,7 +48,7 @@ def test_hostile_values_are_a_shape_or_an_error_of_one_line(family: str) -> None
     draws = random.Random(family)
     num_shapes, errors = 0, list[str]()
     for _ in range(300):
-        values: dict[str, Any] = {"model_type": family, **SIZES}
+        values: dict[str, Any] = {"model_type": family, **SIZES, **INDEX}
         for part in (EXPERTS, LATENT):
             values |= part if draws.random() < 0.5 else {}
         for key in draws.sample(KEYS, draws.randint(0, 3)):
@@ -70,7 +71,7 @@ def check(shape: ModelShape) -> None:
     assert len(shape.windows) == shape.num_layers == sum(shape.attention_counts.values())
     for layer in shape.layers:
         attention = layer.attention
-        assert (attention.kind == "sliding") == (attention.window is not None)
+        assert (attention.kind in ("sliding", "chunked")) == (attention.window is not None)
         assert (attention.token_elements() == 0) == (attention.kind in ("state", "none"))
         assert (attention.state_bytes() == 0) == (attention.kind != "state")
 

@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "architecture": (key("general.architecture", "rwkv6"), r"general.architecture 'rwkv6' is not supported \(known"),
     "no architecture": (without("general.architecture"), "the key 'general.architecture' is missing"),
     "architecture not text": (key("general.architecture", 3), "general.architecture must be a string"),
-    "split": (key("split.count", 2), "one part of a model that is split over several files"),
+    "split": (key("split.count", 2), r"it is the first of 2 files, and its name does not end in -00001-of-00002"),
     "no size": (without("llama.block_count"), r"\(llama\): the key 'block_count' is missing"),
     "negative": (lambda w: w.metadata.update({"llama.block_count": Typed(5, -1)}), "must be an integer of at least 1"),
     "size by layer": (
@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "context": (key("llama.context_length", 2**31), "context_length must be at most 16777216, not 2147483648"),
     "epsilon": (key("llama.attention.layer_norm_rms_epsilon", -1.0), "must be a number greater than zero"),
     "theta": (key("llama.rope.freq_base", float("nan")), "rope.freq_base must be a number greater than zero"),
-    "experts": (key("llama.expert_count", 8), "expert_count 8 is not supported"),
+    "experts": (key("llama.expert_count", 8), "the key 'expert_used_count' is missing"),
     "attention scale": (key("llama.attention.scale", 0.5), "attention.scale 0.5 is not supported"),
     "scaling": (key("llama.rope.scaling.type", "longrope"), "rope.scaling.type 'longrope' is not supported"),
     "no factor": (key("llama.rope.scaling.type", "linear"), "the key 'rope.scaling.factor' is missing"),
@@ -264,6 +264,6 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_names(name: str, expected: str | None) -> None:
-    names = GGUF["llama"].gguf
+    names = GGUF["llama", False].gguf
     assert names is not None
     assert hf_name(name, names) == expected

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
-from quire.config.hf_config import load_model_config
+from quire.config.hf_config import ModelChoices, load_model_config
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -322,13 +322,13 @@ def test_known_architectures_are_those_of_the_model_registry() -> None:
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(RUNNABLE)))
 def test_a_family_with_a_shape_and_no_layers_is_for_planning(architecture: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=f"the engine cannot run {architecture} yet; `quire plan` and") as raised:
-        read(write(tmp_path, {**LLAMA, "architectures": [architecture]}), model_impl="quire")
+        read(write(tmp_path, {**LLAMA, "architectures": [architecture]}), choices=ModelChoices(model_impl="quire"))
     assert all(name in str(raised.value) for name in RUNNABLE)
 
 
 def test_reading_a_config_imports_neither_torch_nor_the_hub(tmp_path: Path) -> None:
     program = (
-        "import sys; from quire.config.hf_config import load_model_config; "
+        "import sys; from quire.config.hf_config import ModelChoices, load_model_config; "
         "load_model_config(sys.argv[1], dtype='auto', max_model_len=None, revision=None, config_only=False); "
         "print([name for name in ('torch', 'huggingface_hub', 'transformers') if name in sys.modules])"
     )

@@ -93,13 +93,14 @@ def fetched(names: list[str], home: Path, **environment: str) -> list[str]:
 
 
 def test_files_of_a_repository_by_the_end_of_their_names(endpoint: str, tmp_path: Path) -> None:
-    tags = ["Q4_K_M", "Q8_0", "BF16", "Q2_K"]
-    names = [f"someone/tiny-GGUF:{tag}" for tag in tags]
-    four, eight, split, none, gated, missing = fetched(
+    tags = [":Q4_K_M", ":Q8_0", ":BF16", ":Q2_K", ""]
+    names = [f"someone/tiny-GGUF{tag}" for tag in tags]
+    four, eight, split, none, usual, gated, missing = fetched(
         [*names, "someone/gated", "someone/nothing:Q4_0"], tmp_path, HF_ENDPOINT=endpoint
     )
     assert (four, eight) == ("tiny-Q4_K_M.gguf four bits", "tiny-q8_0.gguf eight bits")
-    assert split == "error: the hub's 'someone/tiny-GGUF' has BF16 split over 2 files, which is not supported"
+    assert split == "tiny-BF16-00001-of-00002.gguf one"
+    assert usual == four
     assert none == "error: the hub's 'someone/tiny-GGUF' has no file *Q2_K.gguf"
     assert gated.startswith("error: model 'someone/gated' is gated: accept its terms")
     assert missing.startswith("error: model 'someone/nothing' is neither a directory nor on the hub")

@@ -184,7 +184,6 @@ def test_kinds_that_do_not_load_say_what_does(method: str) -> None:
         (compressed(CHANNEL, "int-quantized", {**TOKEN, "strategy": "tensor"}), "strategy 'tensor'"),
         (compressed(CHANNEL, "int-quantized", {**TOKEN, "num_bits": 4}), "num_bits 4"),
         (compressed(CHANNEL, "int-quantized", {**TOKEN, "symmetric": False}), "asymmetric activations"),
-        (compressed(WEIGHTS, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(WEIGHTS, quantization_status="frozen"), "quantization_status 'frozen'"),
         (compressed(WEIGHTS, sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask'"),
         ({**compressed(WEIGHTS), "config_groups": {"a": {}, "b": {}}}, "2 config_groups"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.dashboard.page import SCRIPTS, content_policy, load_page
+from quire.dashboard.page import SCRIPTS, content_policy, load_page, load_reference
 from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
 from tests.server.conftest import Served, serving
@@ -35,7 +35,8 @@ class TestDocument:
         assert html.count("<style>") == html.count("<script>") == 1
         assert "/* style */" not in html
         assert "/* script */" not in html
-        assert len(SCRIPTS) == len(list(Path(load_page.__code__.co_filename).parent.glob("*.js")))
+        scripts = {path.name for path in Path(load_page.__code__.co_filename).parent.glob("*.js")}
+        assert scripts == {*SCRIPTS, "reference.js"}
         addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}[^\s'\"]*", html))
         assert addresses == {"http://www.w3.org/2000/svg"}, "the name of a vocabulary in the icon, not a fetch"
         assert not re.search(r"\s(?:on\w+|style)=", html), "inline handlers and styles are against the policy"
@@ -47,6 +48,14 @@ class TestDocument:
         assert style is not None
         assert script is not None
         assert page.policy == content_policy(style[1], script[1])
+
+    async def test_the_reference_fetches_nothing_from_elsewhere(self, served: Served) -> None:
+        response = await served.client.get("/docs")
+        html = response.text
+        assert html.encode() == load_reference().html
+        assert "unsafe" not in response.headers["content-security-policy"]
+        assert not re.search(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}[^\s'\"]*", html)
+        assert "innerHTML" not in html, "what the document says is text"
 
     async def test_it_says_nothing_about_the_server(self, model_path: Path) -> None:
         settings = ServerSettings(served_model_name=["<b>&"], api_key=["key"])

@@ -143,7 +143,7 @@ def test_bad_requests_leave_the_engine_working(
         {"max_tokens": -3},
         {"min_tokens": 9, "max_tokens": 3},
         {"n": 0},
-        {"logprobs": -1},
+        {"logprobs": -2},
         {"logprobs": 10**6},
         {"stop": [""]},
         {"seed": "x"},

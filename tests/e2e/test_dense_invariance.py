@@ -19,9 +19,12 @@ VARIANTS = [
     Variant("olmo3", {"kv_cache_dtype": "int8"}),
     Variant("glm4-biases", {"attention_backend": "torch"}),
     Variant("gpt-oss", {"num_threads": 2}),
+    Variant("llama4", {"num_threads": 2, "kv_cache_dtype": "bfloat16"}),
     Variant("qwen2-moe", {"attention_backend": "torch"}),
     Variant("qwen3-moe", {"quantization": "w8a8", "num_threads": 2}),
 ]
+FEW_BLOCKS = {"glm": 12, "qwen": 12, "llama4": 16}
+"""By how many groups of blocks a family has, and how soon they give blocks back; others: 20."""
 PROMPTS = random_prompts([37, 1, 22, 16, 30, 5], 97, seed=3)
 SHORT = msgspec.structs.replace(GREEDY, max_tokens=20)
 FORKS = SamplingParams(temperature=50.0, n=3, seed=5, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
@@ -51,7 +54,7 @@ def test_alone_in_chunks_and_in_other_blocks(model: Variant, together: list[obje
 
 
 def test_preempted(model: Variant, together: list[object]) -> None:
-    num_blocks = 12 if model.family.startswith(("glm", "qwen")) else 20  # one group of blocks, or two
+    num_blocks = next((count for name, count in FEW_BLOCKS.items() if model.family.startswith(name)), 20)
     outputs, stats = generate(model, PROMPTS, SHORT, num_blocks_override=num_blocks, enable_prefix_caching=False)
     assert stats["preemptions_total"] > 0
     assert exact(outputs) == together

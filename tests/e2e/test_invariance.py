@@ -21,14 +21,17 @@ PATHS = [
     Variant("llama-wide", {"attention_backend": "torch"}),
     Variant("llama-wide", {"dtype": "bfloat16", "matmul_precision": "bfloat16", "num_threads": 2}, isa=BF16_ISA),
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
-    Variant("deepseek-v3-yarn"),
+    Variant("deepseek-v3.2", {"num_threads": 2}),
 ]
 """Every type of KV cache, with and without windows, of latents, native and plain: ways through the engine are tested
 with these."""
 VARIANTS = [
     *PATHS,
     Variant("gpt2"),  # heads of 12: plain operators
+    Variant("deepseek-v3-yarn"),
     Variant("deepseek-v2-groups", {"attention_backend": "torch"}),
+    Variant("deepseek-v3.2", {"attention_backend": "torch"}),
+    Variant("deepseek-v3.2-yarn", {"dtype": "bfloat16"}),
     Variant("deepseek-v2", {"dtype": "bfloat16", "matmul_precision": "bfloat16", "num_threads": 2}, isa=BF16_ISA),
     Variant("llama-wide", {"dtype": "bfloat16", "num_threads": 2}),
     Variant("qwen3-window", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa="bf16_emulated"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from quire.beam_search_params import BeamSearchParams
 from quire.errors import ModelOutputError
 from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import SIZES, greedy, open_engine, run
-from tests.models.families import llama
+from tests.models.families import FAMILIES, llama
 from tests.models.harness import randomize, save
 
 POISON = 77
@@ -78,6 +79,30 @@ def test_its_prompt_logprobs(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "error"
     assert sound.outputs[0].finish_reason == "length"
     assert len(sound.prompt_logprobs or []) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-small-states", "deepseek-v3.2"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_states_and_latents_of_others(family: str, backend: str, tmp_path: Path) -> None:
+    """A state is read whole, and an indexer's key scores every later token: neither may be what a former owner left."""
+    model = randomize(FAMILIES[family]())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = math.nan
+    options: dict[str, Any] = {"num_threads": 1, "num_blocks_override": 30, "skip_tokenizer_init": True}
+    options |= {"state_snapshot_interval": 64, "max_model_len": 140, "attention_backend": backend}
+    sound = msgspec.structs.replace(GREEDY, max_tokens=12, logit_bias={POISON: -100.0})
+    batch = [([1, 2, POISON, 3], GREEDY), ([5, 6, 7] * 25, sound), ([4] * 70 + [POISON], DRAWN)]
+    prompts, params = zip(*batch, strict=True)
+    with LLM(str(save(model, tmp_path)), **options) as llm:
+        first = llm.generate(token_prompts(prompts[1]), params[1], use_tqdm=False)
+        assert first[0].outputs[0].finish_reason == "length"
+        alone = exact(first)
+        for _ in range(3):  # also in blocks that hold NaN
+            llm.reset_prefix_cache()
+            outputs = llm.generate(token_prompts(*prompts), list(params), use_tqdm=False)
+            assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
+            assert exact(outputs[1:2]) == alone
+        assert llm.stats()["num_used_blocks"] == 0
 
 
 def test_on_a_device(tmp_path: Path) -> None:

@@ -56,6 +56,23 @@ def test_the_same_tokens_after_waking(saved_model, level: int, options: dict[str
             assert llm.stats()["prefix_cache_hits_total"] > hits, "and then it was"
 
 
+@pytest.mark.parametrize(("family", "level"), [("qwen3.5-small-states", 1), ("deepseek-v3.2", 2)])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_states_and_latents_are_computed_anew(saved_model, family: str, level: int, backend: str) -> None:  # type: ignore[no-untyped-def]
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts([150, 40], 97, seed=6)]
+    options = {**OPTIONS, "attention_backend": backend, "state_snapshot_interval": 64}
+    with LLM(str(saved_model(family).directory), **options) as llm:
+        before = exact(llm.generate(prompts, SHORT, use_tqdm=False))
+        llm.sleep(level)
+        assert llm.stats()["num_cached_blocks"] == 0
+        llm.wake_up()
+        hits = llm.stats()["prefix_cache_hits_total"]
+        assert exact(llm.generate(prompts, SHORT, use_tqdm=False)) == before
+        assert llm.stats()["prefix_cache_hits_total"] == hits, "nothing was cached"
+        assert exact(llm.generate(prompts, SHORT, use_tqdm=False)) == before
+        assert llm.stats()["prefix_cache_hits_total"] >= hits + 128
+
+
 def test_blocks_on_disk_stay_there(saved_model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     disk = {"kv_offload_dir": tmp_path, "kv_offload_size": "16MiB", "swap_space": "1MiB"}
     with LLM(str(saved_model("llama-wide").directory), **OPTIONS, **disk) as llm:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from tests.engine.async_driving import start
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,7 +33,10 @@ TINY_CONFIG = {
 @pytest.fixture
 def weightless_model(tmp_path: Path) -> Path:
     """A directory with a config.json alone; the fake executors need no more."""
-    path = tmp_path / "model"
+    return write_weightless_model(tmp_path / "model")
+
+
+def write_weightless_model(path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(TINY_CONFIG))
     return path
@@ -39,3 +45,10 @@ def weightless_model(tmp_path: Path) -> Path:
 @pytest.fixture
 def options(weightless_model: Path) -> EngineOptions:
     return EngineOptions(model=str(weightless_model), num_blocks_override=256)
+
+
+@pytest.fixture
+async def process_engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
+    engine = start(options, "slow", in_process=False)
+    yield engine
+    engine.shutdown()

@@ -17,31 +17,21 @@ from quire.beam_search_params import BeamSearchParams
 from quire.config.options import EngineOptions
 from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.heartbeat import SILENCE_LIMIT
-from quire.engine.process_client import ProcessClient
 from quire.errors import (
     ConfigError,
     EngineDeadError,
-    EngineUnresponsiveError,
     InternalError,
     PromptTooLongError,
     QuireError,
     UserError,
 )
 from quire.outputs import RequestOutput, SequenceUpdate
+from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
+from tests.engine.async_driving import LONG, SHORT, begin, collect, pid_of, start, until_empty
 from tests.fakes.panic import Panic
 from tests.processes import has_ended
-
-FAKES = "tests.fakes.factories:"
-SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
-
-
-def start(options: EngineOptions, executor: str = "plain", *, in_process: bool = True) -> AsyncLLM:
-    options = msgspec.structs.replace(options, skip_tokenizer_init=True)
-    return AsyncLLM.from_options(options, in_process=in_process, executor=FAKES + executor)
 
 
 @pytest.fixture
@@ -49,42 +39,6 @@ async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
     engine = start(options, "slow")
     yield engine
     engine.shutdown()
-
-
-@pytest.fixture
-async def process_engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
-    engine = start(options, "slow", in_process=False)
-    yield engine
-    engine.shutdown()
-
-
-async def collect(engine: AsyncLLM, prompt: list[int], params: SamplingParams = SHORT, **keywords: object) -> list[int]:
-    """All token ids of the first completion, from deltas."""
-    tokens: list[int] = []
-    async for output in engine.generate(prompt, params, delta=True, **keywords):  # type: ignore[arg-type]
-        for completion in output.outputs:
-            tokens += completion.token_ids
-    return tokens
-
-
-async def begin(engine: AsyncLLM, request_id: str) -> asyncio.Task[list[int]]:
-    """A long request, already running."""
-    task = asyncio.create_task(collect(engine, [1, 2, 3], LONG, request_id=request_id))
-    while (await engine.stats()).num_running == 0:
-        await asyncio.sleep(0.01)
-    return task
-
-
-async def until_empty(engine: AsyncLLM) -> EngineStats:
-    while (stats := await engine.stats()).num_used_blocks or engine.num_unfinished:
-        await asyncio.sleep(0.01)
-    return stats
-
-
-def pid_of(engine: AsyncLLM) -> int:
-    client = engine._client
-    assert isinstance(client, ProcessClient)
-    return client.pid
 
 
 async def test_fifty_requests_at_once_get_their_own_tokens(process_engine: AsyncLLM) -> None:
@@ -262,6 +216,17 @@ class Recorder:
         self.outputs: list[RequestOutput] = []
         self.stats: list[EngineStats] = []
         self.threads: set[int] = set()
+        self.requests: list[tuple[str, int]] = []
+        """(id, prompt tokens)"""
+        self.rejected: list[str] = []
+
+    def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
+        self.requests.append((request_id, len(request.prompt_token_ids)))
+        self.threads.add(id(asyncio.get_running_loop()))
+
+    def record_rejected(self, request_id: str) -> None:
+        self.rejected.append(request_id)
+        self.threads.add(id(asyncio.get_running_loop()))
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
         self.outputs += outputs
@@ -285,6 +250,7 @@ async def test_listeners_hear_of_every_output_and_snapshot_on_the_loop(engine: A
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert recorder.outputs[-1].outputs[0].finish_reason == "abort"
+    assert recorder.requests == [("a", 3), ("b", 3)]
     assert recorder.threads == {id(asyncio.get_running_loop())}
 
 
@@ -437,8 +403,12 @@ async def test_a_registration_that_is_cancelled_leaves_nothing(engine: AsyncLLM)
 
 async def test_a_prefix_that_does_not_fit_is_refused(options: EngineOptions) -> None:
     engine = start(msgspec.structs.replace(options, num_blocks_override=8))
+    recorder = Recorder()
+    engine.add_listener(recorder)
     with pytest.raises(UserError, match="unregister other prefixes"):
         await engine.register_prefix([1] * 120)
+    [(name, size)] = recorder.requests
+    assert (size, recorder.rejected, recorder.outputs) == (120, [name], [])
     assert engine.num_unfinished == 0
     assert len(await collect(engine, [1, 2])) == 6
 
@@ -511,54 +481,3 @@ async def test_pending_are_those_that_the_engine_has_not_finished(engine: AsyncL
     assert sum(len(output.outputs[0].token_ids) for output in rest) <= 5
     assert rest[-1].finished
     assert engine.num_unfinished == 0
-
-
-async def test_a_stopped_process_is_unresponsive_until_it_goes_on(process_engine: AsyncLLM) -> None:
-    task = await begin(process_engine, "a")
-    process_engine.check_health()
-    os.kill(pid_of(process_engine), signal.SIGSTOP)
-    try:
-        async with asyncio.timeout(60):
-            while process_engine.silence < SILENCE_LIMIT:
-                await asyncio.sleep(0.05)
-        with pytest.raises(EngineUnresponsiveError, match=r"the engine process has not answered for \d+ s"):
-            process_engine.check_health()
-        with pytest.raises(EngineUnresponsiveError):
-            await process_engine.kv_snapshot()
-        with pytest.raises(EngineUnresponsiveError):
-            await collect(process_engine, [1])
-        assert process_engine.num_unfinished == 1, "a request that has begun waits"
-    finally:
-        os.kill(pid_of(process_engine), signal.SIGCONT)
-    async with asyncio.timeout(60):
-        while process_engine.silence > 1.5:
-            await asyncio.sleep(0.05)
-        process_engine.check_health()
-        await process_engine.stats()
-    assert not task.done()
-    await process_engine.abort("a")
-    assert await task
-    await until_empty(process_engine)
-
-
-async def test_beats_come_while_a_step_lasts(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(options, "stuck_step", in_process=False)
-    running = asyncio.create_task(collect(engine, [1]))
-    client = engine._client
-    assert isinstance(client, ProcessClient)
-    while engine.num_pending == 0:
-        await asyncio.sleep(0.01)
-    num_beats = 0
-
-    def count() -> None:
-        nonlocal num_beats
-        num_beats += 1
-
-    monkeypatch.setattr(client._heartbeat, "beat", count)
-    async with asyncio.timeout(60):
-        while num_beats < 2:
-            await asyncio.sleep(0.05)
-    assert not running.done()
-    engine.shutdown(timeout=0.1)
-    with pytest.raises(EngineDeadError):
-        await running

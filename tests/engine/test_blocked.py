@@ -13,6 +13,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, EngineOutputs
 from quire.engine.process import StopFlag, serve
 from quire.stats import EngineStats
+from quire.utils.heartbeat import Progress
 from tests.engine.driving import add, first_update
 
 
@@ -64,7 +65,7 @@ class SilentChannel:
 def test_the_engine_process_sleeps_until_a_message_or_for_a_moment() -> None:
     stop = StopFlag()
     core, channel = BlockedCore(num_looks=3), SilentChannel(stop)
-    serve(core, channel, stop)  # type: ignore[arg-type]
+    serve(core, channel, stop, Progress())  # type: ignore[arg-type]
     assert channel.waits == [BLOCKED_SECONDS] * 3 + [1.0]
     assert core.num_steps == 4
 

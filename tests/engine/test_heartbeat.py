@@ -10,8 +10,20 @@ import threading
 import pytest
 
 from quire.clock import VirtualClock
-from quire.engine.heartbeat import BEAT_SECONDS, MAX_GAP, SILENCE_LIMIT, Heartbeat, check_responsive, start_beating
+from quire.engine.heartbeat import SILENCE_LIMIT, EngineBeats, check_responsive
 from quire.errors import EngineUnresponsiveError
+from quire.executors.interface import VitalSigns
+from quire.utils.heartbeat import (
+    BEAT_SECONDS,
+    LONGEST,
+    MAX_GAP,
+    MIN_CPU_SHARE,
+    Heartbeat,
+    Progress,
+    decode_beats,
+    encode_beat,
+    start_beating,
+)
 
 
 def is_silent(heartbeat: Heartbeat) -> bool:
@@ -31,7 +43,7 @@ def test_no_beat_for_the_limit_is_silence_and_a_beat_ends_it() -> None:
         clock.advance(BEAT_SECONDS)
         heartbeat.look()
     assert is_silent(heartbeat)
-    with pytest.raises(EngineUnresponsiveError, match="the engine process has not answered for 5 s"):
+    with pytest.raises(EngineUnresponsiveError, match="the engine process has not answered for 4 s"):
         check_responsive(heartbeat.silence)
     heartbeat.beat()
     assert heartbeat.silence == 0.0
@@ -40,12 +52,12 @@ def test_no_beat_for_the_limit_is_silence_and_a_beat_ends_it() -> None:
 def test_silence_is_noticed_between_two_looks() -> None:
     clock = VirtualClock()
     heartbeat = Heartbeat(clock)
-    for _ in range(4):
+    for _ in range(int(SILENCE_LIMIT / BEAT_SECONDS) - 1):
         clock.advance(BEAT_SECONDS)
         heartbeat.look()
-    clock.advance(0.99)
+    clock.advance(0.75 * BEAT_SECONDS)
     assert not is_silent(heartbeat)
-    clock.advance(0.01)
+    clock.advance(0.25 * BEAT_SECONDS)
     assert is_silent(heartbeat)
 
 
@@ -89,11 +101,72 @@ def test_a_full_pipe_stops_no_beat_and_the_beats_end_with_the_reader() -> None:
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writer, bytes(4096))
-    start_beating(writer)
-    while b"." not in read_beat(reader):
+    start_beating(writer, lambda: 7)
+    while b"\x07" not in read_beat(reader):
         pass
     [thread] = beating_threads()
     os.close(reader)
     thread.join(60)
     assert not thread.is_alive()
     os.close(writer)
+
+
+class Busy:
+    """Processor time of a process that uses a share of a core."""
+
+    def __init__(self, clock: VirtualClock, share: float) -> None:
+        self._clock = clock
+        self.share = share
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        self._seconds += self.share * BEAT_SECONDS
+        return self._seconds
+
+
+def test_a_dead_lock_is_told_from_a_long_step_and_from_an_idle_loop() -> None:
+    clock = VirtualClock()
+    cpu = Busy(clock, share=0.9)
+    progress = Progress(clock, cpu)
+
+    def beats(count: int, *, turns: bool = False) -> float:
+        for _ in range(count):
+            clock.advance(BEAT_SECONDS)
+            if turns:
+                progress.turn()
+            stalled = progress.look()
+        return stalled
+
+    assert beats(1000) == 0.0, "a step of minutes"
+    cpu.share = 2 * MIN_CPU_SHARE
+    assert beats(1000) == 0.0, "the same on a machine that has other things to do"
+    cpu.share = 0.0
+    assert beats(1000, turns=True) == 0.0, "a loop that waits for messages"
+    assert beats(8) == 8 * BEAT_SECONDS, "a dead-lock"
+    with progress.exempt():
+        assert beats(100) == 0.0, "weights come from a slow disk"
+    assert beats(2) == 2 * BEAT_SECONDS
+    assert beats(1, turns=True) == 0.0
+
+
+def test_an_engine_speaks_for_its_ranks() -> None:
+    beats = EngineBeats()
+    assert decode_beats(bytes([beats.byte()])) == 0.0, "it starts"
+    signs = VitalSigns(silence=3.0, stalled=0.0)
+    beats.vital_signs = lambda: signs
+    assert decode_beats(bytes([beats.byte()])) == 3.0, "one rank is stopped, the others compute"
+    signs = VitalSigns(silence=0.5, stalled=60.0)
+    beats.progress.turn()
+    assert decode_beats(bytes([beats.byte()])) == 0.5, "no rank gets on, but the loop does"
+
+
+def test_a_process_that_is_stalled_for_long_is_silent_for_longer() -> None:
+    clock = VirtualClock()
+    heartbeat = Heartbeat(clock)
+    for tenths in range(0, 400, 5):
+        clock.advance(BEAT_SECONDS)
+        heartbeat.beat(encode_beat(tenths / 10) / 10)
+        assert heartbeat.silence == pytest.approx(tenths / 10), "also beyond what a byte can say"
+    assert encode_beat(1000.0) == LONGEST
+    heartbeat.beat(0.0)
+    assert heartbeat.silence == 0.0

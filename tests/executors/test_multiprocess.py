@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest, Call
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
 from quire.executors import multiprocess
+from quire.executors.interface import VitalSigns
 from quire.executors.local import LocalExecutor
 from quire.executors.multiprocess import RankProcesses
 from quire.executors.ranked import RankedExecutor
@@ -158,8 +162,17 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> No
     assert list(runtime_directory.iterdir()) == []
 
 
+def wait_for(executor: RankedExecutor, condition: Callable[[VitalSigns], bool]) -> None:
+    """Until the ranks' signs of life are as they should be. A minute is a bound for failure, not a claim."""
+    deadline = time.monotonic() + 60
+    while not condition(executor.vital_signs()):
+        assert time.monotonic() < deadline, executor.vital_signs()
+        time.sleep(0.1)
+
+
 def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
-    """In a step, which the other rank is in the middle of; then nothing more is done."""
+    """In a step, which the other rank is in the middle of; then nothing more is done. Before that it is stopped, which
+    the executor says as well."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
     executor = RankedExecutor(ranks)
     groups, layers_per_group = group_layers(executor.load_model(), 16)
@@ -168,9 +181,11 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     assert profile.weights > 0
     executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
     processes = [psutil.Process(pid) for pid in ranks.pids]
+    wait_for(executor, lambda signs: math.isinf(signs.stalled) and signs.silence < 1.0)  # both are idle
     processes[1].suspend()
     plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
     future = executor.execute(plan)
+    wait_for(executor, lambda signs: signs.silence > 1.0 and 0.5 < signs.stalled < math.inf)  # the other one waits
     assert not future.done()
     processes[1].kill()
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"):

@@ -17,7 +17,7 @@ from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
-from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 
@@ -116,7 +116,8 @@ def test_configurations_and_layouts_arrive_as_they_were() -> None:
 
 
 def test_every_record_that_a_layer_may_keep_can_be_sent() -> None:
-    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5), LatentSpec(24, 4), StateSpec(100)]
+    windowed = [kind(2, 8, 8, 4, window=5) for kind in (SlidingWindowSpec, ChunkedSpec)]
+    specs = [AttentionSpec(2, 8, 8, 4), *windowed, LatentSpec(24, 4, index_width=8, top=3), StateSpec(100)]
     assert {type(spec) for spec in specs} == set(get_args(LayerSpec))
     assert decode(encode(specs)) == specs
 

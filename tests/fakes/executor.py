@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -162,6 +163,9 @@ class FakeExecutor:
     def describe_backend(self) -> str:
         return "fake executor"
 
+    def expert_counts(self) -> list[list[int]]:
+        return []
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         _require(not self.is_shut_down, "a plan after shutdown")
         if self._record:
@@ -180,6 +184,9 @@ class FakeExecutor:
     def idle(self) -> bool:
         self.num_idle_calls += 1
         return self.num_idle_calls <= self.idle_work
+
+    def vital_signs(self) -> VitalSigns:
+        return VitalSigns()
 
     def sleep(self, level: int) -> None:
         """Everything that blocks hold is gone, and so are the rows."""

@@ -43,3 +43,15 @@ def crashing_step(config: EngineConfig) -> FakeExecutor:
         return 1 if index < 2 else ctypes.string_at(0)[0]
 
     return FakeExecutor(windows=config.model.sliding_windows, choose=read_address_zero)
+
+
+def busy_step(config: EngineConfig) -> FakeExecutor:
+    """A step takes an hour of computing."""
+
+    def compute(_sampling: SequenceSampling, _index: int, _token_ids: list[int]) -> int:
+        until = time.monotonic() + 3600
+        while time.monotonic() < until:
+            pass
+        return 1
+
+    return FakeExecutor(windows=config.model.sliding_windows, choose=compute)

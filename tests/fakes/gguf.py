@@ -68,6 +68,18 @@ class GGUFWriter:
         path.write_bytes(self.to_bytes())
         return path
 
+    def write_split(self, directory: Path, num_parts: int, stem: str = "model") -> list[Path]:
+        """The files of the model split: the metadata in the first, the tensors dealt in runs."""
+        paths, names = [], list(self.tensors)
+        share = -(-len(names) // num_parts)
+        for part in range(num_parts):
+            own = {"split.no": part, "split.count": num_parts, "split.tensors.count": len(names)}
+            metadata = {**(self.metadata if part == 0 else {}), **{key: typed(number) for key, number in own.items()}}
+            tensors = {name: self.tensors[name] for name in names[part * share : (part + 1) * share]}
+            path = directory / f"{stem}-{part + 1:05}-of-{num_parts:05}.gguf"
+            paths.append(GGUFWriter(metadata, tensors, self.version, self.alignment).write(path))
+        return paths
+
 
 def padded(data: bytes, alignment: int) -> bytes:
     return data + bytes(-len(data) % alignment)
@@ -218,7 +230,7 @@ def quantize(type_name: str, weight: torch.Tensor) -> bytes:
         return weight.numpy().astype("<f2").tobytes()
     if type_name == "BF16":
         return weight.bfloat16().contiguous().view(torch.int16).numpy().astype("<i2").tobytes()
-    quantizer = {"Q8_0": to_q8_0, "Q4_0": to_q4_0, "Q4_K": to_q4_k, "Q6_K": to_q6_k}[type_name]
+    quantizer = {"Q8_0": to_q8_0, "Q4_0": to_q4_0, "Q4_K": to_q4_k, "Q6_K": to_q6_k, "MXFP4": to_mxfp4}[type_name]
     rows = weight.numpy().reshape(-1, BLOCKS[type_name][0])
     return b"".join(quantizer(row) for row in rows)
 
@@ -233,6 +245,15 @@ def to_q4_0(row: np.ndarray) -> bytes:
     scale = np.float16(np.abs(row).max() / 7)
     quanta = np.clip(np.rint(row / max(float(scale), 1e-9)) + 8, 0, 15).astype(np.uint8)
     return scale.tobytes() + bytes(int(quanta[i]) | int(quanta[i + 16]) << 4 for i in range(16))
+
+
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def to_mxfp4(row: np.ndarray) -> bytes:
+    exponent = int(np.ceil(np.log2(max(np.abs(row).max() / 6, 2.0**-100))))
+    codes = np.abs(row[:, None] / 2.0**exponent - FLOAT4).argmin(axis=1)
+    return bytes([exponent + 127, *(int(codes[i]) | int(codes[i + 16]) << 4 for i in range(16))])
 
 
 def to_q4_k(row: np.ndarray) -> bytes:

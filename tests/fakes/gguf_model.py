@@ -27,6 +27,13 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+SHARED_EXPERT = {
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -59,7 +66,9 @@ WIDE = {
 
 def short_name(name: str, architecture: str) -> str:
     """A Hugging Face tensor's name in GGUF."""
-    names = NAMES | GEMMA if architecture.startswith("gemma") else NAMES
+    if name.endswith("self_attn.sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+    names = NAMES | SHARED_EXPERT | {"gpt-oss": GPT_OSS, "gemma2": GEMMA, "gemma3": GEMMA}.get(architecture, {})
     module, suffix = name.rsplit(".", 1)
     if module.startswith("model.layers."):
         index, rest = module.removeprefix("model.layers.").split(".", 1)
@@ -94,8 +103,9 @@ def to_gguf(
     writer = GGUFWriter(metadata(model, architecture))
     stored: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            writer.tensors |= stacks(name, weight)
+        if "experts." in name:
+            kind = (types or {}).get("experts", "F32")
+            writer.tensors |= stacks(name, weight, kind, takes_turns=architecture == "gpt-oss")
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -109,20 +119,29 @@ def to_gguf(
             placed = placed + 1.0
         data = quantize(type_name, placed.float())
         assert type_name not in BLOCKS or weight.shape[-1] % BLOCKS[type_name][0] == 0
-        writer.tensors[short] = StoredTensor(TYPE_NUMBERS[type_name], tuple(weight.shape), data)
+        shape = tuple(weight.shape[1:] if "inp_shexp" in short else weight.shape)
+        writer.tensors[short] = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
         back = dequantize(type_name, data, weight.shape)
         stored[name] = halves_apart(back, heads) if moves else back
     return writer, stored
 
 
-def stacks(name: str, weight: torch.Tensor) -> dict[str, StoredTensor]:
-    """The matrices of all experts, gate and up apart."""
-    place = f"blk.{name.split('.')[2]}."
-    parts = {"ffn_down_exps": weight} if name.endswith("down_proj") else {}
-    if not parts:
-        parts = dict(zip(("ffn_gate_exps", "ffn_up_exps"), weight.chunk(2, dim=1), strict=True))
+def stacks(name: str, weight: torch.Tensor, type_name: str, *, takes_turns: bool) -> dict[str, StoredTensor]:
+    """The matrices or biases of all experts, gate and up apart. takes_turns: as GPT-OSS has them, [in, out], a row of
+    one behind a row of the other."""
+    _, _, layer, _, _, tensor = name.split(".")
+    suffix = "bias" if tensor.endswith("_bias") else "weight"
+    if takes_turns and suffix == "weight":
+        weight = weight.transpose(1, 2)
+    parts = {"ffn_down_exps": weight}
+    if tensor.startswith("gate_up"):
+        halves = (weight[:, 0::2], weight[:, 1::2]) if takes_turns else weight.chunk(2, dim=1)
+        parts = dict(zip(("ffn_gate_exps", "ffn_up_exps"), halves, strict=True))
+    kind = type_name if suffix == "weight" else "F32"
     return {
-        f"{place}{short}.weight": StoredTensor(0, tuple(part.shape), quantize("F32", part.contiguous()))
+        f"blk.{layer}.{short}.{suffix}": StoredTensor(
+            TYPE_NUMBERS[kind], tuple(part.shape), quantize(kind, part.contiguous())
+        )
         for short, part in parts.items()
     }
 

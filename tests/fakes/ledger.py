@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+import msgspec
+
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats
@@ -17,6 +19,11 @@ from tests.fakes.remote import RemoteTransfers
 from tests.fakes.transfers import copies, disk_orders
 
 Tables = list[list[int]]
+
+
+def numbers(stats: EngineStats) -> Counter[str]:
+    """All of a snapshot that can be added up."""
+    return Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value is not None})
 
 
 class SlotLedger:

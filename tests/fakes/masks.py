@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.decoding.masks import ConstraintSpec
 from quire.errors import UserError
 from quire.step import SamplingInputs, StepPlan, StepResult
 from tests.fakes.executor import ContractViolationError, FakeExecutor
@@ -22,10 +23,20 @@ class AllowedByPosition:
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
         self.num_masks = 0
+        self.compile_checks = 0
+        """How often a new constraint says that it is not ready."""
+        self.max_tokens: int | None = None
+        """Tokens behind which a constraint allows nothing."""
+        self.fails_after: int | None = None
+        """Tokens behind which a matcher cannot say what may follow."""
 
-    def check(self, constraint: str) -> None:
-        if not constraint.isdigit():
-            raise UserError(f"{constraint!r} is not a number", param="constraint")
+    def constraint(self, text: str) -> NumberConstraint:
+        if not text.isdigit():
+            raise UserError(f"{text!r} is not a number", param="constraint")
+        return NumberConstraint(self, text, self.compile_checks)
+
+    def close(self) -> None:
+        """Nothing is compiled."""
 
     def is_allowed(self, constraint: str, token_ids: Sequence[int]) -> np.ndarray:
         """[vocab size] bool: the tokens that may follow."""
@@ -43,13 +54,55 @@ class AllowedByPosition:
         return all(self.is_allowed(constraint, token_ids[:place])[token] for place, token in enumerate(token_ids))
 
 
+class NumberConstraint:
+    """A Constraint that is ready when it has been asked `num_checks` times."""
+
+    def __init__(self, source: AllowedByPosition, text: str, num_checks: int) -> None:
+        self._source = source
+        self._text = text
+        self._num_checks = num_checks
+
+    @property
+    def is_ready(self) -> bool:
+        self._num_checks -= 1
+        return self._num_checks < 0
+
+    def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> NumberMatcher:
+        return NumberMatcher(self._source, self._text, spec, list(token_ids))
+
+
+class NumberMatcher:
+    """A Matcher. It ends behind `source.max_tokens` tokens, and has no mask behind `source.fails_after`."""
+
+    def __init__(self, source: AllowedByPosition, text: str, spec: ConstraintSpec, token_ids: list[int]) -> None:
+        self.spec = spec
+        self.is_finished = self.ends_in_text = False
+        self._source = source
+        self._text = text
+        self._token_ids = token_ids
+
+    def accept(self, token_id: int) -> bool:
+        if not self._source.is_allowed(self._text, self._token_ids)[token_id]:
+            return False
+        self._token_ids.append(token_id)
+        self.is_finished = self.ends_in_text = len(self._token_ids) == self._source.max_tokens
+        return True
+
+    def mask(self) -> bytes:
+        if len(self._token_ids) == self._source.fails_after:
+            raise UserError("no token can come next", param="structured_outputs")
+        return self._source.mask(self._text, self._token_ids)
+
+
 class MaskingExecutor(FakeExecutor):
     """A FakeExecutor that samples a plan with masks when they come, and not a moment before: the next allowed token."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, vocab_size: int = VOCAB_SIZE, **options: Any) -> None:
+        super().__init__(vocab_size=vocab_size, **options)
+        self._vocab_size = vocab_size
         self._unsent: tuple[StepPlan, Future[StepResult]] | None = None
         self._masks: dict[int, bytes] = {}
+        self.ignores_masks = False
         self.num_late_masks = 0
         """Plans whose inputs came after another result was taken."""
 
@@ -74,7 +127,7 @@ class MaskingExecutor(FakeExecutor):
         (plan, future), self._unsent = self._unsent, None
         if not inputs.masks.keys() <= set(plan.expects_sampling_inputs):
             raise ContractViolationError(f"masks that step {plan.step_id} has not announced")
-        self._masks = inputs.masks
+        self._masks = {} if self.ignores_masks else inputs.masks
         try:
             future.set_result(self._run(plan))
         except Exception as error:
@@ -88,7 +141,7 @@ class MaskingExecutor(FakeExecutor):
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
             [token_id] = result.token_ids[index]
             while token_id >= len(bits) or not bits[token_id]:
-                token_id = (token_id + 1) % VOCAB_SIZE
+                token_id = (token_id + 1) % self._vocab_size
             result.token_ids[index] = [token_id]
             self._row(seq_id).token_ids[-1] = token_id
             if index in result.logprobs:

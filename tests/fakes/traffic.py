@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from quire.config.engine import EngineConfig
 from quire.request import FinishReason
 from quire.step import StepPlan
 from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
+from tests.fakes.ledger import numbers
 
 STEPS_PER_EPISODE = 150
 MAX_MODEL_LEN = 64
@@ -90,7 +89,7 @@ class Episode:
         self._unpin_all()
         self.driver.assert_all_free()
         self._compare_with_lone_runs()
-        totals = Counter(msgspec.structs.asdict(self.driver.core.stats()))
+        totals = numbers(self.driver.core.stats())
         totals.update(
             pooled=len(self.driver.pooled),
             beam_searches=sum("use_beam_search" in request for request in self.requests.values()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import bodies, checkpoints, gguf_files, native_plans, raw_http, templates
+from tests.fuzz import bodies, checkpoints, constraints, gguf_files, native_plans, raw_http, templates
 from tests.fuzz.harness import Fuzzer
 
 FUZZERS: tuple[Fuzzer, ...] = (
@@ -12,4 +12,5 @@ FUZZERS: tuple[Fuzzer, ...] = (
     checkpoints.FUZZER,
     gguf_files.FUZZER,
     native_plans.FUZZER,
+    constraints.FUZZER,
 )

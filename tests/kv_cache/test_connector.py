@@ -7,9 +7,8 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.connectors.disk_index import DiskIndex
 from quire.kv_cache.connectors.interface import Pools
-from quire.kv_cache.connectors.offload import Fetch, OffloadConnector
+from quire.kv_cache.connectors.offload import DiskIndex, Fetch, OffloadConnector
 from quire.kv_cache.connectors.transfer_blocks import TransferBlocks
 from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import KVGroup

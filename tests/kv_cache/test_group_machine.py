@@ -27,11 +27,12 @@ from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 
 FULL = AttentionSpec(num_kv_heads=4, key_dim=8, value_dim=8, dtype_bytes=2)
 NARROW = AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=2)
 WINDOW = SlidingWindowSpec(num_kv_heads=4, key_dim=8, value_dim=8, dtype_bytes=2, window=40)
+CHUNK = ChunkedSpec(num_kv_heads=4, key_dim=8, value_dim=8, dtype_bytes=2, window=56)
 STATE = StateSpec(num_bytes=FULL.page_bytes(16))
 LATENT = LatentSpec(width=32, dtype_bytes=2)
 THIRD = LatentSpec(width=48, dtype_bytes=2)
@@ -40,6 +41,7 @@ LAYOUTS: dict[str, tuple[tuple[LayerSpec, int], ...]] = {
     "(16)": ((FULL, 16),),
     "(16, 64)": ((FULL, 16), (NARROW, 64)),
     "(16, window)": ((FULL, 16), (WINDOW, 16)),
+    "(16, chunk)": ((FULL, 16), (CHUNK, 16)),
     "(16, state)": ((FULL, 16), (STATE, 32)),
     "(state)": ((STATE, 32),),
     "(64, state)": ((FULL, 64), (STATE, 64)),
@@ -121,8 +123,10 @@ class GroupMachine(RuleBasedStateMachine):
 
     def first_read(self, group: int, position: int) -> int:
         """The first position that a query at `position` reads."""
-        window = self.groups[group].spec.window
-        return 0 if window is None else max(0, position - window + 1)
+        spec = self.groups[group].spec
+        if spec.kind == "chunked":
+            return position // spec.window * spec.window
+        return 0 if spec.window is None else max(0, position - spec.window + 1)
 
     def is_state(self, group: int) -> bool:
         return self.groups[group].spec.token_bytes == 0

@@ -18,6 +18,7 @@ EQUAL = (
     "gpt-oss-120b",
     "llama-4-scout",
     "deepseek-v3",
+    "deepseek-v3.2",
     "kimi-k2",
     "llama-3-8b",
 )

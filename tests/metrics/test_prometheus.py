@@ -7,33 +7,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.clock import VirtualClock
-from quire.metrics.prometheus import COUNTERS, GAUGES, SHARES, EngineMetrics
+from quire.metrics.families import COUNTERS, GAUGES
+from quire.metrics.prometheus import EngineMetrics
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
-
-NAMES_OF_VLLM = {
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "prompt_tokens",
-    "generation_tokens",
-    "num_preemptions",
-    "request_success",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_inference_time_seconds",
-    "iteration_tokens_total",
-    "cache_config_info",
-}
 
 
 @pytest.fixture
@@ -47,14 +26,15 @@ def metrics(clock: VirtualClock) -> EngineMetrics:
 
 
 def sums(metrics: EngineMetrics) -> dict[str, float]:
-    """Every sample without buckets, by name without the prefix (and finish reason, where there is one)."""
+    """Every sample without buckets, by name without the prefix, with the value of a label of its own behind it."""
     found = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
-            if sample.name.startswith("quire:") and "le" not in sample.labels:
-                assert sample.labels["model_name"] == 'a "name"'
-                name = sample.name.removeprefix("quire:") + sample.labels.get("finished_reason", "")
-                found[name] = sample.value
+            if sample.name.startswith(("quire_", "vllm:")) and "le" not in sample.labels:
+                labels = dict(sample.labels)
+                assert (labels.pop("model_name"), labels.pop("engine")) == ('a "name"', "0")
+                own = next(iter(labels.values())) if len(labels) == 1 else ""
+                found[sample.name.removeprefix("quire_").removeprefix("vllm:") + own] = sample.value
     return found
 
 
@@ -72,28 +52,70 @@ def delta(
             for index, (new, end) in enumerate(zip(tokens, ends, strict=True))
         ],
         finished=reasons is not None and None not in reasons,
+        num_cached_tokens=2,
         metrics=RequestMetrics(queue_time=0.25, time_to_first_token=first, latency=first),
     )
 
 
-def test_names(metrics: EngineMetrics) -> None:
-    families = {family.name.removeprefix("quire:") for family in metrics.collect()}
-    assert families >= NAMES_OF_VLLM
-
-
 def test_counters_and_gauges_come_from_the_last_snapshot(metrics: EngineMetrics) -> None:
-    fields = [field for field, _ in (*COUNTERS.values(), *GAUGES.values())]
-    metrics.record_stats(EngineStats(num_blocks=100, **dict.fromkeys(fields, 7)))
-    metrics.record_stats(EngineStats(num_blocks=100, **{field: 9 + number for number, field in enumerate(fields)}))
+    """Each from its own field: all fields differ."""
+    first = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 7))
+    fields = {field: 1000 + number for number, field in enumerate(EngineStats.__struct_fields__)}
+    last = EngineStats(**fields)
+    for stats in (first, last):
+        metrics.record_stats(stats)
     found = sums(metrics)
-    for name, (field, _) in COUNTERS.items():
-        assert found[f"{name}_total"] == 9 + fields.index(field)
-    for name, (field, _) in GAUGES.items():
-        assert found[name] == 9 + fields.index(field)
-    assert found["kv_cache_usage_perc"] == found["kv_blocks_used"] / 100
-    derived = shares(metrics.stats)
-    assert {name: found[name] for name in SHARES} == {name: derived[key] for name, (key, _) in SHARES.items()}
-    assert metrics.num_running == found["num_requests_running"]
+    for suffix, families in (("_total", COUNTERS), ("", GAUGES)):
+        for family in families:
+            for row in family.rows:
+                assert found[family.name + suffix + "".join(row.labels)] == row.read(last), family.name
+    assert found["num_requests_running"] == metrics.num_running == fields["num_running"]
+    assert found["num_requests_waiting"] == fields["num_waiting"]
+    assert found["num_preemptions_total"] == fields["preemptions_total"]
+    assert found["kv_cache_usage_perc"] == shares(last)["kv_cache_usage"] == found["kv_blocks_used"] / last.num_blocks
+    assert found["prompt_tokens_total"] == fields["prompt_tokens_total"]
+    read = [row.read(last) for family in (*COUNTERS, *GAUGES) for row in family.rows if len(family.rows) == 1]
+    assert len(read) - len(set(read)) == 1, "prompt_tokens_cached and prefix_cache_hits alone have the same value"
+
+
+def test_parts_add_up(metrics: EngineMetrics) -> None:
+    metrics.record_stats(EngineStats(prompt_tokens_total=50, prefix_cache_hits_total=20, num_waiting=7, num_deferred=3))
+    found = sums(metrics)
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    assert [found[f"prompt_tokens_by_source_total{source}"] for source in sources] == [30, 20, 0]
+    assert sum(found[f"prompt_tokens_by_source_total{source}"] for source in sources) == found["prompt_tokens_total"]
+    assert found["prompt_tokens_cached_total"] == 20
+    reasons = [found[f"num_requests_waiting_by_reason{reason}"] for reason in ("capacity", "deferred")]
+    assert (reasons, sum(reasons)) == ([4, 3], found["num_requests_waiting"])
+
+
+def test_parameters_of_a_request(metrics: EngineMetrics) -> None:
+    params = SamplingParams(n=3)
+
+    def request(**changes: bool) -> EngineRequest:
+        return EngineRequest(request_id="r", prompt_token_ids=[1], params=params, max_tokens=40, seed=0, **changes)
+
+    metrics.record_request("r", request(), None)
+    metrics.record_request("p", request(pooling=True), None)
+    metrics.record_request("q", request(register_prefix=True), None)
+    found = sums(metrics)
+    assert (found["request_params_n_count"], found["request_params_n_sum"]) == (1, 3)
+    assert (found["request_params_max_tokens_count"], found["request_params_max_tokens_sum"]) == (1, 40)
+
+
+def test_refused_requests(metrics: EngineMetrics) -> None:
+    metrics.record_rejection("max_num_queued_reqs")
+    metrics.record_rejection("max_num_queued_reqs")
+    found = sums(metrics)
+    reasons = ("max_num_queued_reqs", "max_num_queued_tokens", "rate_limit")
+    assert [found[f"admission_rejections_total{reason}"] for reason in reasons] == [2, 0, 0]
+
+
+@pytest.mark.parametrize(("level", "state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
+def test_sleep(level: int, state: str) -> None:
+    metrics = EngineMetrics('a "name"', block_size=16, num_blocks=1, max_model_len=16, sleep_level=lambda: level)
+    found = {name: value for name, value in sums(metrics).items() if name.startswith("engine_sleep_state")}
+    assert sum(found.values()) == found[f"engine_sleep_state{state}"] == 1
 
 
 def test_tokens_of_an_iteration(metrics: EngineMetrics) -> None:
@@ -120,6 +142,7 @@ def test_times_of_a_request(metrics: EngineMetrics, clock: VirtualClock) -> None
     assert found["e2e_request_latency_seconds_sum"] == 3.0
     assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(2.0 / 3)
     assert found["request_prompt_tokens_sum"] == 3
+    assert found["request_prefill_kv_computed_tokens_sum"] == 1, "the others were cached"
     assert found["request_generation_tokens_sum"] == 4
     assert found["request_success_totalstop"] == 1
 
@@ -134,6 +157,7 @@ def test_sequences_of_one_request(metrics: EngineMetrics, clock: VirtualClock) -
     assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 1
     assert found["inter_token_latency_seconds_count"] == 3
     assert found["request_generation_tokens_sum"] == 5
+    assert found["request_max_num_generation_tokens_sum"] == 3
 
 
 def test_an_aborted_request_counts_but_has_no_latency(metrics: EngineMetrics) -> None:

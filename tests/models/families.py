@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -10,10 +13,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +39,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 from tests.models.dense_families import DENSE_FAMILIES
 from tests.models.hybrid_families import HYBRID_FAMILIES
@@ -116,6 +124,36 @@ def deepseek_v3(**options: object) -> PreTrainedModel:
     return model
 
 
+def deepseek_v32(**options: object) -> PreTrainedModel:
+    index = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 21, "pad_token_id": None}
+    turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(**{**LATENT, **index, **turned, **options}))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)).roll(3))
+    for module in model.modules():
+        if isinstance(module, DeepseekV32Indexer):
+            module.forward = _with_stable_topk(module.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _with_stable_topk(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keys that no head is drawn to have a score of 0, all the same: of these, torch's topk takes any."""
+
+    class Best(NamedTuple):
+        indices: torch.Tensor
+
+    def topk(scores: torch.Tensor, count: int, dim: int) -> Best:
+        return Best(scores.sort(dim=dim, descending=True, stable=True).indices[..., :count])
+
+    @wraps(forward)
+    def stable(*args: object, **kwargs: object) -> torch.Tensor:
+        with patch.object(torch.Tensor, "topk", topk):
+            return forward(*args, **kwargs)
+
+    return stable
+
+
 TWO_LAYERS = {"num_hidden_layers": 2}
 
 
@@ -138,6 +176,13 @@ def qwen2_moe(**options: object) -> PreTrainedModel:
 
 def qwen3_moe(**options: object) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **ROUTED, "head_dim": 16, **options}))
+
+
+def llama4(**options: object) -> PreTrainedModel:
+    sizes = {"intermediate_size": 36, "intermediate_size_mlp": 52, "num_local_experts": 5, "head_dim": 16}
+    chunks = {"attention_chunk_size": 24, "no_rope_layer_interval": 2, "floor_scale": 10, "attn_scale": 0.3}
+    turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    return Llama4ForCausalLM(Llama4TextConfig(**{**SMALL, **sizes, **chunks, **turned, **options}))
 
 
 def gpt_oss(**options: object) -> PreTrainedModel:
@@ -182,6 +227,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=8,
         topk_group=4,
     ),
+    "deepseek-v3.2": lambda: deepseek_v32(num_hidden_layers=2),
+    "deepseek-v3.2-all-read": lambda: deepseek_v32(index_topk=256, num_hidden_layers=2),
+    "deepseek-v3.2-yarn": lambda: deepseek_v32(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+        index_topk=1,
+        index_n_heads=12,
+        index_head_dim=8,
+        num_hidden_layers=2,
+    ),
     "llama-wide": lambda: llama(hidden_size=64, intermediate_size=128, num_attention_heads=4),
     "llama": lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=12),
@@ -216,6 +277,30 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-moe-renormalised": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=2),
     "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
+    "llama4": llama4,
+    "llama4-interleaved": lambda: llama4(
+        interleave_moe_layer_step=2,
+        num_experts_per_tok=2,
+        use_qk_norm=False,
+        attention_bias=True,
+        attention_chunk_size=7,
+        num_key_value_heads=1,
+        no_rope_layers=[1, 1, 0],
+        tie_word_embeddings=True,
+    ),
+    "llama4-llama3-rotation": lambda: llama4(
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        attn_temperature_tuning=False,
+        attention_chunk_size=64,
+        **TWO_LAYERS,
+    ),
     "gpt-oss": lambda: gpt_oss(swiglu_limit=0.8),
     **DENSE_FAMILIES,
     **HYBRID_FAMILIES,

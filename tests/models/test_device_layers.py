@@ -88,6 +88,7 @@ FREQUENCIES_ONLY = ("linear", "dynamic", "yarn", "yarn-attention-factor", "llama
 """Families that differ in nothing but the numbers that rotations are made from."""
 LIBRARY = [name for name in FAMILIES if name.removeprefix("llama-") not in FREQUENCIES_ONLY]
 LIBRARY = [name for name in LIBRARY if name in DENSE_SAMPLE or name not in DENSE_FAMILIES]
+LIBRARY = [name for name in LIBRARY if not name.startswith("deepseek-v3.2")]  # an indexer is refused
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 
 

@@ -16,7 +16,7 @@ from quire.config.resolve import resolve
 from quire.errors import ModelLoadError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.loader import load_model
-from tests.models.families import gpt_oss, qwen3_moe
+from tests.models.families import deepseek_v3, gpt_oss, qwen3_moe
 from tests.models.harness import randomize, save
 from tests.models.test_quantized_checkpoints import FORMATS, VOCABULARY, change_config, greedy, write_pair
 from tests.quantization.float_packers import mxfp4
@@ -33,6 +33,22 @@ def tiny_qwen3_moe() -> PreTrainedModel:
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "pack-quantized"])
 def test_experts_of_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     packed, plain = write_pair(tmp_path, tiny_qwen3_moe(), *FORMATS[name])
+    assert greedy(packed) == greedy(plain)
+
+
+def test_the_experts_of_kimi_in_4_bits(tmp_path: Path) -> None:
+    """Kimi-K2 Thinking and K2.5: compressed-tensors' packed groups of 32 for routed experts, all else as it was."""
+    quantization, settings, pack = FORMATS["pack-quantized"]
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 96, "kv_lora_rank": 64, "v_head_dim": 32}
+    model = randomize(deepseek_v3(**sizes))
+    packed, plain = write_pair(tmp_path, model, quantization, settings, pack)
+    assert greedy(packed) == greedy(plain)
+    # What is not routed is in 16 bits.
+    weights, tensors = load_file(plain / "model.safetensors"), load_file(packed / "model.safetensors")
+    stored = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
+    stored |= {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
+    save_file(stored, packed / "model.safetensors")
     assert greedy(packed) == greedy(plain)
 
 

@@ -4,6 +4,7 @@ weights that the format means."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ FORMATS: dict[str, Format] = {
         nvfp4("compressed-tensors"),
     ),
     "mxfp4-pack-quantized": (compressed("mxfp4-pack-quantized", {**FLOAT, "num_bits": 4, "group_size": 32}), mxfp4),
+    "modelopt-fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        fp8("tensor", activations="input_scale"),
+    ),
     "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4("modelopt")),
 }
 
@@ -103,6 +108,23 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(na
     assert greedy(packed) == expected
     if name in ("fp8-block", "modelopt-nvfp4"):
         assert greedy(packed, attention_backend="torch") == expected
+
+
+@pytest.mark.parametrize(
+    "names", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.{}_proj.output_scale"]
+)
+def test_scales_of_the_kv_cache_are_left_out(names: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantization, pack = FORMATS["float-quantized"]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    packed, plain = write_pair(tmp_path, ({**quantization, "kv_cache_scheme": scheme}, pack))
+    tensors = load_file(packed / "model.safetensors")
+    for layer in range(2):
+        for head in "kv":
+            tensors[f"model.layers.{layer}.{names.format(head, head)}"] = torch.tensor([0.02])
+    save_file(tensors, packed / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        assert greedy(packed) == greedy_of_transformers(plain)
+    assert caplog.text.count("4 scales of an 8-bit KV cache are left out") == 1
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:

@@ -12,14 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
 )
 
 from quire.config.hf_config import load_model_config
+from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from tests.models.families import SMALL
+from tests.models.families import LATENT, SMALL
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts, randomize, save
 
 VISION = {
@@ -98,6 +103,52 @@ def test_gemma_3_with_its_images(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def check_language_model(reference: PreTrainedModel, directory: Path, caplog: pytest.LogCaptureFixture) -> ModelConfig:
+    """Logits of text are the whole model's, and one line of the log names the parts that are left out."""
+    with caplog.at_level(logging.INFO, logger="quire"):
+        config, model = load(directory)
+    assert config.is_multimodal
+    (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
+    assert "vision" in line
+    (prompt,) = random_prompts([40], 90)
+    (logits,) = chunked_logits(PagedRunner(model), [prompt], chunk=19)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt])).logits[0]
+    assert expected.std() > 0.5, "logits too flat to compare"
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    return config
+
+
+def test_llama_4_with_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = {**SMALL, "intermediate_size": 36, "intermediate_size_mlp": 52, "num_local_experts": 4, "head_dim": 16}
+    text |= {"attention_chunk_size": 24, "num_hidden_layers": 2, "no_rope_layer_interval": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4, "vision_output_dim": 16, "projector_output_dim": 16}
+    vision |= {"projector_input_dim": 16}
+    config = Llama4Config(text_config=text, vision_config=vision)
+    reference = randomize(Llama4ForConditionalGeneration(config))
+    save(reference, tmp_path)
+    found = check_language_model(reference, tmp_path, caplog)
+    assert (found.architecture, found.sliding_windows) == ("Llama4ForCausalLM", (24, None))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_k2"])
+def test_kimi_k25_with_its_images(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """kind: what Transformers, and what the hub's files, call the language model."""
+    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+    text = {"model_type": "deepseek_v3", **LATENT}
+    config = Kimi_K25Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    reference = randomize(Kimi_K25ForConditionalGeneration(config))
+    save(reference, tmp_path)
+    # Transformers 5.23 gives the layers of the language model the name of those of the vision tower.
+    renamed(tmp_path, "language_model.model.blocks.", "language_model.model.layers.")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["text_config"]["model_type"] = kind
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert check_language_model(reference, tmp_path, caplog).architecture == "DeepseekV3ForCausalLM"
 
 
 def test_a_tensor_of_the_language_model_is_missed(reference: PreTrainedModel, tmp_path: Path) -> None:

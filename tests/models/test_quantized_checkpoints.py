@@ -49,6 +49,11 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Pack]] = {
     "gptq-v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, {}, lambda matrix: packers.gptq(matrix, version=2)),
     "gptq-8-bit-rows": ({**GPTQ, "bits": 8, "group_size": -1}, {"bits": 8, "group_size": None}, packers.gptq),
     "gptq-act-order": ({**GPTQ, "desc_act": True}, {"reordered": True}, packers.gptq),
+    "auto-round": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32},
+        {},
+        packers.gptq,
+    ),
     "awq": (AWQ, {}, packers.awq),
     "pack-quantized": (
         compressed("pack-quantized", GROUPS),

@@ -166,7 +166,7 @@ def refusal(directory: Path, values: dict[str, Any], **options: Any) -> str:
 def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     neox = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
     assert "unknown architecture 'GPTNeoXForCausalLM'" in refusal(tmp_path, neox, model_impl="quire")
-    assert "model_impl must be one of auto, quire, transformers" in refusal(tmp_path, neox, model_impl="vllm")
+    assert "model_impl must be one of auto, quire, transformers" in refusal(tmp_path, neox, model_impl="terratorch")
     assert "unknown architecture 'NoSuchForCausalLM'" in refusal(tmp_path, {"architectures": ["NoSuchForCausalLM"]})
     assert "an encoder and a decoder" in refusal(
         tmp_path, {"architectures": ["BartForCausalLM"], "is_encoder_decoder": True}

@@ -82,9 +82,11 @@ def test_a_request_waits_for_the_event_and_others_pass(stage: Stage, queue_depth
     driver.add("other", prompt(5, start=30))
     steps(driver, 5)
     assert started(driver) == [2]
-    assert driver.core.stats().num_waiting == 1
+    stats = driver.core.stats()
+    assert stats.num_waiting == stats.num_deferred == 1
     gate.closed.clear()
     driver.run()
+    assert driver.core.stats().num_deferred == 0
     assert started(driver) == [2, 0], "the second sample forks"
     assert [driver.tokens["gated", i] for i in range(2)] == generate_alone(prompt(9), n=2, temperature=1.0)
     assert (gate.num_cancelled, gate.forgotten.count("gated")) == (1, 2), "forgotten at the start and at the end"
@@ -113,6 +115,7 @@ def test_an_abort_ends_the_wait(stage: Stage, queue_depth: int) -> None:
     steps(driver, 2)
     driver.abort("gated")
     driver.scheduler.check()
+    assert driver.core.stats().num_deferred == 0
     assert (gate.num_cancelled, gate.forgotten) == (1, ["other", "gated"])
     driver.run()
     assert ("gated", 0) not in driver.tokens

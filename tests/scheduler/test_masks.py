@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from quire.clock import VirtualClock
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.request import EngineRequest
+from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.masks import NumberMatcher
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -129,3 +131,78 @@ def test_an_engine_without_constraints_refuses_them() -> None:
     )
     [rejected] = core.step().rejections
     assert (rejected.message, rejected.param) == ("this engine has no constraints on tokens", "constraint")
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_a_request_waits_until_its_constraint_is_compiled_and_others_run(queue_depth: int) -> None:
+    driver = make_driver(queue_depth=queue_depth)
+    driver.masks.compile_checks = 12
+    driver.add("bound", prompt(9), max_tokens=6, constraint="5")
+    driver.add("free", prompt(9, start=4), max_tokens=4)
+    for _ in range(5):
+        driver.step()
+    assert driver.finished["free", 0] is FinishReason.LENGTH
+    assert ("bound", 0) not in driver.tokens
+    driver.run()
+    assert driver.tokens["bound", 0] == generate_alone(prompt(9), max_tokens=6, constraint="5")[0]
+
+
+def test_an_abort_ends_the_wait_for_a_constraint() -> None:
+    driver = make_driver()
+    driver.masks.compile_checks = 10**6
+    driver.add("bound", prompt(9), max_tokens=6, constraint="5")
+    driver.step()
+    assert driver.core.is_blocked
+    driver.abort("bound")
+    driver.run()
+    assert driver.tokens == {}
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_the_end_of_a_constraint_ends_the_sequence(queue_depth: int) -> None:
+    driver = make_driver(queue_depth=queue_depth)
+    driver.masks.max_tokens = 4
+    driver.add("bound", prompt(9), max_tokens=20, n=2, temperature=1.0, constraint="5")
+    driver.add("free", prompt(9, start=4), max_tokens=14)
+    driver.run()
+    assert [len(driver.tokens["bound", index]) for index in range(2)] == [4, 4]
+    assert driver.finished["bound", 0] is driver.finished["bound", 1] is FinishReason.STOP
+    assert driver.tokens["free", 0] == generate_alone(prompt(9, start=4), max_tokens=14)[0]
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("fails_after", [0, 3])
+def test_a_constraint_that_cannot_be_followed_ends_its_sequences_with_an_error(
+    queue_depth: int, fails_after: int
+) -> None:
+    driver = make_driver(queue_depth=queue_depth)
+    driver.masks.fails_after = fails_after
+    driver.add("bound", prompt(9), max_tokens=20, n=2, temperature=1.0, constraint="5")
+    driver.add("free", prompt(9, start=4), max_tokens=14)
+    driver.run()
+    assert driver.finished["bound", 0] is driver.finished["bound", 1] is FinishReason.ERROR
+    assert [len(driver.tokens["bound", index]) for index in range(2)] == [fails_after] * 2
+    assert driver.tokens["free", 0] == generate_alone(prompt(9, start=4), max_tokens=14)[0]
+
+
+def test_a_token_outside_the_constraint_is_not_reported() -> None:
+    """What a worker that ignores masks would do."""
+    driver = make_driver()
+    driver.executor.ignores_masks = True
+    driver.add("bound", prompt(9), max_tokens=20, constraint="97")
+    driver.run()
+    assert driver.finished["bound", 0] is FinishReason.ERROR
+    assert driver.masks.follows("97", driver.tokens["bound", 0])
+
+
+def test_matchers_outlive_preemptions_and_end_with_their_sequences() -> None:
+    driver = make_driver(num_blocks=12, queue_depth=2)
+    for number in range(3):
+        driver.add(str(number), prompt(9, start=number), max_tokens=16, constraint="5")
+    driver.run()
+    assert driver.core.stats().preemptions_total > 0
+    for number in range(3):
+        expected = generate_alone(prompt(9, start=number), max_tokens=16, constraint="5")[0]
+        assert driver.tokens[str(number), 0] == expected
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, NumberMatcher)]

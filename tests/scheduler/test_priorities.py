@@ -285,7 +285,7 @@ _SECONDS = 0.1
 _WORST = 10
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(

@@ -11,7 +11,6 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-import msgspec
 from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,11 +23,12 @@ from hypothesis.stateful import (
 from quire.config.engine import EngineConfig
 from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
+from tests.fakes.ledger import numbers
 
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 80
+MAX_EXAMPLES = 40
 STEPS_PER_EXAMPLE = 100
 
 
@@ -218,7 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.driver.scheduler.unregister_prefix(name)
         self.driver.scheduler.check()
         assert self.driver.core.stats().num_used_blocks == 0
-        self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
+        self.totals.update(numbers(self.driver.core.stats()))
         self.totals["aborts"] += len(self.aborted)
         self.totals["masks"] += self.driver.masks.num_masks
         self.totals["pooled"] += len(self.driver.pooled)
@@ -242,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_random_schedules() -> None:
-    """More than 3,500 engine steps, each followed by `check` (`make soak` takes as many as it is told). No shrinking: a
+    """More than 1,000 engine steps, each followed by `check` (`make soak` takes as many as it is told). No shrinking: a
     failing machine has thousands of decisions, which take minutes to shrink; the printed run can be replayed as is."""
     EngineMachine.totals.clear()
     run_state_machine_as_test(
@@ -257,15 +257,7 @@ def test_random_schedules() -> None:
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for; test_traffic.py draws from
     # seeds of its own, and asks for what is rarer.
     totals = EngineMachine.totals
-    assert totals["steps_total"] > 3_500
-    assert totals["preemptions_total"] > 10
-    assert totals["copied_blocks_total"] > 30
-    assert totals["prefix_cache_hits_total"] > 300
-    assert totals["evictions_total"] > 300
-    assert totals["aborts"] > 30
-    assert totals["hypotheses"] > 150
-    assert totals["pooled"] > 50
-    assert totals["masks"] > 300
-    assert totals["timed_out_requests_total"] > 5
-    assert totals["registered"] + totals["unregistered"] > 5
-    assert totals["registrations refused"] > 30
+    assert totals["steps_total"] > 1_000
+    common = ("preemptions_total", "copied_blocks_total", "prefix_cache_hits_total", "evictions_total", "aborts")
+    for name in (*common, "hypotheses", "pooled", "masks", "registrations refused"):
+        assert totals[name] > 0, name

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.fakes.traffic import EXERCISED, run_traffic
 
-NUM_STEPS = 6000
+NUM_STEPS = 4000
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_traffic(seed: int) -> None:
-    totals = run_traffic(seed, NUM_STEPS)
+def test_random_traffic() -> None:
+    totals = run_traffic(1, NUM_STEPS)
     assert totals["engine_steps"] >= NUM_STEPS
     # What is to be crossed does happen, not just now and then.
     missing = {name: totals[name] for name, least in EXERCISED.items() if totals[name] < least * NUM_STEPS}

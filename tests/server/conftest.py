@@ -57,6 +57,20 @@ class Served:
 
 
 @contextlib.asynccontextmanager
+async def serving_apart(model_path: Path, *, max_num_seqs: int, restart_engine: bool = False) -> AsyncIterator[Served]:
+    """The application over an engine in a process of its own, slow enough to be met at work."""
+    options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
+    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor="tests.server.executor:slow")
+    try:
+        app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+            yield Served(engine, app.state.context, client)
+    finally:
+        engine.shutdown()
+
+
+@contextlib.asynccontextmanager
 async def serving(
     model_path: Path,
     settings: ServerSettings | None = None,

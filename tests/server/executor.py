@@ -7,6 +7,7 @@ import time
 from quire.config.engine import EngineConfig
 from quire.step import SequenceSampling
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.masks import MaskingExecutor
 from tests.server.model_directory import VOCAB_SIZE
 
 COPY = 28
@@ -30,7 +31,7 @@ def choose(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
 
 
 def readable(config: EngineConfig) -> FakeExecutor:
-    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose)
+    return MaskingExecutor(vocab_size=VOCAB_SIZE, choose=choose)
 
 
 def slow(config: EngineConfig) -> FakeExecutor:

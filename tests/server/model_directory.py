@@ -38,7 +38,7 @@ CONFIG = {
 }
 
 
-def write_model(path: Path) -> Path:
+def write_model(path: Path, chat_template: str = CHAT_TEMPLATE, max_model_len: int = MAX_MODEL_LEN) -> Path:
     """Write the directory. Ids 0..255 are bytes (in the order of the alphabet), then START, END and fillers."""
     path.mkdir(parents=True, exist_ok=True)
     vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -52,8 +52,8 @@ def write_model(path: Path) -> Path:
         "bos_token": START,
         "eos_token": END,
         "add_bos_token": True,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": max_model_len}))
     return path

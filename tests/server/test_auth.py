@@ -11,7 +11,7 @@ from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
-PUBLIC = {"/", "/health", "/ping", "/version", "/metrics"}
+PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics"}
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ async def test_default_deny(locked: Served) -> None:
             assert response.status_code == 200, path
         else:
             assert response.status_code == 401, path
-            assert response.json()["error"]["code"] == "invalid_api_key"
+            error = response.json()["error"]
+            named = error["type"] if path.startswith("/v1/messages") else error["code"]
+            assert named in ("invalid_api_key", "authentication_error")
             assert response.headers["www-authenticate"] == "Bearer"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,3 +86,47 @@ def test_seeded_answers_do_not_depend_on_the_company(url: str) -> None:
         assert len(set(alone)) > 1
 
     asyncio.run(run())
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["file", "folder"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_follow_their_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "entry", "schema": SCHEMA, "strict": True}}
+    asked = {"model": "bundled", "prompt": PROMPT, "max_tokens": 400, "temperature": 0.7, "seed": 4}
+    extra = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    whole = client.completions.create(**asked, extra_body=extra).choices[0]
+    assert whole.finish_reason == "stop"
+    assert set(json.loads(whole.text)) == {"kind", "size"}
+    pieces = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True, extra_body=extra)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    loose = client.completions.create(**asked, extra_body={"response_format": form}).choices[0]
+    assert loose.finish_reason == "length" or set(json.loads(loose.text)) == {"kind", "size"}
+    chosen = client.completions.create(**asked, extra_body={"guided_choice": ["yes", "no"]}).choices[0]
+    assert chosen.text in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "structural_tag", "format": {"type": "nothing"}}),
+        ("structured_outputs", {"regex": "("}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("guided_grammar", "start: missing"),
+        ("guided_regex", "a^b"),
+    ],
+)
+def test_bad_constraints_are_errors_that_name_the_field(client: openai.OpenAI, field: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="bundled", prompt=PROMPT, extra_body={field: value})
+    assert caught.value.param == field
+    assert "\n" not in caught.value.message
+    assert client.completions.create(model="bundled", prompt=PROMPT, max_tokens=1).choices[0].text

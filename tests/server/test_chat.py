@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.protocol.chat import MAX_MESSAGES, ChatMessage
+from quire.server.protocol.messages import MAX_MESSAGES, ChatMessage
 from tests.server.conftest import Served
 from tests.server.sse import chunks
 
@@ -42,11 +42,23 @@ async def test_shape_of_an_answer(served: Served) -> None:
     assert len(content) == 5
     assert choice == {
         "index": 0,
-        "message": {"role": "assistant", "rejected": None},
+        "message": {
+            "role": "assistant",
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [],
+            "reasoning": None,
+            "reasoning_content": None,
+        },
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
+        "token_ids": None,
     }
+    for name in ("service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
+        assert answer[name] is None
     assert answer["usage"]["completion_tokens"] == 5
 
 

@@ -34,6 +34,8 @@ def joined(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         for piece in chunk["choices"]:
             known = choices.setdefault(piece["index"], piece)
             if known is piece:
+                for name in ("prompt_logprobs", "token_ids", "prompt_token_ids"):
+                    piece.setdefault(name)  # null in a whole answer
                 continue
             assert known["finish_reason"] is None, "a chunk after the end of its choice"
             known["text"] += piece["text"]
@@ -54,7 +56,16 @@ async def test_shape_of_an_answer(served: Served) -> None:
     assert answer["system_fingerprint"].startswith("quire-")
     [choice] = answer["choices"]
     assert len(choice.pop("text")) == 5
-    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert choice == {
+        "index": 0,
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "prompt_logprobs": None,
+        "token_ids": None,
+        "prompt_token_ids": None,
+    }
+    assert (answer["service_tier"], answer["kv_transfer_params"]) == (None, None)
     assert answer["usage"] == {
         "prompt_tokens": 6,
         "completion_tokens": 5,
@@ -319,7 +330,14 @@ async def test_a_time_limit_may_be_over_before_anything_was_computed(served: Ser
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "1"), ("priority", 101), ("priority", -101), ("priority", 0.5)],
+    [
+        ("timeout_s", 0),
+        ("timeout_s", -1),
+        ("timeout_s", "soon"),
+        ("priority", 101),
+        ("priority", -101),
+        ("priority", 0.5),
+    ],
 )
 async def test_limits_of_time_and_priority(served: Served, name: str, value: object) -> None:
     response = await served.client.post("/v1/completions", json={"prompt": "hello", name: value})

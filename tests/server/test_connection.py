@@ -15,16 +15,16 @@ import pytest
 from quire.server.connection import (
     LINGER_SECONDS,
     MAX_DISCARDED_BYTES,
-    MAX_HEAD_BYTES,
-    MAX_NUM_HEADERS,
     MAX_NUM_PIPELINED,
     MAX_NUM_SURPLUS,
     MAX_PIPELINED_BYTES,
     MIN_READ_BYTES,
     Phase,
 )
+from quire.server.settings import ServerSettings
 from tests.server.raw import STATUS_LINE, RawServer, raw_server, statuses
 
+MAX_HEAD_BYTES, MAX_NUM_HEADERS = ServerSettings().max_head_bytes, ServerSettings().max_num_headers
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 CHUNKED = b"POST /b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -30,7 +30,7 @@ async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio
 async def statuses(served: Served) -> set[str]:
     """Statuses that /metrics has counted for generating requests."""
     text = (await served.client.get("/metrics")).text
-    lines = [line for line in text.splitlines() if line.startswith("quire:http_requests_total") and 'POST"' in line]
+    lines = [line for line in text.splitlines() if line.startswith("quire_http_requests_total") and 'POST"' in line]
     return {line.split('status="')[1][:3] for line in lines}
 
 
@@ -116,6 +116,6 @@ async def test_the_end_of_a_stream_is_not_a_hang_up(live: Served) -> None:
     await live.until_idle()
     assert await statuses(live) == {"200"}
     assert (
-        'request_success_total{finished_reason="abort",model_name="tiny"} 0.0'
+        'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 0.0'
         in (await live.client.get("/metrics")).text
     )

@@ -225,7 +225,7 @@ def test_what_a_client_reads_of_a_failure_is_a_sentence_and_the_id_of_a_log_reco
         found = re.fullmatch(r"[\w ]+ \(error ([0-9a-f]{12}); the server's log says more\)", failed.detail.message)
         assert (failed.status, found is not None) == (500, True), failed.detail
         assert found is not None
-        [record] = caplog.records
+        [record] = dict.fromkeys(caplog.records)  # several handlers may have caught it
         assert found[1] in record.getMessage()
         assert record.exc_info is not None
         assert "secret" in str(record.exc_info[1])
@@ -260,15 +260,15 @@ async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "a", "x" * 1_000_000: 1}),
-        ("/v1/completions", {"prompt": "a", "stream_options": {"x" * 1_000_000: 1}}),
+        ("/v1/completions", {"prompt": "a", "x" * 1_000_000: 1, "n": "x"}),
+        ("/v1/completions", {"prompt": "a", "stream": True, "stream_options": {"include_usage": "x" * 1_000_000}}),
         ("/v1/completions", {"prompt": "a", "early_stopping": "x" * 1_000_000, "use_beam_search": True}),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**9] * 4000}),
         ("/v1/completions", {"prompt": "a", "model": "x" * 1_000_000}),
         ("/v1/chat/completions", {"messages": [{"role": "\x00" * 1_000_000, "content": "a"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x" * 1_000_000}]}]}),
         ("/tokenize", {"prompt": "a", "model": "x" * 1_000_000}),
-        ("/detokenize", {"tokens": [1], "x" * 1_000_000: 1}),
+        ("/detokenize", {"tokens": "x", "x" * 1_000_000: 1}),
     ],
 )
 async def test_an_error_does_not_echo_what_was_sent(served: Served, path: str, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""No field is accepted and ignored: each has an effect that is shown here, or is refused with 400 and its name."""
+"""No known field is ignored: each has an effect that is shown here, or is refused with 400 and its name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.server.conftest import Served, serving
 
 PATHS = {CompletionRequest: "/v1/completions", ChatRequest: "/v1/chat/completions"}
@@ -59,6 +60,11 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "logit_bias": ({"64": 5}, {64: 5.0}),
     "prompt_logprobs": (2, 2),
     "truncate_prompt_tokens": (2, 2),
+    "truncation_side": ("right", "right"),
+    "repetition_detection": (
+        {"max_pattern_size": 4, "min_count": 2},
+        RepetitionDetectionParams(max_pattern_size=4, min_count=2),
+    ),
     "timeout_s": (7, 7.0),
 }
 """Fields that the engine gets as they are: (value in the request, value in SamplingParams)."""
@@ -98,13 +104,42 @@ EFFECTS: dict[type, dict[str, tuple[Any, Effect]]] = {
     },
 }
 
+STRUCTURED: dict[str, tuple[Any, str]] = {
+    "response_format": ({"type": "json_object"}, "json_object"),
+    "structured_outputs": ({"choice": ["yes", "no"]}, "choice"),
+    "guided_json": ({"type": "object"}, "json"),
+    "guided_regex": ("[a-z]+", "regex"),
+    "guided_choice": (["yes", "no"], "choice"),
+    "guided_grammar": ('root ::= "yes"', "grammar"),
+}
+"""Fields with a constraint: (value, the field of StructuredOutputsParams that it sets)."""
+
 WITH_OTHERS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "continue_final_message": {"continue_final_message": True, "messages": [{"role": "assistant", "content": "I"}]},
     "user": {"user": "Ann"},
+    "guided_whitespace_pattern": {"guided_json": {"type": "array"}, "guided_whitespace_pattern": " "},
+    "guided_decoding_backend": {"guided_json": {"type": "array"}, "guided_decoding_backend": "outlines"},
     "length_penalty": {"use_beam_search": True, "length_penalty": 0.5},
+    "include_metrics": {},  # tests/server/test_observability.py
+    # These have their tests in tests/server/test_vllm_fields.py.
+    "suffix": {},
+    "chat_template": {},
+    "documents": {},
+    "echo": {},
+    "reasoning_effort": {},
+    "return_prompt_text": {},
+    "use_beam_search": {},
+    "stream_interval": {},
+    "return_tokens_as_token_ids": {},
+    "spaces_between_special_tokens": {},
     "early_stopping": {"use_beam_search": True, "early_stopping": "never"},
+    "tools": {},  # these five: test_tools.py
+    "thinking_token_budget": {},
+    "tool_choice": {},
+    "parallel_tool_calls": {},
+    "include_reasoning": {},
 }
 """Fields with a test of their own below: they need another field, or show elsewhere than in the answer."""
 
@@ -141,7 +176,7 @@ async def served(model_path: Path) -> AsyncIterator[Served]:
 def test_every_field_is_in_the_tables() -> None:
     for kind, effects in EFFECTS.items():
         others = {name for name in WITH_OTHERS if name in kind.__struct_fields__}
-        assert set(kind.__struct_fields__) == {*effects, *SAMPLING, *others}
+        assert set(kind.__struct_fields__) == {*effects, *SAMPLING, *STRUCTURED, *others}
         assert not set(kind.UNSUPPORTED) & set(kind.__struct_fields__)
 
 
@@ -160,6 +195,18 @@ async def test_fields_have_their_effect(served: Served, kind: type, name: str) -
     plain = await send(served, kind, {})
     assert plain.status == 200
     assert effect(await send(served, kind, {name: value}), plain)
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
+async def test_constraints_reach_the_engine(served: Served, kind: type) -> None:
+    for name, (value, field) in STRUCTURED.items():
+        seen = await send(served, kind, {name: value, "max_tokens": 50})
+        assert seen.status == 200, seen.text
+        assert getattr(seen.params.structured_outputs, field) not in (None, False)
+    patterned = await send(served, kind, WITH_OTHERS["guided_whitespace_pattern"])
+    assert patterned.params.structured_outputs.whitespace_pattern == " "
+    chosen = await send(served, kind, WITH_OTHERS["guided_decoding_backend"])  # there is one, so it has no effect
+    assert chosen.params.structured_outputs == StructuredOutputsParams(json={"type": "array"})
 
 
 async def test_stream_options(served: Served) -> None:
@@ -231,4 +278,4 @@ async def test_tokenize_fields(served: Served) -> None:
     assert await post("/detokenize", tokens=[64], model="other") == 404
     assert await post("/detokenize", tokens=[300]) == 400
     assert await post("/tokenize", prompt="ab", tools=[{}]) == 400
-    assert await post("/detokenize", tokens=[64], skip=True) == 400
+    assert await post("/detokenize", tokens=[64], token=[64]) == 400

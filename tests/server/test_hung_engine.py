@@ -13,12 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.config.options import EngineOptions
-from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
-from quire.server.app import create_app
 from quire.server.settings import ServerSettings
-from tests.server.conftest import HOST, Served, serving
+from tests.server.conftest import Served, serving, serving_apart
 from tests.server.sse import events
 
 GUARD_SECONDS = 120
@@ -28,15 +26,8 @@ GUARD_SECONDS = 120
 @pytest.fixture
 async def apart(model_path: Path) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own."""
-    options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=100)
-    engine = AsyncLLM.from_options(options, executor="tests.server.executor:slow")
-    try:
-        app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
-            yield Served(engine, app.state.context, client)
-    finally:
-        engine.shutdown()
+    async with serving_apart(model_path, max_num_seqs=100) as served:
+        yield served
 
 
 def pid_of(served: Served) -> int:
@@ -65,8 +56,8 @@ async def test_a_stopped_engine_process(apart: Served) -> None:
                 assert refused.status_code == 503, path
                 assert "has not answered for " in refused.json()["error"]["message"]
             metrics = (await apart.client.get("/metrics")).text
-            [gauge] = [line for line in metrics.splitlines() if line.startswith("quire:engine_silence_seconds ")]
-            assert float(gauge.split()[1]) >= 5.0
+            [gauge] = [line for line in metrics.splitlines() if line.startswith("quire_engine_silence_seconds ")]
+            assert float(gauge.split()[1]) >= SILENCE_LIMIT
             assert (await apart.client.get("/version")).status_code == 200
             assert not running.done(), "a request that has begun waits"
     finally:

@@ -117,7 +117,7 @@ async def test_errors(client: openai.AsyncOpenAI, fast: Served) -> None:
         await client.chat.completions.create(
             model="tiny", messages=HI, tools=[{"type": "function", "function": {"name": "f"}}]
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tool_choice"
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").models.list()
 

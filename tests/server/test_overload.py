@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
+import pytest
+
+from quire.clock import VirtualClock
+from quire.engine.messages import AddRequest, ClientMessage
+from quire.engine.request_part import RATE_SECONDS, Backlog
 from quire.server.settings import ServerSettings
 from tests.server.conftest import serving
 
@@ -68,6 +74,73 @@ async def test_one_request_of_many_prompts_leaves_the_door_open(model_path: Path
         await asyncio.gather(large, return_exceptions=True)
         await served.until_idle()
         assert served.engine.num_pending == 0
+
+
+async def test_too_many_waiting_prompt_tokens_are_refused(model_path: Path) -> None:
+    settings = ServerSettings(max_num_queued_tokens=40)
+    async with serving(model_path, settings, executor="slow", max_num_seqs=1) as served:
+        first = asyncio.ensure_future(served.client.post("/v1/completions", json=LONG))
+        await served.until_running(1)
+        while served.engine.num_queued_tokens:
+            await asyncio.sleep(0.005)
+        body = {"prompt": "a" * 30, "max_tokens": 1}
+        waiting = [asyncio.ensure_future(served.client.post("/v1/completions", json=body)) for _ in range(2)]
+        while served.engine.num_queued_tokens < 40:
+            await asyncio.sleep(0.005)
+        refused = await served.client.post("/v1/completions", json=body)
+        assert refused.status_code == 429
+        num_queued = served.engine.num_queued_tokens
+        assert f"{num_queued} prompt tokens wait (limit 40)" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        waiting.pop().cancel()
+        while served.engine.num_queued_tokens >= 40:
+            await asyncio.sleep(0.005)
+        first.cancel()
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+        await served.until_idle()
+        assert served.engine.num_queued_tokens == 0
+        assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+
+
+def test_the_time_to_try_again_follows_the_rate() -> None:
+    clock = VirtualClock()
+    backlog = Backlog(clock)
+    assert backlog.seconds == math.inf
+    for number in range(1000):  # 100 tokens a second for a long time
+        backlog.add(f"r{number}", 10)
+        clock.advance(0.1)
+        backlog.note_progress([f"r{number}", "unknown"])
+    backlog.add("a", 300)
+    backlog.add("b", 200)
+    assert backlog.num_tokens == 500
+    assert backlog.seconds == pytest.approx(5.0, rel=0.02)
+    assert backlog.discard("b") == 200
+    assert backlog.seconds == pytest.approx(3.0, rel=0.02)
+    clock.advance(RATE_SECONDS)
+    assert backlog.seconds == pytest.approx(3.0 * math.e, rel=0.02), "nothing was computed meanwhile"
+
+
+async def test_the_key_says_whose_request_it_is(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServerSettings(api_key=["first", "second"])
+    async with serving(model_path, settings) as served:
+        clients = []
+        send = served.engine._client.send
+
+        def note(message: ClientMessage) -> None:
+            if isinstance(message, AddRequest):
+                clients.append(message.request.client)
+            send(message)
+
+        monkeypatch.setattr(served.engine._client, "send", note)
+        for key in ("first", "second", "first"):
+            for stream in (False, True):
+                answer = await served.client.post(
+                    "/v1/completions",
+                    json={"prompt": "=a", "max_tokens": 2, "stream": stream},
+                    headers={"Authorization": f"Bearer {key}"},
+                )
+                assert answer.status_code == 200
+        assert clients == ["key 0"] * 2 + ["key 1"] * 2 + ["key 0"] * 2
 
 
 async def test_no_limit(model_path: Path) -> None:

@@ -87,6 +87,43 @@ async def test_many_inputs_of_every_kind(embedder: httpx.AsyncClient) -> None:
     assert [each["score"] for each in scores] == [pytest.approx(1.0), pytest.approx(float(first @ second), abs=1e-5)]
 
 
+@pytest.mark.parametrize("order", ["little", "big", "native"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+async def test_numbers_as_bytes(embedder: httpx.AsyncClient, order: str, kind: str) -> None:
+    plain = (await embedder.post("/v1/embeddings", json={"input": "w9 w3"})).json()["data"][0]["embedding"]
+    body = {"input": "w9 w3", "encoding_format": "base64", "embed_dtype": kind, "endianness": order}
+    answer = (await embedder.post("/v1/embeddings", json=body)).json()
+    data = bytearray(base64.b64decode(answer["data"][0]["embedding"]))
+    dtype = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "i2"}[kind]).newbyteorder(order[0])  # type: ignore[arg-type]
+    found = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
+    expected = torch.tensor(plain).to(getattr(torch, kind))
+    if kind == "bfloat16":
+        assert np.array_equal(found, expected.view(torch.int16).numpy())
+    else:
+        assert np.array_equal(found, expected.numpy())
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_a_conversation_has_a_vector(paths: dict[str, Path]) -> None:
+    (paths["embedder"] / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    try:
+        async with client_of(paths["embedder"]) as client:
+            messages = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+            said = (await client.post("/v1/embeddings", json={"messages": messages})).json()
+            plain = {"input": "w1 w2 w3", "add_special_tokens": False}
+            expected = (await client.post("/v1/embeddings", json=plain)).json()
+            assert said["data"] == expected["data"]
+            assert said["usage"]["prompt_tokens"] == 3
+            whole = (await client.post("/v1/embeddings", json={"input": "w1 w2 w3"})).json()
+            assert whole["usage"]["prompt_tokens"] > 3
+            both = await client.post("/v1/embeddings", json={"input": "w1", "messages": messages})
+            assert (both.status_code, both.json()["error"]["param"]) == (400, "input")
+            assert (await client.post("/pooling", json={"input": "w1", "task": "embed"})).status_code == 200
+            assert (await client.post("/pooling", json={"input": "w1", "task": "classify"})).status_code == 404
+    finally:
+        (paths["embedder"] / "chat_template.jinja").unlink()
+
+
 async def test_labels(paths: dict[str, Path], references: dict[str, object]) -> None:
     async with client_of(paths["classifier"]) as client:
         answer = (await client.post("/classify", json={"model": "tiny", "input": TEXTS})).json()
@@ -123,7 +160,7 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
         ({"input": "w1 " * 300}, "prompt", "the model's context is 256"),
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
-        ({"input": "w1", "imput": 1}, "imput", "unknown field"),
+        ({"input": "w1", "dimension": 1}, "dimension", "unknown field"),
     ],
 )
 async def test_mistakes_are_named(

@@ -6,11 +6,12 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server import scrape
-from quire.server.openapi import api_description
+from quire.server.openapi import RENDERING, api_description
 from quire.server.settings import ServerSettings
 from quire.version import __version__
 from tests.server.conftest import Served, serving
@@ -34,7 +35,10 @@ async def test_models(served: Served, model_path: Path) -> None:
         "root": str(model_path),
         "parent": None,
         "max_model_len": 256,
+        "permission": card["permission"],
     }
+    [permission] = card["permission"]
+    assert (permission["allow_sampling"], permission["is_blocking"]) == (True, False)
     assert (await served.client.get("/v1/models/tiny")).json() == card
     assert (await served.client.get("/v1/models/not/there")).status_code == 404
 
@@ -62,7 +66,7 @@ async def test_openapi_describes_every_field(served: Served) -> None:
     for reference in json.dumps(document).split('"#/components/schemas/')[1:]:
         assert reference.split('"')[0] in schemas
     posts = {route.path for route in served.client._transport.app.routes if "POST" in route.methods}  # type: ignore[attr-defined]
-    assert posts - {"/ping"} == {path for path, operations in document["paths"].items() if "post" in operations}
+    assert posts == {path for path, operations in document["paths"].items() if "post" in operations}
 
 
 async def test_metrics(served: Served) -> None:
@@ -77,16 +81,20 @@ async def test_metrics(served: Served) -> None:
     }
 
     def value(name: str, **labels: str) -> float:
-        return samples[f"quire:{name}", tuple(sorted(labels.items()))]
+        [found] = [prefix + name for prefix in ("vllm:", "quire_") if any(key[0] == prefix + name for key in samples)]
+        return samples[found, tuple(sorted(labels.items()))]
 
-    tiny = {"model_name": "tiny"}
+    tiny = {"model_name": "tiny", "engine": "0"}
     assert value("generation_tokens_total", **tiny) == 2 * 4 + 3
     assert value("request_success_total", finished_reason="stop", **tiny) == 2
     assert value("request_success_total", finished_reason="length", **tiny) == 1
     assert value("e2e_request_latency_seconds_count", **tiny) == 2
     assert value("request_prompt_tokens_sum", **tiny) == 5 + 4
     assert value("num_requests_running", **tiny) == value("kv_cache_usage_perc", **tiny) == 0
-    assert value("cache_config_info", block_size="16", num_gpu_blocks="64", **tiny) == 1
+    assert value("request_params_n_sum", **tiny) == 3
+    assert value("request_params_max_tokens_count", **tiny) == 2
+    cache = {"cache_dtype": served.engine.model_config.kv_cache_dtype, "enable_prefix_caching": "True"}
+    assert value("cache_config_info", block_size="16", num_gpu_blocks="64", **cache, **tiny) == 1
     assert value("http_requests_total", handler="/v1/completions", method="POST", status="200") == 2
     assert value("http_requests_total", handler="unmatched", method="other", status="404") == 1
 
@@ -96,7 +104,7 @@ async def test_metrics_of_an_engine_that_does_not_answer(served: Served, monkeyp
     monkeypatch.setattr(scrape, "SNAPSHOT_SECONDS", 0.01)
     monkeypatch.setattr(served.engine, "stats", asyncio.Event().wait)
     text = (await served.client.get("/metrics")).text
-    assert 'quire:generation_tokens_total{model_name="tiny"} 2.0' in text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 2.0' in text
 
 
 async def test_open_metrics_on_request(served: Served) -> None:
@@ -118,26 +126,54 @@ async def test_cors(model_path: Path) -> None:
         assert "access-control-allow-origin" not in response.headers
 
 
+ALL_ROUTES = ServerSettings(
+    enable_admin_routes=True, enable_sleep_mode=True, enable_tokenizer_info_endpoint=True, served_model_name=["tiny"]
+)
+
+
+async def test_openapi_describes_every_route(model_path: Path) -> None:
+    async with serving(model_path, ALL_ROUTES) as served:
+        assert served.app is not None
+        routes = {(m.lower(), r.path) for r in served.app.routes for m in getattr(r, "methods", ())}
+        others = {"/", "/docs", "/metrics", "/openapi.json", "/debug/kv/events"}
+        known = {(method, path.replace(":path}", "}")) for method, path in routes if path not in others}
+        known = {(method, path) for method, path in known if method != "head"}
+        paths = (await served.client.get("/openapi.json")).json()["paths"]
+        assert {(method, path) for path, operations in paths.items() for method in operations} == known
+        for route in served.app.routes:
+            names = {each.alias for each in route.dependant.query_params}  # type: ignore[attr-defined]
+            for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]
+                listed = paths.get(route.path, {}).get(method.lower(), {}).get("parameters", [])  # type: ignore[attr-defined]
+                assert {each["name"] for each in listed if each["in"] == "query"} == names, route
+    async with serving(model_path) as served:
+        assert "/pause" not in (await served.client.get("/openapi.json")).json()["paths"]
+
+
 async def test_openapi_lists_the_error_statuses(served: Served) -> None:
     """Those of the application; others are made in front of it, and listed for every route."""
     paths = (await served.client.get("/openapi.json")).json()["paths"]
-    both = {400, 401, 403, 408, 415, 421, 431, 500, 503}
+    all_routes = {400, 403, 408, 415, 421, 431, 500, 503}
+    public = ("/health", "/ready", "/ping", "/version")
     for path, operations in paths.items():
         for method, operation in operations.items():
             listed = {int(status) for status in operation["responses"]} - {200}
-            more = {404, 413} if method == "post" else set()
-            more |= {429} if method == "post" and path not in ("/tokenize", "/detokenize") else set()
-            assert listed == both | more, path
+            more = {401} if path not in public else set()
+            more |= {404} if "{" in path else set()
+            if method == "post" and path != "/ping" and "{" not in path:
+                converting = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+                more |= {404, 413} | ({429} if path not in converting else set())
+            assert listed == all_routes | more, path
             for status in listed:
                 schema = operation["responses"][str(status)]["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorBody"}
-            renders = path in ("/v1/chat/completions", "/tokenize")
+                kind = "MessagesErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+                assert schema == {"$ref": f"#/components/schemas/{kind}"}
+            renders = path in RENDERING
             assert ("chat_template_error" in operation["responses"]["500"]["description"]) == renders, path
 
 
 async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path) -> None:
     """Requests that each door of the server refuses, whether or not the route behind it reads a body."""
-    settings = ServerSettings(api_key=["key"], cors_allowed_origins=[])
+    settings = msgspec.structs.replace(ALL_ROUTES, api_key=["key"])
     key = {"Authorization": "Bearer key"}
     bad: dict[int, dict[str, str]] = {
         401: {},
@@ -149,6 +185,8 @@ async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path)
         for path, operations in api_description()["paths"].items():
             for method, operation in operations.items():
                 for status, headers in bad.items():
+                    if status == 401 and "401" not in operation["responses"]:
+                        continue
                     content = b"{}" if status == 415 or method == "post" else None
                     headers = {"Content-Type": "application/json", **headers} if content else headers
                     answer = await served.client.request(method, path, headers=headers, content=content)

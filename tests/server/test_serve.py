@@ -271,6 +271,38 @@ class TestTls:
         process.signal(signal.SIGTERM)
         assert process.finish()[0] == 0
 
+    def test_clients_need_a_certificate(
+        self, model_path: Path, tmp_path: Path, processes: list[Process], certificate: tuple[str, str]
+    ) -> None:
+        """With the authority's certificate as the client's own: one that another authority signed is refused, and so
+        is none."""
+        own, other = certificate, (str(tmp_path / "other.pem"), str(tmp_path / "other-key.pem"))
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-subj", "/CN=other", "-keyout", other[1], "-out", other[0]]
+        subprocess.run(command, check=True, capture_output=True)
+        process = Process(
+            model_path,
+            "readable",
+            ssl_certfile=own[0],
+            ssl_keyfile=own[1],
+            ssl_ca_certs=own[0],
+            ssl_cert_reqs=int(ssl.CERT_REQUIRED),
+        )
+        processes.append(process.wait_ready())
+        answers = []
+        for pair in (own, other, None):
+            context = ssl.create_default_context(cafile=own[0])
+            if pair is not None:
+                context.load_cert_chain(*pair)
+            with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
+                try:
+                    answers.append(client.get("/health").status_code)
+                except httpx.TransportError:
+                    answers.append(0)
+        assert answers == [200, 0, 0]
+        process.signal(signal.SIGTERM)
+        assert process.finish()[0] == 0
+
     def test_files_that_are_no_certificate(self, tmp_path: Path, certificate: tuple[str, str]) -> None:
         (tmp_path / "junk").write_text("junk")
         for cert, key in (("absent", certificate[1]), (str(tmp_path / "junk"), certificate[1]), certificate[::-1]):
@@ -292,7 +324,7 @@ def test_preloaded_prefixes_are_registered_before_the_server_is_ready(
     processes.append(process)
     process.wait_ready()
     metrics = httpx.get(f"{process.url}/metrics").text
-    assert re.search(r"^quire:kv_blocks_pinned\{.*\} 4\.0$", metrics, re.MULTILINE), "two blocks each"
+    assert re.search(r"^quire_kv_blocks_registered\{.*\} 4\.0$", metrics, re.MULTILINE), "two blocks each"
     body = {"prompt": "Answer in verse: why?", "max_tokens": 2}
     usage = httpx.post(f"{process.url}/v1/completions", json=body).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == len("Answer in verse: ") + 1, "and the start token"

@@ -41,6 +41,7 @@ ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
 FIRST_DENSE = {"first_k_dense_replace": 1, "num_key_value_heads": 6}
+INDEX = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 9}
 CHUNKS = {"attention_chunk_size": 16}
 DELTA = HEADS | {
     "linear_num_key_heads": 2,
@@ -106,6 +107,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "deepseek_v3",
         LLAMA | ROUTED | LATENT | {"attention_bias": True} | FIRST_DENSE,
     ),
+    ("deepseek_v32", LLAMA | ROUTED | LATENT | INDEX | FIRST_DENSE),
+    ("deepseek_v32", LLAMA | ROUTED | LATENT | INDEX | {"num_key_value_heads": 6}),
     ("qwen3_next", DELTA | MOE | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
     ("qwen3_5_text", DELTA),
     ("qwen3_5_moe_text", DELTA | MOE | {"shared_expert_intermediate_size": 28}),
@@ -155,6 +158,8 @@ def test_the_usual_rotation_is_transformers() -> None:
 ENGINES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": LLAMA | ROUTED | LATENT | {"first_k_dense_replace": 2},
     "DeepseekV3ForCausalLM": LLAMA | ROUTED | LATENT | {"first_k_dense_replace": 1, "q_lora_rank": None},
+    "Llama4ForCausalLM": HEADS | LOCAL | CHUNKS | {"intermediate_size_mlp": 90, "interleave_moe_layer_step": 2},
+    "DeepseekV32ForCausalLM": LLAMA | ROUTED | LATENT | INDEX | FIRST_DENSE,
     "LlamaForCausalLM": LLAMA | {"head_dim": 8},
     "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
     "Qwen2ForCausalLM": LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},

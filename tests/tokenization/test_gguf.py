@@ -36,6 +36,11 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """As the tokenizer.json files of these families have them."""
 
 
@@ -52,6 +57,7 @@ RULES: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: by_pattern(LLAMA3),
     "qwen2": lambda: by_pattern(QWEN2),
     "tekken": lambda: by_pattern(TEKKEN),
+    "gpt-4o": lambda: by_pattern(O200K),
 }
 
 
@@ -109,7 +115,9 @@ def test_the_rules_differ(tmp_path: Path) -> None:
     assert all(splits[a] != splits[b] for i, a in enumerate(rules) for b in rules[i + 1 :])
 
 
-@pytest.mark.parametrize(("alias", "rule"), [("llama3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")])
+@pytest.mark.parametrize(
+    ("alias", "rule"), [("llama3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2"), ("llama4", "gpt-4o")]
+)
 def test_other_names_of_a_rule(alias: str, rule: str, tmp_path: Path) -> None:
     tokenizer = loaded(writer_of(reference(rule), alias), tmp_path)
     ids = reference(rule).encode(TEXTS[4], add_special_tokens=False).ids

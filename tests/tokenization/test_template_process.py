@@ -88,13 +88,13 @@ def test_a_text_is_rendered_no_further_than_to_its_limit() -> None:
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = TemplateRenderer(Setup({"default": "{{ n }}"}, {}, TemplateLimits()))
     compiled: list[str] = []
-    compile_it = renderer._environment.from_string
+    parse = renderer._environment.parse
 
     def count(source: str) -> Any:
         compiled.append(source)
-        return compile_it(source)
+        return parse(source)
 
-    monkeypatch.setattr(renderer._environment, "from_string", count)
+    monkeypatch.setattr(renderer._environment, "parse", count)
     for number in range(3):
         assert renderer.answer(Render("default", {"n": number}, datetime(2026, 11, 21), 9)) == Rendered(str(number))
     assert compiled == ["{{ n }}"]
@@ -122,6 +122,7 @@ def test_what_is_imported(module: str, absent: set[str]) -> None:
         ours = {name for name in imported if name.startswith("quire.")}
         assert ours == {
             "quire.tokenization",
+            "quire.tokenization.template_content",
             "quire.tokenization.template_messages",
             "quire.tokenization.template_process",
             "quire.version",

@@ -230,3 +230,46 @@ def test_find(tmp_path: Path) -> None:
     small().write(tmp_path / "b.gguf")
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files: name the one to load, such as .*a\.gguf"):
         find_gguf(tmp_path)
+
+
+def test_the_files_of_a_split_model(tmp_path: Path) -> None:
+    writer = small()
+    first, second = writer.write_split(tmp_path, 2)
+    with GGUFFile(first) as file:
+        assert file.paths == [first, second]
+        assert list(file.tensors) == ["first", "second"]
+        for name, tensor in writer.tensors.items():
+            file.release(file.tensors[name])
+            assert bytes(file.data(file.tensors[name])) == tensor.data
+        assert file.strings("tokens") == ["a", "", "日本"]
+    assert find_gguf(tmp_path) == first
+    with pytest.raises(ModelLoadError, match="part 2 of a split model: name the first of its files"):
+        GGUFFile(second)
+    (tmp_path / "another.gguf").write_bytes(writer.to_bytes())
+    with pytest.raises(ModelLoadError, match="3 GGUF files"):
+        find_gguf(tmp_path)
+
+
+def test_files_that_make_no_split_model(tmp_path: Path) -> None:
+    first, second, third = small().write_split(tmp_path, 3)
+
+    def reason() -> str:
+        with pytest.raises(ModelLoadError) as refused:
+            GGUFFile(first)
+        return refused.value.message.removeprefix(str(tmp_path))
+
+    content = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    assert reason() == "/model-00003-of-00003.gguf says that it is part 2 of 3"
+    own = {"split.no": typed(2), "split.count": typed(3)}
+    GGUFWriter(own, {"second": small().tensors["second"]}).write(third)
+    assert reason() == "/model-00003-of-00003.gguf: tensor 'second' is in another part too"
+    GGUFWriter(own, {"other": small().tensors["second"]}).write(third)
+    assert reason() == "/model-00001-of-00003.gguf: its model has 2 tensors, and its files hold 3"
+    third.write_bytes(content[:40])
+    assert "not a valid GGUF file" in reason()
+    third.unlink()
+    assert reason().endswith("model-00003-of-00003.gguf is not a file")
+    for count in (typed(1001), Typed(INT64, -1), typed("2")):
+        GGUFWriter({"split.count": count}, {}).write(first)
+        assert "split" in reason()

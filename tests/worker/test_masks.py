@@ -96,7 +96,7 @@ def test_at_queue_depth_2_as_at_depth_1(
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_preempted_and_aborted_at_queue_depth_2(make_client: Any, preemption_mode: str, platform: str) -> None:
     expected = run(make_client(queue_depth=1), FREE | BOUND)
-    options = {"swap_space": 2**22} if preemption_mode == "swap" else {}
+    options = {"swap_space": "4MiB"} if preemption_mode == "swap" else {}
     client = make_client(queue_depth=2, num_blocks_override=33, preemption_mode=preemption_mode, **options)
     for name, request in (FREE | BOUND).items():
         fields = {key: value for key, value in request.items() if key != "prompt"}

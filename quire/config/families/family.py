@@ -46,7 +46,8 @@ class GGUFNames:
     top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
     files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
     caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
-    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is.
+    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is. settings, rope: what
+    config.json and its RoPE settings say of every model of the family, and files do not.
     """
 
     architecture: str
@@ -58,6 +59,13 @@ class GGUFNames:
     norm_offset: float = 0.0
     caps: tuple[str, ...] = ()
     largest: int = 0
+    settings: Mapping[str, object] = field(default_factory=dict)
+    rope: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def has_experts(self) -> bool:
+        """Files of the same architecture may have experts or none."""
+        return any(EXPERT in place for place in self.layer.values())
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,8 @@ class Family:
     head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
     `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "qwen" (if
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
-    layer_types: what config.json may call a layer.
+    layer_types: what config.json may call a layer. has_chunks: a window is a chunk of positions, which the layers have
+    that `no_rope_layers` says are rotated.
     rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
@@ -84,8 +93,8 @@ class Family:
     unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
     whose tokens attend to later ones too; it keeps nothing in the cache.
     has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
-    mixtures of experts. has_shared_gate: a gate over the shared expert. corrects_choice: experts are chosen by
-    corrected scores.
+    mixtures of experts. has_index: an indexer chooses what latent attention reads. has_shared_gate: a gate over the
+    shared expert. corrects_choice: experts are chosen by corrected scores.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -120,6 +129,7 @@ class Family:
     windows: str | int = "none"
     window: tuple[str, ...] = ("sliding_window",)
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    has_chunks: bool = False
     rope: RopeDefaults = LLAMA_DEFAULTS
     is_interleaved: bool = False
     fused: tuple[str, ...] = ()
@@ -129,6 +139,7 @@ class Family:
     expert_bias: bool = False
     has_sinks: bool = False
     has_latents: bool = False
+    has_index: bool = False
     has_experts: bool = False
     has_shared_gate: bool = False
     corrects_choice: bool = False
@@ -227,7 +238,8 @@ class Family:
         projections = ((hidden, query + gate + 2 * key), (query, hidden))
 
         def layer(window: int | None) -> Layer:
-            kind: Kind = "none" if self.is_bidirectional else "full" if window is None else "sliding"
+            windowed: Kind = "chunked" if self.has_chunks else "sliding"
+            kind: Kind = "none" if self.is_bidirectional else "full" if window is None else windowed
             return AttentionShape(kind, num_heads, num_kv_heads, dim, dim, window), projections, vectors
 
         return layer
@@ -251,6 +263,16 @@ class Family:
         if self.output_bias.read(fields):
             vectors += hidden
         num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads)
+        index_heads = index_dim = index_top = 0
+        if self.has_index:
+            if query_rank is None:
+                raise fields.error("q_lora_rank is missing: the indexer takes compressed queries")
+            index_heads, index_dim = fields.integer("index_n_heads"), fields.integer("index_head_dim")
+            index_top = fields.integer("index_topk")
+            if rope_dim > index_dim:
+                raise fields.error(f"index_head_dim ({index_dim}) must be at least qk_rope_head_dim ({rope_dim})")
+            projections += (query_rank, index_heads * index_dim), (hidden, index_dim), (hidden, index_heads)
+            vectors += 2 * index_dim
         attention = AttentionShape(
             "latent",
             num_heads,
@@ -259,6 +281,9 @@ class Family:
             value_dim,
             latent_dim=rank + rope_dim,
             latent_rank=rank,
+            index_heads=index_heads,
+            index_dim=index_dim,
+            index_top=index_top,
         )
         return attention, projections, vectors
 
@@ -285,6 +310,9 @@ class Family:
         kinds = names(fields, "layer_types", num_layers, self.layer_types)
         if kinds is not None:
             return tuple(None if kind == "full_attention" else window for kind in kinds)
+        if self.has_chunks and fields.values.get("no_rope_layers"):
+            turned = self.rope.rotated_layers(fields, num_layers)
+            return tuple(window if is_turned else None for is_turned in turned)
         if rule == "qwen":
             start = fields.integer("max_window_layers", 28, minimum=0)
             return tuple(window if layer >= start else None for layer in range(num_layers))
@@ -311,6 +339,11 @@ class Family:
         kinds = names(fields, "mlp_layer_types", num_layers, ("dense", "sparse"))
         if kinds is not None:
             return Experts(num_experts, active, width, shared), tuple(kind == "sparse" for kind in kinds)
+        listed = fields.values.get("moe_layers")
+        if listed is not None:
+            if not isinstance(listed, list):
+                raise fields.error("moe_layers must list layers")
+            return Experts(num_experts, active, width, shared), tuple(n in listed for n in range(num_layers))
         start = fields.optional_integer("first_k_dense_replace", minimum=0)
         start = self.sparse_from if start is None else start
         step = first(fields, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", default=1)

@@ -30,6 +30,7 @@ FAMILIES = (
         mlp_bias=NEVER,
         head_dim=256,
         usual_values={"hidden_act": "gelu_pytorch_tanh"},
+        gguf=replace(_GGUF, architecture="gemma", layer=GGUF_LAYER, windowed="", largest=0),
     ),
     Family(
         "gemma2",

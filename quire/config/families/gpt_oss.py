@@ -1,8 +1,13 @@
 """GPT-OSS: sinks, a window in every other layer, experts with biases."""
 
-from quire.config.families.family import NEVER, Bias, Family
+from quire.config.families.family import EXPERT, NEVER, Bias, Family, GGUFNames
+from quire.config.families.llama import GGUF_TOP, gguf_experts
 from quire.config.rope import RopeDefaults
 
+_GGUF_LAYER = gguf_experts("mlp.router", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj") | {
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
 _BIAS = Bias("attention_bias", True)
 FAMILIES = (
     Family(
@@ -17,5 +22,13 @@ FAMILIES = (
         expert_bias=True,
         has_sinks=True,
         rope=RopeDefaults(theta=150_000.0),
+        gguf=GGUFNames(
+            "gpt-oss",
+            GGUF_TOP,
+            {name: place for name, place in _GGUF_LAYER.items() if name != "ffn_norm"},
+            windowed="GptOssForCausalLM",
+            settings={"experts_apart": True},
+            rope={"truncate": False},
+        ),
     ),
 )

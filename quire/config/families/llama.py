@@ -21,6 +21,17 @@ GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
+
+def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """GGUF_LAYER with experts in the place of the MLP. expert: where the matrices of one are, by these names."""
+    return {name: place for name, place in GGUF_LAYER.items() if not place.startswith("mlp.")} | {
+        "ffn_gate_inp": router,
+        "ffn_gate_exps": f"{expert}.{gate}",
+        "ffn_up_exps": f"{expert}.{up}",
+        "ffn_down_exps": f"{expert}.{down}",
+    }
+
+
 FAMILIES = (
     Family(
         "llama",

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from quire.config.families.family import NEVER, Family
+from quire.config.families.family import EXPERT, NEVER, Family, GGUFNames
+from quire.config.families.llama import GGUF_TOP, gguf_experts
 from quire.config.rope import RopeDefaults
 
+_GGUF_EXPERTS = gguf_experts("block_sparse_moe.gate", f"block_sparse_moe.experts.{EXPERT}", "w1", "w3", "w2")
 _MISTRAL = Family("", query_bias=NEVER, output_bias=NEVER, mlp_bias=NEVER, windows="everywhere")
 FAMILIES = (
     replace(
@@ -21,5 +23,6 @@ FAMILIES = (
         is_runnable=True,
         has_experts=True,
         rope=RopeDefaults(theta=1_000_000.0),
+        gguf=GGUFNames("llama", GGUF_TOP, _GGUF_EXPERTS, interleaved=True, windowed="MixtralForCausalLM"),
     ),
 )

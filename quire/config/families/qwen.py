@@ -1,13 +1,14 @@
 """Qwen 2, 2.5 and 3, dense and mixtures of experts."""
 
 from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GGUFNames
-from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
 
-_GGUF_EXPERTS = {name: place for name, place in GGUF_LAYER.items() if not place.startswith("mlp.")} | {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+_GGUF_EXPERTS = gguf_experts("mlp.gate", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj")
+_GGUF_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 FAMILIES = (
     Family(
@@ -30,6 +31,7 @@ FAMILIES = (
         mlp_bias=NEVER,
         windows="qwen",
         has_shared_gate=True,
+        gguf=GGUFNames("qwen2moe", GGUF_TOP, _GGUF_EXPERTS | _GGUF_SHARED, settings={"norm_topk_prob": False}),
     ),
     Family(
         "qwen3",
@@ -49,6 +51,6 @@ FAMILIES = (
         mlp_bias=NEVER,
         head_norms="head",
         windows="qwen",
-        gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS),
+        gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS, settings={"norm_topk_prob": True}),
     ),
 )

@@ -1,4 +1,5 @@
-"""The live page: one HTML document put together from the files beside this one, with the policy that confines it."""
+"""The live page and the page of the API: each one HTML document put together from the files beside this one, with the
+policy that confines it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 SCRIPTS = ("state.js", "colours.js", "blockmap.js", "tables.js", "requests.js", "charts.js", "prompt.js", "main.js")
-"""In the order in which they stand in the page's one script."""
+"""In the order in which they stand in the live page's one script."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,21 @@ class Page:
 
 
 def load_page() -> Page:
-    """Read and join the files. Nothing in the page depends on the server: what it shows it fetches."""
+    """The live page. Nothing in it depends on the server: what it shows it fetches."""
+    return _join("index.html", "style.css", SCRIPTS)
+
+
+def load_reference() -> Page:
+    """The page that shows /openapi.json."""
+    return _join("reference.html", "reference.css", ("reference.js",))
+
+
+def _join(document: str, style_sheet: str, scripts: tuple[str, ...]) -> Page:
     folder = files(__name__)
-    style = folder.joinpath("style.css").read_text(encoding="utf-8")
-    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = folder.joinpath(style_sheet).read_text(encoding="utf-8")
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in scripts)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    html = folder.joinpath("index.html").read_text(encoding="utf-8")
+    html = folder.joinpath(document).read_text(encoding="utf-8")
     html = html.replace("/* style */", style).replace("/* script */", script)
     return Page(html.encode(), content_policy(style, script))
 

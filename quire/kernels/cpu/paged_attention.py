@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, why_no_latents
+from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, why_no_index, why_no_latents
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.spec import LatentSpec
 
 CACHE_TYPES = {
     "float32": _native.CacheType.F32,
@@ -39,6 +40,13 @@ def check_latent(rank: int, rope_dim: int) -> None:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
 
 
+def check_index(num_heads: int, dim: int, top: int) -> None:
+    """Raises ConfigError for an indexer that the kernels do not compute."""
+    reason = why_no_index(num_heads, dim, top)
+    if reason is not None:
+        raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
+
+
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
     """Bytes of a block of one layer; `AttentionSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
     CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
@@ -56,8 +64,10 @@ class AttentionPlans:
             spec = group.spec
             num_blocks = layout.num_blocks * layout.kernel_blocks(group)
             shape = spec.page_shape(layout.block_size)
-            if spec.kind == "latent":
-                plan = _native.AttentionPlan(layout.block_size, num_blocks, num_heads, 1, 0, num_threads, latent=True)
+            if isinstance(spec, LatentSpec):
+                plan = _native.AttentionPlan(
+                    layout.block_size, num_blocks, num_heads, 1, 0, num_threads, latent=True, top=spec.top
+                )
                 self._plans.append(plan)
                 continue
             if len(shape) != 4:
@@ -67,7 +77,15 @@ class AttentionPlans:
             _, size, num_kv_heads, head_dim = shape
             check_shape(size, num_heads, num_kv_heads, head_dim)
             self._plans.append(
-                _native.AttentionPlan(size, num_blocks, num_heads, num_kv_heads, spec.window or 0, num_threads)
+                _native.AttentionPlan(
+                    size,
+                    num_blocks,
+                    num_heads,
+                    num_kv_heads,
+                    spec.window or 0,
+                    num_threads,
+                    chunked=spec.kind == "chunked",
+                )
             )
         self._batch: AttentionBatch | None = None
 

@@ -59,6 +59,12 @@ class VocabularyKernels:
         self._kernels.rank(logits, tokens, logprobs, ranks, top_tokens, top_logprobs)
         return logprobs, ranks, top_tokens, top_logprobs
 
+    def keep_masked(self, scores: np.ndarray, indices: np.ndarray, words: np.ndarray) -> None:
+        """Make impossible (minus infinity) what masks do not allow. scores: [R, vocab_size] float32, edited in place.
+        indices: [M] int64, the row of each mask. words: [M, ceil(vocab_size / 32)] uint32, token t at bit t % 32 of
+        word t // 32."""
+        self._kernels.keep_masked(scores, indices, words)
+
     def lowest_kept(self, weights: np.ndarray, total: float, top_k: int, top_p: float, min_p: float) -> float:
         """The lowest weight that the filters keep in one row. weights: [n] float32 in [0, 1], the largest 1; total:
         what they add up to."""

@@ -22,6 +22,17 @@ NOTHING = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The first position, possibly below 0, that tokens at these positions see. WINDOW: 1: the last `window` ones; 2: a
+    chunk of `window`."""
+    if WINDOW == 2:
+        first = position // window * window
+    else:
+        first = position - window + 1
+    return first
+
+
 def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
     """`scale`, `cap` and `window` as the kernels take them."""
     log2_e = LOG2_E.value
@@ -152,7 +163,7 @@ def _attend_tiles(
         from_page = pages + at[:, None] + dims[None, :]
         visible = keys[None, :] <= positions[:, None]
         if WINDOW:
-            visible = visible & (keys[None, :] > positions[:, None] - window)
+            visible = visible & (keys[None, :] >= first_seen(positions, window, WINDOW)[:, None])
         if MASKED:
             mask = present[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(from_page, mask=mask, other=0.0)
@@ -207,9 +218,11 @@ def attend_range(
     first_key = start
     whole_from = start
     if WINDOW:
-        first_key = tl.maximum(first_position - window + 1, 0)
+        first_key = tl.maximum(first_seen(first_position, window, WINDOW), 0)
         start = tl.maximum(start, first_key // BLOCK_N * BLOCK_N)
-        whole_from = tl.maximum(start, tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N)
+        whole_from = tl.maximum(
+            start, tl.cdiv(tl.maximum(first_seen(last_position, window, WINDOW), 0), BLOCK_N) * BLOCK_N
+        )
         left = tl.minimum(whole_from, end)
         maximum, total, values = _attend_tiles(
             queries, maximum, total, values, pages, table, start, left, first_key, end, positions, scale, cap, window,

@@ -11,6 +11,7 @@ import triton.language as tl
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
+    first_seen,
     load_queries,
     load_sinks,
     merged,
@@ -52,7 +53,7 @@ def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.conste
     their length; others share the tiles that any query sees out equally."""
     begin = 0
     if WINDOW:
-        begin = tl.maximum(seq_len - num_new - window + 1, 0)
+        begin = tl.maximum(first_seen(seq_len - num_new, window, WINDOW), 0)
     if FIXED_KEYS:
         begin = begin // FIXED_KEYS * FIXED_KEYS
         keys = FIXED_KEYS

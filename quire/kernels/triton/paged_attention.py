@@ -13,6 +13,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
+    first_seen,
     load_queries,
     load_sinks,
     merged,
@@ -100,7 +101,7 @@ def _varlen_kernel(
     if FIXED_KEYS:
         first_split = 0
         if WINDOW:
-            first_split = tl.maximum(first_position - window + 1, 0) // FIXED_KEYS
+            first_split = tl.maximum(first_seen(first_position, window, WINDOW), 0) // FIXED_KEYS
         for split in range(bound(first_split), bound(last_position // FIXED_KEYS + 1)):
             part_maximum, part_total, part_values = no_keys(BLOCK_M, DIM)
             part_maximum, part_total, part_values = attend_range(
@@ -148,7 +149,7 @@ def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[s
         "GROUP": layer.num_heads // layer.num_kv_heads,
         "HEAD_DIM": layer.head_dim,
         "DIM": padded_dim(layer.head_dim),
-        "WINDOW": layer.window is not None,
+        "WINDOW": 0 if layer.window is None else 2 if layer.is_chunked else 1,
         "SINKS": sinks is not None,
     }
 

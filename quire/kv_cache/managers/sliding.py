@@ -1,4 +1,4 @@
-"""Blocks of which a sequence needs the last ones only: those of a sliding window, and those of states.
+"""Blocks of which a sequence needs the last ones only: those of a sliding window or a chunk, and those of states.
 
 Block i of a state is written by each step that computes tokens of it, and then holds the state after the last of them;
 once it is full, it is a snapshot. A step reads the state before its first token, which lies in the block of the token
@@ -42,3 +42,11 @@ class SlidingManager:
         # A span of s tokens can start inside a block and so touch one block more than ceil(s / block size).
         touched = (span + self.block_size - 2) // self.block_size + 1
         return min(-(-num_tokens // self.block_size), touched)
+
+
+class ChunkedManager(SlidingManager):
+    """GroupManager of layers in which a query reads its own chunk: positions from the last multiple of the window on.
+    A hit that ends with a chunk needs no block at all."""
+
+    def first_needed_block(self, position: int) -> int:
+        return position // self._window * self._window // self.block_size

@@ -1,4 +1,5 @@
-"""The block formats of GGUF, taken apart into integers, scales and offsets. Exact: w = scale * value + offset.
+"""The block formats of GGUF that hold integers, taken apart into these, scales and offsets. Exact: w = scale * value +
+offset.
 
 Each function takes the bytes of whole blocks and returns what one block holds, in the order of the row:
 
@@ -86,13 +87,6 @@ def _iq4_nl(blocks: Bytes) -> Parts:
     return _NONLINEAR[_split_halves(blocks[:, 2:])], _halves(blocks, 0), None
 
 
-def _mxfp4(blocks: Bytes) -> Parts:
-    """A byte e, the scale 2 ** (e - 128), and 16 bytes as in Q4_0 of floating-point numbers of four bits (sign, two of
-    exponent, one of mantissa), here in halves. The OCP's microscaling formats, version 1.0."""
-    scales = np.ldexp(np.float32(1.0), blocks[:, :1].astype(np.int32) - 128)
-    return _FLOAT4_HALVES[_split_halves(blocks[:, 1:])], scales.astype(np.float32), None
-
-
 def _q4_k(blocks: Bytes) -> Parts:
     """Eight groups of 32. Scales and offsets as `_group_grid` says, and 128 bytes: in each run of 32, one group in the
     low halves and the next in the high halves."""
@@ -166,7 +160,6 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
 
 
 _NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
-_FLOAT4_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 FORMATS: Mapping[str, BlockFormat] = {
     "Q4_0": BlockFormat(4, 32, _q4_0),
     "Q4_1": BlockFormat(4, 32, _q4_1),
@@ -179,5 +172,4 @@ FORMATS: Mapping[str, BlockFormat] = {
     "Q5_K": BlockFormat(8, 32, _q5_k),
     "Q6_K": BlockFormat(8, 16, _q6_k),
     "IQ4_NL": BlockFormat(8, 32, _iq4_nl),
-    "MXFP4": BlockFormat(8, 32, _mxfp4),
 }

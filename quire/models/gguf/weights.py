@@ -13,8 +13,9 @@ from quire.config.families.family import EXPERT
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, head_layout, hf_name
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
+from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
-from quire.utils.gguf import BlockType, GGUFFile, TensorEntry
+from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_BYTES = 2**18
@@ -22,7 +23,8 @@ _CHUNK_BYTES = 2**18
 
 
 class GGUFWeights:
-    """One file. directory: where error messages place the weights, here the file itself.
+    """One file, or the files of a split model. directory: where error messages place the weights, here the (first)
+    file itself.
 
     Plain tensors are views of the file, quantised ones are made one at a time; the pages of a tensor are dropped when
     the next one is asked for, so that the file is never in memory as a whole.
@@ -34,8 +36,8 @@ class GGUFWeights:
 
     @property
     def paths(self) -> list[Path]:
-        """The one file."""
-        return [self.directory]
+        """The files, in the order of their parts."""
+        return parts_of(self.directory)
 
     def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
         """All tensors, quantised matrices as integers. report: called with (bytes done, bytes in all). Raises
@@ -48,6 +50,7 @@ class GGUFWeights:
                     name = hf_name(entry.name, layout.names)
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
+                    self.current = file.paths[entry.part]
                     yield from _named(file, entry, layout, name)
                     file.release(entry)
                 done += entry.num_bytes
@@ -55,9 +58,9 @@ class GGUFWeights:
 
 
 def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) -> Iterator[tuple[str, WeightTensor]]:
-    """A tensor under its name; of a stack of experts' matrices, each under its own."""
+    """A tensor under its name; of a stack of experts' matrices or biases, each under its own."""
     data, shape = file.data(entry), entry.shape
-    if len(shape) == 3 and EXPERT in name:
+    if len(shape) > 1 and EXPERT in name:
         size = entry.num_bytes // shape[0]
         for expert in range(shape[0]):
             own = replace(entry, shape=shape[1:], num_bytes=size)
@@ -65,6 +68,8 @@ def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) ->
         return
     if len(shape) > 2:
         raise ModelLoadError(f"tensor {entry.name!r} has {len(shape)} dimensions")
+    if entry.name.endswith("ffn_gate_inp_shexp.weight"):  # of one row, which files leave out
+        entry = replace(entry, shape=(1, *shape))
     yield name, _weight(data, entry, layout)
 
 
@@ -82,10 +87,21 @@ def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightT
         is_norm = entry.name.endswith("_norm.weight") and layout.names.norm_offset
         return plain.float() - layout.names.norm_offset if is_norm else plain
     try:
-        weight = _integer_weight(rows, entry.type)
+        is_float = entry.type.name == "MXFP4"
+        weight = _mxfp4_weight(rows, entry.shape[-1]) if is_float else _integer_weight(rows, entry.type)
     except ModelLoadError as error:
         raise ModelLoadError(f"tensor {entry.name!r}: {error.message}") from None
     return weight if len(entry.shape) == 2 else weight.dequantize()[0]
+
+
+def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:
+    """The codes as they are, neighbours in a byte: a block has an exponent, and the codes of its second 16 values above
+    those of the first. rows: [n, bytes of a row]. Raises ModelLoadError for exponents that are not numbers."""
+    blocks = rows.reshape(len(rows), -1, 1 + MX_GROUP // 2)
+    codes = np.concatenate((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), axis=2)
+    pairs = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
+    exponents = np.ascontiguousarray(blocks[:, :, 0])
+    return Float4Weight(torch.from_numpy(pairs.reshape(len(rows), -1)), torch.from_numpy(exponents), num_columns)
 
 
 def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:

@@ -3,105 +3,51 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
-from quire.server.protocol.common import UNSUPPORTED_FIELDS, Int32, PromptLogprobs, SamplingFields, ShortString, Usage
+from quire.server.protocol.common import UNSUPPORTED_FIELDS, AnswerTimes, Int32, PromptLogprobs, Usage
+from quire.server.protocol.messages import Messages, check_continuation
+from quire.server.protocol.tools import ToolCall, ToolCallDelta, ToolFields
 
-MAX_MESSAGES = 4096
-
-ROLES = ("system", "developer", "user", "assistant")
-
+SUPPORTED_CHAT_FIELDS = (
+    "chat_template",
+    "early_stopping",
+    "length_penalty",
+    "thinking_token_budget",
+    "use_beam_search",
+)
 UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {
-    **UNSUPPORTED_FIELDS,
-    "audio": (),
+    **{name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in SUPPORTED_CHAT_FIELDS},
     "best_of": (1,),
-    "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "include_reasoning": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "thinking_token_budget": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
 }
 
 
-class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message. Only text parts are supported; the other kinds are known so that they can be named."""
-
-    type: str
-    text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    video_url: Any = None
-    audio_url: Any = None
-    file: Any = None
-    rejected: Any = None
-
-    def __post_init__(self) -> None:
-        if self.type != "text":
-            raise UserError(f"content parts of type {self.type!r} are not supported (only 'text' is)", param="type")
-        if self.text is None:
-            raise UserError("a content part of type 'text' needs a text", param="text")
-        for name in self.__struct_fields__[2:]:
-            if getattr(self, name) is not None:
-                raise UserError(f"{name} does not belong into a content part of type 'text'", param=name)
+MAX_TEMPLATE = 2**20
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. Fields of tool calls and audio are known, so that they can be named when refused."""
+class TemplateInputs(NamedTuple):
+    """documents: to answer from. source: of a template to take instead of the model's. options: further variables."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: ShortString | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    audio: Any = None
-    rejected: Any = None
-    annotations: Any = None
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise UserError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}", param="role")
-        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "rejected", "annotations"):
-            if getattr(self, name) not in (None, []):
-                raise UserError(f"{name} is not supported by this server", param=name)
-        if self.content is None:
-            raise UserError("content is required", param="content")
-
-    @property
-    def size(self) -> int:
-        """What `to_dict` has to join: characters of a text, or 64 for each of several parts."""
-        content = self.content or ""
-        return len(content) if isinstance(content, str) else 64 * len(content)
-
-    def to_dict(self) -> dict[str, str]:
-        """What the chat template sees. `developer` is today's name of `system`; templates know the older one."""
-        assert self.content is not None
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text or "" for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+    documents: list[dict[str, Any]] | None = None
+    source: str | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  # never changed
 
 
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class ChatRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """max_completion_tokens: what used to be max_tokens. logprobs: whether; top_logprobs: how many alternatives."""
+class ChatRequest(ToolFields, kw_only=True, frozen=True):
+    """max_completion_tokens: the newer name of max_tokens, which counts where both are given. logprobs: whether;
+    top_logprobs: how many alternatives. echo: the answer begins with the last message, where that has its role.
+    documents, reasoning_effort: for templates that know them; reasoning_effort also sets `enable_thinking`, unless
+    chat_template_kwargs does. chat_template: the source of a template to take instead of the model's.
+    return_prompt_text: the answer has what the template wrote. use_beam_search: search with n beams.
+    """
 
     messages: Messages
     max_tokens: Int32 | None = None
@@ -111,22 +57,46 @@ class ChatRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fiel
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    echo: bool = False
+    return_prompt_text: bool = False
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED_CHAT_FIELDS
 
     def __post_init__(self) -> None:
         self.check_stream_options()
-        if self.top_logprobs is not None and not self.logprobs:
+        self.check_special_tokens()
+        if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs is only allowed together with logprobs", param="top_logprobs")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) == 2:
-            raise UserError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        if self.stream and self.use_beam_search:
+            raise UserError("beam search cannot be streamed: its answer is known at its end", param="stream")
+        self.check_tools()
         check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
 
     @property
     def generation_prompt(self) -> bool:
         return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
+    def template_inputs(self) -> TemplateInputs:
+        """What the template is given besides what every conversation has."""
+        options: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+            if "enable_thinking" not in self.chat_template_kwargs:
+                options["enable_thinking"] = self.reasoning_effort != "none"
+        return TemplateInputs(self.documents, self.chat_template, options)
+
+    def echoed(self, role: str) -> str:
+        """The text that an answer in `role` begins with."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == role else ""
 
     @property
     def special_tokens(self) -> bool:
@@ -136,31 +106,19 @@ class ChatRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fiel
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         try:
-            return self.sampling_params(max_tokens=limit, logprobs=logprobs)
+            names = ("use_beam_search", "length_penalty", "early_stopping")
+            given = {name: value for name in names if (value := getattr(self, name)) is not None}
+            return self.sampling_params(max_tokens=limit, logprobs=logprobs, **given)
         except UserError as error:
-            raise self._in_wire_words(error) from None
+            raise self.in_wire_words(error) from None
 
-    def _in_wire_words(self, error: UserError) -> UserError:
+    def in_wire_words(self, error: UserError) -> UserError:
         """`error` with the client's name for a field that SamplingParams words differently."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
-        return UserError(message, param=names.get(error.param or "", error.param))
-
-
-def check_continuation(
-    add_generation_prompt: bool | None, continue_final_message: bool, messages: list[ChatMessage]
-) -> None:
-    """Raise UserError when the last message can not be continued as asked."""
-    if not continue_final_message:
-        return
-    if add_generation_prompt:
-        raise UserError(
-            "continue_final_message and add_generation_prompt exclude one another", param="continue_final_message"
-        )
-    if messages[-1].role != "assistant":
-        raise UserError("continue_final_message needs a last message of the assistant", param="continue_final_message")
+        return type(error)(message, param=names.get(error.param or "", error.param))
 
 
 class TopLogprob(msgspec.Struct):
@@ -178,18 +136,29 @@ class ChatLogprob(msgspec.Struct):
 
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
-    rejected: None = None
+    refusal: None = None
 
 
 class AssistantMessage(msgspec.Struct):
+    """reasoning, reasoning_content: two names of the model's thoughts, vLLM's today and DeepSeek's."""
+
     role: str
-    content: str
-    rejected: None = None
+    content: str | None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[ToolCall] = []
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -198,7 +167,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -218,8 +187,12 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: AnswerTimes | UnsetType | None = UNSET
+    service_tier: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_text: str | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -230,5 +203,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: AnswerTimes | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

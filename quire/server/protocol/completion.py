@@ -10,8 +10,10 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import (
+    BEAM_SEARCH_FIELDS,
     MAX_SEQUENCES,
     UNSUPPORTED_FIELDS,
+    AnswerTimes,
     Int32,
     PromptLogprobs,
     SamplingFields,
@@ -22,10 +24,9 @@ from quire.server.protocol.common import (
 Prompt = str | list[int]
 
 MAX_PROMPTS = 1024
-_BEAM_SEARCH_FIELDS = ("use_beam_search", "beam_width", "length_penalty", "early_stopping")
 
 
-class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
     """prompt: a string, token ids, a list of strings or a list of token-id lists.
 
     max_tokens: 0 is allowed with `echo`: the prompt is scored and nothing generated.
@@ -33,6 +34,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
     best_of: completions to generate; the n of the highest cumulative log-probability are returned.
     use_beam_search: search with `beam_width` beams (also called best_of; if neither is given, n) and return the n best
     hypotheses; length_penalty and early_stopping as in SamplingParams. Neither can be streamed.
+    suffix: what comes behind the completion, for models that were trained to infill.
     """
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -45,18 +47,21 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     add_special_tokens: bool = True
+    suffix: str = ""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        **{name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in _BEAM_SEARCH_FIELDS},
-        "suffix": (),
+        name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in BEAM_SEARCH_FIELDS
     }
 
     def __post_init__(self) -> None:
         self.check_stream_options()
+        self.check_special_tokens()
         self._check_ranking()
         if self.max_tokens == 0 and not self.echo:
             raise UserError("max_tokens must be at least 1, or 0 together with echo", param="max_tokens")
         prompts = self.prompts
+        if self.suffix and not isinstance(prompts[0], str):
+            raise UserError("suffix needs a prompt that is a text", param="suffix")
         if len(prompts) > MAX_PROMPTS:
             raise UserError(f"at most {MAX_PROMPTS} prompts are allowed in one request", param="prompt")
         name, num_sequences = self._num_sequences
@@ -97,6 +102,11 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
         return self.prompt  # type: ignore[return-value]
 
     @property
+    def tokenises_prompts(self) -> bool:
+        """Whether the server makes the prompts' tokens itself, and not the engine."""
+        return not self.add_special_tokens or bool(self.suffix) or self.repeats_prompts
+
+    @property
     def repeats_prompts(self) -> bool:
         """Whether the answer holds something for each token of the prompts."""
         return self.echo or self.return_token_ids or self.prompt_logprobs is not None
@@ -108,7 +118,8 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
     def to_sampling_params(self) -> SamplingParams:
         more: dict[str, Any] = {"max_tokens": self.max_tokens or 1, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
-            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+            wanted = (self.logprobs, self.prompt_logprobs or 0)
+            more["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
         for name in ("best_of", "use_beam_search", "length_penalty", "early_stopping"):
             if (value := getattr(self, name)) is not None:
                 more[name] = value
@@ -138,12 +149,13 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, or one chunk of a stream (both have the same `object`)."""
+    """A whole answer, or one chunk of a stream (both have the same `object`). What is absent from a chunk is null in a
+    whole answer, where clients look for it."""
 
     id: str
     object: str = "text_completion"
@@ -152,3 +164,6 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: AnswerTimes | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET

@@ -5,6 +5,23 @@ from __future__ import annotations
 import msgspec
 
 
+class ModelPermission(msgspec.Struct, kw_only=True):
+    """What clients of older versions of OpenAI's API read."""
+
+    id: str
+    object: str = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: str = "model"
@@ -13,6 +30,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(msgspec.Struct):

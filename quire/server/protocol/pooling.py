@@ -10,16 +10,19 @@ from msgspec import Meta
 from quire.errors import UserError
 from quire.pooling_params import PoolingParams
 from quire.server.protocol.common import Identifier, Int32, Priority, RequestStruct, ShortString, TokenId
+from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI has it."""
 
 EncodingFormat = Literal["float", "base64"]
+NumberType = Literal["float32", "float16", "bfloat16"]
+ByteOrder = Literal["native", "little", "big"]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
-class PoolingFields(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class PoolingFields(RequestStruct, kw_only=True, frozen=True):
     """Fields of every request here. truncate_prompt_tokens, dimensions, normalize: as PoolingParams have them."""
 
     model: str | None = None
@@ -28,32 +31,45 @@ class PoolingFields(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fie
     request_id: Identifier | None = None
     user: ShortString | None = None
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "add_special_tokens": (True,),
-        "chat_template": (),
-        "messages": (),
-        "mm_processor_kwargs": ({},),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-    }
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
 
     def params(self, **more: Any) -> PoolingParams:
         """The engine's settings."""
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, **more)
 
 
-class InputFields(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """input: a text, token ids, a list of texts or a list of token-id lists."""
+class InputFields(PoolingFields, kw_only=True, frozen=True):
+    """input: a text, token ids, a list of texts or a list of token-id lists. messages: in its place a conversation,
+    written with the model's template. add_special_tokens: default true for texts, false for a conversation."""
 
-    input: Inputs
+    input: Inputs | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.inputs) > MAX_INPUTS:
+        if (self.input is None) == (self.messages is None):
+            raise UserError("give either input or messages", param="input")
+        if self.messages is not None:
+            check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
+        elif len(self.inputs) > MAX_INPUTS:
             raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.inputs)}", param="input")
+
+    @property
+    def special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    @property
+    def generation_prompt(self) -> bool:
+        return self.add_generation_prompt
 
     @property
     def inputs(self) -> list[str | list[int]]:
         """The texts, one by one."""
+        if self.input is None:
+            return []
         if isinstance(self.input, str):
             return [self.input]
         if all(isinstance(each, int) for each in self.input):
@@ -63,30 +79,35 @@ class InputFields(PoolingFields, kw_only=True, frozen=True, forbid_unknown_field
         return list(self.input)  # type: ignore[arg-type]
 
 
-class EmbeddingRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """encoding_format: base64 is of little-endian float32."""
+class VectorFields(InputFields, kw_only=True, frozen=True):
+    """encoding_format: numbers, or the base64 of their bytes, which embed_dtype and endianness describe."""
 
     encoding_format: EncodingFormat = "float"
+    embed_dtype: NumberType = "float32"
+    endianness: ByteOrder = "native"
     dimensions: Int32 | None = None
     normalize: bool | None = None
 
 
-class PoolingRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What the model makes of texts, a vector each or the scores of its labels. use_activation: as PoolingParams."""
+class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
+    """Texts whose vectors are wanted."""
 
-    encoding_format: EncodingFormat = "float"
-    dimensions: Int32 | None = None
-    normalize: bool | None = None
+
+class PoolingRequest(VectorFields, kw_only=True, frozen=True):
+    """What the model makes of texts, a vector each or the scores of its labels. use_activation: as PoolingParams. task:
+    what the model must be for; None: whatever it is for."""
+
     use_activation: bool | None = None
+    task: Literal["embed", "classify"] | None = None
 
 
-class ClassificationRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ClassificationRequest(InputFields, kw_only=True, frozen=True):
     """use_activation: as PoolingParams."""
 
     use_activation: bool | None = None
 
 
-class ScoreRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ScoreRequest(PoolingFields, kw_only=True, frozen=True):
     """text_1: one text for all, or as many as text_2. (queries and documents, of newer vLLM, are the same.)"""
 
     text_1: Texts | None = None
@@ -113,7 +134,7 @@ class ScoreRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fiel
         return _listed(self.text_2 or self.documents or "")
 
 
-class RerankRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class RerankRequest(PoolingFields, kw_only=True, frozen=True):
     """top_n: results to return, the best; 0: all. return_documents: with the texts."""
 
     query: str
@@ -125,6 +146,7 @@ class RerankRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fie
 class PoolingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
 
 
 class EmbeddingItem(msgspec.Struct):

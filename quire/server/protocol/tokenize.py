@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from quire.errors import UserError
-from quire.server.protocol.chat import Messages, check_continuation
 from quire.server.protocol.common import RequestStruct, TokenId
+from quire.server.protocol.messages import Messages, check_continuation
 
 
-class TokenizeRequest(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """Either `prompt` or `messages`. add_special_tokens: default true for a prompt, false for messages."""
 
     model: str | None = None
@@ -55,7 +55,7 @@ class TokenizeResponse(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     model: str | None = None
     tokens: list[TokenId]
 

@@ -45,6 +45,7 @@ class CpuPlatform:
         self._group = group
         self._config = config
         self._runtime = None
+        self.expert_counts: list[torch.Tensor] | None = [] if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
@@ -83,7 +84,15 @@ class CpuPlatform:
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 else None
-        return load_model(config.model, config.load, config.device.device, shown, self._runtime, group=self._group)
+        return load_model(
+            config.model,
+            config.load,
+            config.device.device,
+            shown,
+            self._runtime,
+            group=self._group,
+            expert_counts=self.expert_counts,
+        )
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None

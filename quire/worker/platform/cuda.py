@@ -50,6 +50,7 @@ class CudaPlatform:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.expert_counts: list[torch.Tensor] | None = [] if config.load.counts_experts else None
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
         self._memory = make_memory(self._device)
@@ -84,7 +85,9 @@ class CudaPlatform:
         config = self._config
         layers = DeviceLayers(self._device, config.device.batch_invariant)
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
-            model = load_model(config.model, config.load, progress=progress, device_layers=layers)
+            model = load_model(
+                config.model, config.load, progress=progress, device_layers=layers, expert_counts=self.expert_counts
+            )
         self.streams.synchronize()
         return model
 

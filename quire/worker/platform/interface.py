@@ -195,8 +195,12 @@ class Platform(Protocol):
         """What computes: blocks on disk are shared only between engines whose code computes the same bits."""
         ...
 
+    expert_counts: list[torch.Tensor] | None
+    """Of each layer with experts, by number of an expert, the rows that it has computed: int64, where the model
+    computes. None without the option of that name."""
+
     def load_model(self, progress: Progress) -> CausalLM:
-        """Raises ModelLoadError, or InsufficientMemoryError."""
+        """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
         ...
 
     def meter(self) -> MemoryMeter: ...

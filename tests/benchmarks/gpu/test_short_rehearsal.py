@@ -19,6 +19,8 @@ from benchmarks.gpu.summary import summarize
 from benchmarks.gpu.workloads import Workload, fitting
 from quire.kernels.triton.runtime import recorded_launches
 
+pytestmark = pytest.mark.long
+
 
 class Counting:
     """Launches nothing."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch, LayerAttention, first_seen
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block_bytes
 from quire.kernels.reference import paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, SlidingWindowSpec
 
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
 """amx shares the attention of avx512_bf16."""
@@ -90,7 +90,8 @@ class NativePool:
         self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.stored)
         self.memory = torch.full((self.num_blocks * self.block_bytes,), 0xFF, dtype=torch.uint8)
         shape = (layer.num_kv_heads, layer.head_dim, layer.head_dim, 4)
-        spec = AttentionSpec(*shape) if layer.window is None else SlidingWindowSpec(*shape, window=layer.window)
+        windowed = ChunkedSpec if layer.is_chunked else SlidingWindowSpec
+        spec = AttentionSpec(*shape) if layer.window is None else windowed(*shape, window=layer.window)
         groups, count = group_layers([spec], size)
         self.plans = AttentionPlans(
             KVCacheLayout(size, self.num_blocks, groups, count), layer.num_heads, setting.threads
@@ -120,6 +121,7 @@ class NativePool:
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,
+            chunked=layer.is_chunked,
             sinks=_address(options.sinks),
             query_norm=_address(options.query_norm),
             key_norm=_address(options.key_norm),
@@ -220,8 +222,10 @@ class NativePool:
         scores = torch.einsum("nhd,lhd->hnl", query.double(), kept[:, 0]) * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-        distance = (start + torch.arange(len(query)))[:, None] - positions
-        hidden = (distance < 0) | (distance >= (layer.window or length + 1))
+        own = start + torch.arange(len(query))
+        hidden = positions > own[:, None]
+        if layer.window is not None:
+            hidden |= positions < first_seen(own, layer.window, is_chunked=layer.is_chunked)[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
         return torch.einsum("hnl,lhd->nhd", torch.softmax(with_sink, dim=-1)[..., :-1], kept[:, 1])

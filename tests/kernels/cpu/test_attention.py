@@ -39,6 +39,7 @@ LAYERS = {
     "head-dim-256": LayerAttention(layer=0, num_heads=2, num_kv_heads=1, head_dim=256, scale=1 / 16),
     "window": replace(GROUPED, window=50),
     "window-of-one": replace(GROUPED, window=1),
+    "chunks": replace(GROUPED, window=50, is_chunked=True),
     "soft-cap": replace(GROUPED, soft_cap=2.0),
     "wide-group": LayerAttention(layer=0, num_heads=110, num_kv_heads=1, head_dim=16, scale=0.25),
 }
@@ -53,13 +54,15 @@ every_cache = pytest.mark.parametrize("cache", list(STORED))
 def random_layer(draw: random.Random) -> LayerAttention:
     kv_heads = draw.choice([1, 2, 3, 5])
     head_dim = draw.choice([8, 16, 40, 64, 80, 96, 128, 200, 256])
+    window = draw.choice([None, None, 1, 30, 100, 1000])
     return LayerAttention(
         layer=0,
         num_heads=kv_heads * draw.choice([1, 2, 3, 7, 16]) if kv_heads == 1 else kv_heads * draw.randint(1, 3),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window=draw.choice([None, None, 1, 30, 100, 1000]),
+        window=window,
+        is_chunked=window is not None and draw.random() < 0.4,
         soft_cap=draw.choice([None, None, 5.0]),
     )
 

@@ -20,6 +20,7 @@ from quire.quantization.interface import LinearShape
 from quire.quantization.packed import PackedLinear, WeightFormat
 from quire.worker.kv_tensors import allocate_pages
 from tests.kernels.cpu.attention_pool import BF16_ISAS, ISAS, PRODUCTS
+from tests.kernels.cpu.linear_calls import ISAS as LINEAR_ISAS
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS = [*((isa, cache) for isa in ISAS for cache in STORED), *((isa, PRODUCTS) for isa in BF16_ISAS)]
@@ -148,7 +149,7 @@ def test_widths_that_there_is_no_room_for(rank: int, rope_dim: int) -> None:
         NativeOperations().check_latent(LatentShape(0, 2, rank, rope_dim, 1.0))
 
 
-@pytest.mark.parametrize("isa", [*ISAS, "amx_emulated"])
+@pytest.mark.parametrize("isa", LINEAR_ISAS)
 @pytest.mark.parametrize("form", [WeightFormat("float32"), WeightFormat("bfloat16"), WeightFormat("float32", 8)])
 @pytest.mark.parametrize(("in_features", "out_features"), [(24, 40), (128, 33)])
 def test_products_of_heads(isa: str, form: WeightFormat, in_features: int, out_features: int) -> None:

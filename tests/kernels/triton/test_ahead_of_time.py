@@ -44,7 +44,8 @@ def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     assert not any(line["was cached"] for line in run_module("cached_launches", **elsewhere))
 
 
-@pytest.mark.parametrize("arguments", [("90",), pytest.param(("80", "products"), marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [("90",), ("80", "products")], ids=str)
 def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
     capability = int(arguments[0])
     launches = run_module("ahead_of_time", *arguments)

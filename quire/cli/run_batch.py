@@ -1,0 +1,106 @@
+"""`quire run-batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.parser import Parser, add_struct_flags, given
+from quire.config.options import EngineOptions
+from quire.errors import UserError
+from quire.server.settings import HELP, ServerSettings
+
+OF_THE_API = (
+    "served_model_name",
+    "chat_template_content_format",
+    "strict_fields",
+    "max_body_size",
+    "default_chat_template_kwargs",
+    "max_stored_responses",
+    "response_store_size",
+    "response_role",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+    "exclude_tools_when_tool_choice_none",
+)
+"""The server's settings that say how requests are answered; the others are about clients."""
+MIN_CONCURRENCY = 64
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="quire run-batch",
+        usage="quire run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] [options]",
+        description="Answer a file of requests in OpenAI's batch format, one line each, in order.",
+    )
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, one JSON object a line")
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help=f"requests that are answered at a time (default: 4 x max_num_seqs, at least {MIN_CONCURRENCY})",
+    )
+    add_engine_flags(parser, positional=False)
+    others = [name for name in ServerSettings.__struct_fields__ if name not in OF_THE_API]
+    add_struct_flags(parser, ServerSettings, HELP, title="options of the API", skip=others)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    namespace = build_parser().parse(arguments)
+    source, target = Path(namespace.input_file), Path(namespace.output_file)
+    for name, path in (("input_file", source), ("output_file", target)):
+        if "://" in str(path) or str(path).startswith(("http:", "https:")):
+            raise UserError(f"{name} must be a file: addresses are not fetched or posted to", param=name)
+    if namespace.max_concurrency is not None and namespace.max_concurrency < 1:
+        raise UserError("max_concurrency must be at least 1", param="max_concurrency")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise UserError("input_file and output_file are the same file", param="output_file")
+    options = engine_options(namespace)
+    settings = ServerSettings.from_keywords({**given(namespace, ServerSettings), "max_num_queued": None})
+    with _opened(source, "rb", "input_file") as requests, _opened(target, "wb", "output_file") as answers:
+        return asyncio.run(_run(options, settings, namespace.max_concurrency, requests, answers))
+
+
+async def _run(
+    options: EngineOptions, settings: ServerSettings, concurrency: int | None, requests: BinaryIO, answers: BinaryIO
+) -> int:
+    """Returns the exit status: 0 also where single lines failed. Raises EngineDeadError when the engine dies."""
+    from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
+    from quire.server.app import create_app
+    from quire.server.batch import run_batch
+
+    engine = AsyncLLM.from_options(options)
+    try:
+        app = await asyncio.to_thread(create_app, engine, settings)
+        started = time.monotonic()
+
+        def write(line: bytes) -> None:
+            answers.write(line)
+            answers.flush()
+            engine.check_health()
+
+        limit = concurrency or max(MIN_CONCURRENCY, 4 * engine.max_num_seqs)
+        counts = await run_batch(app, requests, write, concurrency=limit)
+        seconds = time.monotonic() - started
+        sys.stderr.write(
+            f"quire: {counts.total} requests in {seconds:.1f} s: {counts.num_answered} answered, "
+            f"{counts.num_failed} failed\n"
+        )
+        return 0
+    finally:
+        engine.shutdown()
+
+
+def _opened(path: Path, mode: str, param: str) -> BinaryIO:
+    try:
+        return path.open(mode)  # type: ignore[return-value]
+    except OSError as error:
+        raise UserError(f"{param}: cannot open {path}: {error.strerror}", param=param) from None

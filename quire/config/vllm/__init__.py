@@ -1,0 +1,110 @@
+"""The flags of `vllm serve` and the keywords of vLLM's `LLM`: a table, and what it makes of a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from quire.config.vllm import engine_flags as engine
+from quire.config.vllm import running_flags as running
+from quire.config.vllm.record import MEANT, NOTED, REFUSED, VllmFlag
+from quire.config.vllm.server_flags import HTTP, SERVER
+from quire.errors import ConfigError
+
+VERSION = "0.33"
+"""The version of vLLM whose flags these are; flags of older versions that scripts still have come last."""
+
+GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
+    {
+        "Model": engine.MODEL,
+        "Loading": engine.LOADING,
+        "Layers": engine.ATTENTION,
+        "Ranks": running.PARALLEL,
+        "Memory": engine.CACHE,
+        "Images, sound and video": engine.MEDIA,
+        "Adapters": running.ADAPTERS,
+        "Observation": running.OBSERVABILITY,
+        "Scheduler": running.SCHEDULER,
+        "Kernels": running.KERNELS,
+        "Features": running.FEATURES,
+        "Chat and answers": SERVER,
+        "HTTP": HTTP,
+        "Of older versions": running.OLDER,
+    }
+)
+FLAGS: Mapping[str, VllmFlag] = MappingProxyType({entry.name: entry for group in GROUPS.values() for entry in group})
+
+
+def translate(entry: VllmFlag, value: Any, spelled: str) -> tuple[dict[str, Any], str | None]:
+    """(our option and its value, if any; the note, if any) of a flag or keyword that was given.
+
+    spelled: how the user wrote its name. Raises ConfigError for what is refused.
+    """
+    is_harmless = value is None or any(type(each) is type(value) and each == value for each in _alike(entry.harmless))
+    if entry.fate == REFUSED and not is_harmless:
+        raise ConfigError(f"{spelled} is not supported: {entry.why}", param=entry.name)
+    if entry.target is not None:
+        ours = entry.values.get(value, value) if isinstance(value, str | int | float) else value
+        if entry.known is None or ours in entry.known:
+            return {entry.target: ours}, None
+    elif is_harmless or entry.fate == REFUSED or (entry.fate == MEANT and not entry.harmless):
+        return {}, None
+    return {}, f"{spelled} {_shown(value)}has no effect: {entry.why}"
+
+
+def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Keywords of vLLM's `LLM` in our words, and the notes. ours: the names of our options, which keep our meanings.
+
+    Names that neither we nor vLLM have stay as they are. Raises ConfigError for what is refused.
+    """
+    found: dict[str, Any] = {}
+    notes = []
+    for name, value in keywords.items():
+        entry = FLAGS.get(name)
+        if entry is None or not (entry.is_keyword or name in (*ours, *OF_SERVERS)):
+            found[name] = value
+            continue
+        if name in TRACES:
+            if value:
+                raise ConfigError(f"{name} is not supported: only the server traces requests", param=name)
+            continue
+        if name in OF_SERVERS or (entry.target is not None and entry.target not in (*ours, "hf_token")):
+            notes += [] if name in OF_SERVERS[:2] else [f"{name} has no effect: it is an option of servers"]
+            continue
+        if name == "dtype" and type(value).__module__ == "torch":
+            value = str(value).removeprefix("torch.")
+        more, note = translate(entry, value, name)
+        found |= more
+        notes += [] if note is None else [note]
+    return finish(found), notes
+
+
+OF_SERVERS = ("served_model_name", "enable_sleep_mode", "max_num_queued_reqs", "max_num_queued_tokens")
+"""Keywords of `LLM` whose flags are the server's. The first two mean nothing to a program: its engine has no name, and
+`LLM.sleep` needs no permission."""
+TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
+"""Keywords of `LLM` that only the server can give their meaning."""
+
+
+def finish(options: dict[str, Any]) -> dict[str, Any]:
+    """What follows from several options together: a bare number of GiB to swap to, as vLLM had it, is to be used."""
+    space = options.get("swap_space")
+    is_bare = isinstance(space, int | float) and not isinstance(space, bool)
+    if is_bare and not options.keys() & {"preemption_mode", "kv_offload_dir"}:
+        options["preemption_mode"] = "auto"
+    return options
+
+
+def _alike(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Numbers also in the other type: 4 and 4.0."""
+    floats = tuple(float(each) for each in values if type(each) is int)
+    return (*values, *floats)
+
+
+def _shown(value: Any) -> str:
+    """A value that says more than that the flag was given, with a space behind it."""
+    return "" if isinstance(value, bool | dict) else f"{value!r:.60} "
+
+
+__all__ = ["FLAGS", "GROUPS", "MEANT", "NOTED", "REFUSED", "VERSION", "VllmFlag", "translate", "translate_keywords"]

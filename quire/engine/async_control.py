@@ -1,0 +1,120 @@
+"""The part of AsyncLLM that controls a running engine: figures, the prefix cache, pause and sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from quire.engine.messages import CallResult
+from quire.errors import EngineAsleepError, UserError
+from quire.kv_cache.snapshot import KVSnapshot
+from quire.stats import EngineStats
+
+MODES = ("abort", "wait", "keep")
+"""What a pause does to requests that run."""
+POLL_SECONDS = 0.01
+"""How often a caller that waits for the end of requests looks."""
+
+
+class AsyncControl(ABC):
+    """Part of AsyncLLM. The errors are those of `AsyncLLM.call`."""
+
+    _is_asleep = False
+    sleep_level = 0
+    """The level at which this front end has sent the engine to sleep; 0 while it is awake."""
+    pauses = False
+    """Whether this front end has paused the engine."""
+
+    @abstractmethod
+    async def ask(self, method: str, argument: str = "") -> CallResult:
+        """As AsyncLLM.ask."""
+
+    async def stats(self) -> EngineStats:
+        """A fresh snapshot."""
+        value = (await self.ask("stats")).value
+        assert isinstance(value, EngineStats)
+        return value
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
+        the caller's id, "#" and a number that no other request has."""
+        snapshot = (await self.ask("kv_snapshot")).kv
+        assert snapshot is not None
+        return snapshot
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many blocks held one.
+
+        Files in `kv_offload_dir` stay, and count again at the next start."""
+        return await self._count("reset_prefix_cache")
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Start no request until `resume`; new ones wait. mode: "abort" ends all requests with the finish reason
+        "abort", "wait" returns when those that run have ended, "keep" stops them where they are, so that they go on at
+        `resume` with the tokens that they would have had. clear_cache: forget cached prefixes as well, but with "keep".
+
+        Raises UserError for another mode. Cancelled, it leaves the engine paused."""
+        check_mode(mode)
+        self.pauses = True
+        await self.ask("pause", "all" if mode == "keep" else "new")
+        if mode == "abort":
+            await self.ask("abort_all")
+        if mode == "wait":
+            while (stats := await self.stats()).num_running + stats.num_preempted:
+                await asyncio.sleep(POLL_SECONDS)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """End a pause. Nothing happens when there is none."""
+        await self.ask("resume")
+        self.pauses = False
+
+    async def is_paused(self) -> bool:
+        """Whether the engine starts no requests because of `pause`."""
+        return bool(await self._count("is_paused"))
+
+    async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
+        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
+
+        mode: what happens to requests that live: None refuses to sleep, "abort" ends them, "wait" waits for their end.
+        Raises UserError while requests live or prefixes are registered."""
+        if mode is not None:
+            check_mode(mode)
+        was_asleep, self._is_asleep = self._is_asleep, mode in ("abort", "wait") or self._is_asleep
+        try:
+            if mode == "abort":
+                await self.ask("abort_all")
+            while mode == "wait" and (stats := await self.stats()).num_running + stats.num_waiting:
+                await asyncio.sleep(POLL_SECONDS)
+            await self.ask("sleep", str(level))
+        except BaseException:
+            self._is_asleep = was_asleep
+            raise
+        self._is_asleep, self.sleep_level = True, int(level)
+
+    async def wake_up(self) -> None:
+        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
+        await self.ask("wake_up")
+        self._is_asleep, self.sleep_level = False, 0
+
+    async def is_sleeping(self) -> bool:
+        """Whether requests are rejected because the engine sleeps."""
+        return bool(await self._count("is_sleeping"))
+
+    def check_awake(self) -> None:
+        """Raise EngineAsleepError while the engine sleeps, as far as this front end has sent it to sleep."""
+        if self._is_asleep:
+            raise EngineAsleepError("the engine is asleep: wake it up first")
+
+    async def _count(self, method: str) -> int:
+        value = (await self.ask(method)).value
+        assert isinstance(value, int)
+        return value
+
+
+def check_mode(mode: str) -> None:
+    """Raise UserError for a mode that is none of MODES."""
+    if mode not in MODES:
+        raise UserError(f"mode must be one of {', '.join(MODES)}, not {mode!r}", param="mode")

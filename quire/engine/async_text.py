@@ -1,0 +1,83 @@
+"""The part of AsyncLLM that reads and writes text: tokenising and chat templates, which keep the event loop free."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from quire.engine.input_processor import InputProcessor, RenderedChat
+from quire.errors import UserError
+from quire.tokenization.tokenizer import Tokenizer
+
+INLINE_CHARACTERS = 20_000
+"""Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+MESSAGE_CHARACTERS = 64
+"""What a message counts besides its content."""
+
+MAX_LONG_TEXTS = 2
+"""Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
+
+T = TypeVar("T")
+
+
+class AsyncText(ABC):
+    """Part of AsyncLLM."""
+
+    def __init__(self) -> None:
+        self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """None when the model has none."""
+
+    @property
+    @abstractmethod
+    def input_processor(self) -> InputProcessor:
+        """Checks and tokenises prompts."""
+
+    def close_threads(self) -> None:
+        """Let the threads end when their texts are done."""
+        self._text_threads.shutdown(wait=False)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
+        """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
+        longer than the model's context. is_cut: only the end of the tokens will be kept."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError("this model has no tokenizer", param="prompt")
+        self.input_processor.check_text_length(text, "prompt", is_cut=is_cut)
+        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
+        return self.input_processor.render_chat(messages, **options)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> RenderedChat:
+        """`render_chat` that keeps the loop free: templates are rendered in another process."""
+        inputs = self.input_processor
+        rendering = await self.off_loop(_size(messages), lambda: inputs.submit_chat(messages, **options))
+        text = await asyncio.wrap_future(rendering)
+        return await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
+        as much."""
+        if size <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a conversation, roughly and no more than it takes to call it long."""
+    size = 0
+    for message in messages:
+        size += MESSAGE_CHARACTERS + len(str(message.get("content")))
+        if size > INLINE_CHARACTERS:
+            break
+    return size

@@ -1,0 +1,70 @@
+"""How far a request is and what its phases took, for everything that listens to the engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.outputs import CompletionOutput, RequestOutput
+
+
+class PhaseTimes(NamedTuple):
+    """Seconds. The phases of a request that got a token follow each other: queue, prefill, decode."""
+
+    queue: float
+    """Arrival to first step."""
+    prefill: float
+    """First step to first token."""
+    decode: float
+    """First to last token."""
+
+    @property
+    def to_first_token(self) -> float:
+        return self.queue + self.prefill
+
+    @property
+    def inference(self) -> float:
+        """First step to last token."""
+        return self.prefill + self.decode
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.prefill + self.decode
+
+
+class RequestProgress:
+    """One request between its first output and its last, by its deltas. Times are of the front end's clock."""
+
+    __slots__ = ("_last_times", "first_output_time", "num_tokens")
+
+    def __init__(self, now: float) -> None:
+        self.first_output_time = now
+        self.num_tokens: dict[int, int] = {}
+        """Sequence -> tokens so far."""
+        self._last_times: dict[int, float] = {}
+
+    def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
+        """Count a delta; the mean time between its tokens, or None where there is no token before them."""
+        count, index = len(completion.token_ids), completion.index
+        if not count:
+            return None
+        last = self._last_times.get(index)
+        self._last_times[index] = now
+        self.num_tokens[index] = self.num_tokens.get(index, 0) + count
+        return None if last is None else (now - last) / count
+
+    @property
+    def num_generated(self) -> int:
+        return sum(self.num_tokens.values())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.num_tokens.values(), default=0)
+
+    def phases(self, last: RequestOutput, now: float) -> PhaseTimes | None:
+        """What the phases took, given the last output; None for a request that never got a token.
+
+        Up to the first token the engine's own times count, then ours: the engine does not see a stop string's end.
+        """
+        queued, first = last.metrics.queue_time, last.metrics.time_to_first_token
+        return PhaseTimes(queued, first - queued, now - self.first_output_time) if first else None

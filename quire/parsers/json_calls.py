@@ -1,0 +1,331 @@
+"""Tool calls that models write as JSON: an object with a name and arguments, between markers or bare."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from quire.parsers.output import Output
+from quire.parsers.reader import Markers, Sink, Steps, TextReader, discard
+
+NAME_KEYS = frozenset({"name"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "type"}
+"""Keys of a call object. An object with others before its name is no call."""
+# "<" ends a broken value: outside strings it is no JSON, and markers begin with it.
+_STRUCTURE = re.compile(r'["{}\[\]<]')
+_IN_STRING = re.compile(r'["\\\x00-\x1f]')
+_SCALAR_END = re.compile(r"[\s,}\]<;]")
+
+
+def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
+    """Give `sink` one JSON value as it stands; control characters inside strings become escapes."""
+    first = yield from reader.peek()
+    if first == '"':
+        sink((yield from reader.take()))
+        yield from _copy_string(reader, sink)
+    elif first in ("{", "["):
+        yield from _copy_nested(reader, sink)
+    else:
+        yield from reader.scan(_SCALAR_END, sink)
+
+
+def _copy_nested(reader: TextReader, sink: Sink) -> Steps[None]:
+    depth = 0
+    while True:
+        mark = yield from reader.scan(_STRUCTURE, sink)
+        if mark in ("", "<"):
+            return
+        sink((yield from reader.take()))
+        if mark == '"':
+            yield from _copy_string(reader, sink)
+            continue
+        depth += 1 if mark in "{[" else -1
+        if depth == 0:
+            return
+
+
+def _copy_string(reader: TextReader, sink: Sink) -> Steps[None]:
+    """The rest of a string whose opening quote is read."""
+    while True:
+        mark = yield from reader.scan(_IN_STRING, sink)
+        if not mark:
+            return
+        if mark == "\\":
+            sink((yield from reader.take(2)))
+            continue
+        yield from reader.take()
+        sink(mark if mark == '"' else json.dumps(mark)[1:-1])
+        if mark == '"':
+            return
+
+
+def read_value(reader: TextReader) -> Steps[str]:
+    """One JSON value as text."""
+    parts: list[str] = []
+    yield from copy_value(reader, parts.append)
+    return "".join(parts)
+
+
+def string_of(text: str) -> str | None:
+    """The string that a JSON text holds; None for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def copy_arguments(reader: TextReader, output: Output) -> Steps[None]:
+    """A value as the arguments of the call that was begun. Arguments that stand in a string are taken out of it."""
+    first = yield from reader.peek()
+    if first in ("{", "["):
+        yield from copy_value(reader, output.arguments)
+    elif first:
+        output.arguments(_plain_arguments((yield from read_value(reader))))
+
+
+def _plain_arguments(text: str) -> str:
+    if text.strip() in ("", "null"):
+        return "{}"
+    inner = string_of(text)
+    return inner if inner is not None and inner.lstrip().startswith("{") and _is_unicode(inner) else text
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def copy_call(reader: TextReader, output: Output, is_bare: bool = False) -> Steps[str | None]:
+    """The call object whose opening brace comes next. Returns None, or the text that was read and is no call. is_bare:
+    without markers around it an object is a call only if a known tool is named."""
+    yield from reader.take()
+    call = _CallObject(reader, output, is_bare)
+    yield from call.read()
+    return call.finish()
+
+
+class _CallObject:
+    """A call object behind its opening brace."""
+
+    def __init__(self, reader: TextReader, output: Output, is_bare: bool) -> None:
+        self._reader = reader
+        self._output = output
+        self._is_bare = is_bare
+        self._raw = ["{"]
+        self._identifier: str | None = None
+        self._early: str | None = None
+        """Arguments that stand before the name."""
+        self._is_begun = self._has_arguments = False
+
+    def read(self) -> Steps[None]:
+        reader = self._reader
+        while True:
+            self._raw.append((yield from reader.space()))
+            mark = yield from reader.peek()
+            if mark in (",", "}"):
+                self._raw.append((yield from reader.take()))
+                if mark == "}":
+                    return
+                continue
+            if mark != '"':
+                return
+            raw_key = yield from read_value(reader)
+            self._raw += [raw_key, (yield from reader.space())]
+            if not (yield from reader.take_if(":")):
+                return
+            self._raw += [":", (yield from reader.space())]
+            key = string_of(raw_key)
+            if not self._is_begun and key not in CALL_KEYS:
+                return
+            yield from self._member(key)
+
+    def _member(self, key: str | None) -> Steps[None]:
+        reader, output = self._reader, self._output
+        if key in ARGUMENT_KEYS and self._is_begun and not self._has_arguments:
+            self._has_arguments = True
+            yield from copy_arguments(reader, output)
+            return
+        value = yield from read_value(reader)
+        self._raw.append(value)
+        text = string_of(value)
+        if key in NAME_KEYS and text and _is_unicode(text) and not self._is_begun:
+            if self._is_bare and not output.knows(text):
+                return
+            self._is_begun = True
+            output.begin_call(text, self._identifier)
+            if self._early is not None:
+                self._has_arguments = True
+                output.arguments(_plain_arguments(self._early))
+        elif key in ARGUMENT_KEYS and not self._is_begun:
+            self._early = value
+        elif key == "id" and text and _is_unicode(text):
+            self._identifier = text
+
+    def finish(self) -> str | None:
+        if not self._is_begun:
+            return "".join(self._raw)
+        if not self._has_arguments and not self._reader.is_ended:
+            self._output.arguments("{}")
+        return None
+
+
+def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Steps[str]:
+    """A call object, several of them with ";" or "," between, or a list of them. Returns what was read and is no
+    call."""
+    raw = yield from reader.space()
+    is_list = yield from reader.take_if("[")
+    raw += "[" * is_list
+    found = False
+    while True:
+        raw += yield from reader.space()
+        mark = yield from reader.peek()
+        if mark == "{":
+            text = yield from copy_call(reader, output, is_bare)
+            if text is not None:
+                return text if found else raw + text
+            found = True
+        elif found and mark in (",", ";"):
+            yield from reader.take()
+        else:
+            break
+    if is_list and mark == "]":
+        yield from reader.take()
+        return ""
+    return "" if found else raw
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
+    call needs no marker."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    is_bare: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.starts + self.ends
+
+    def parse(self, reader: TextReader, output: Output) -> Steps[None]:
+        if self.is_bare:
+            yield from self._block(reader, output, "")
+        starts = Markers(*self.starts)
+        while True:
+            start = yield from reader.until(starts, output.content)
+            if start is None:
+                return
+            yield from self._block(reader, output, start)
+
+    def _block(self, reader: TextReader, output: Output, start: str) -> Steps[None]:
+        before = output.num_calls
+        left = yield from copy_calls(reader, output, not start)
+        if output.num_calls == before:
+            output.content(start + left)
+            return
+        output.content(left)
+        space = yield from reader.space()
+        for end in self.ends:
+            if (yield from reader.take_if(end)):
+                return
+        output.content(space)
+
+
+def parse_mistral(reader: TextReader, output: Output) -> Steps[None]:
+    """`[TOOL_CALLS]` before a list of call objects, or before each `name[CALL_ID]id[ARGS]{...}`; id and `[ARGS]` may be
+    missing."""
+    starts, arguments = Markers("[TOOL_CALLS]"), Markers("[ARGS]", "[CALL_ID]", "[TOOL_CALLS]", "{")
+    start = yield from reader.until(starts, output.content)
+    while start is not None:
+        space = yield from reader.space()
+        if (yield from reader.peek()) in ("[", "{"):
+            before = output.num_calls
+            left = yield from copy_calls(reader, output)
+            output.content(left if output.num_calls > before else start + space + left)
+        else:
+            parts: list[str] = []
+            mark = yield from reader.until(arguments, parts.append)
+            name, identifier = "".join(parts), None
+            if mark == "[CALL_ID]":
+                parts = []
+                mark = yield from reader.until(arguments, parts.append)
+                identifier = "".join(parts).strip()
+            if mark in (None, "[TOOL_CALLS]") or not name.strip():
+                output.content(start + space + name + (mark or "" if mark != "[TOOL_CALLS]" else ""))
+                start = mark if mark == "[TOOL_CALLS]" else (yield from reader.until(starts, output.content))
+                continue
+            if mark == "{":
+                reader.unread(mark)
+            output.begin_call(name.strip(), identifier)
+            yield from reader.space()
+            yield from copy_arguments(reader, output)
+        start = yield from reader.until(starts, output.content)
+
+
+@dataclass(frozen=True)
+class SectionFormat:
+    """A section of calls, each with a header, a separator and JSON: DeepSeek-V3 and V3.1, Kimi-K2."""
+
+    section: str
+    section_end: str
+    call: str
+    separator: str
+    call_end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.section, self.section_end, self.call, self.separator, self.call_end
+
+    def parse(self, reader: TextReader, output: Output) -> Steps[None]:
+        outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call)
+        while True:
+            mark = yield from reader.until(outside, output.content)
+            while mark is not None and mark != self.section_end:
+                if mark == self.call:
+                    yield from self._call(reader, output)
+                mark = yield from reader.until(inside, discard)
+            if mark is None:
+                return
+
+    def _call(self, reader: TextReader, output: Output) -> Steps[None]:
+        header: list[str] = []
+        ends = Markers(self.separator, self.call_end, self.section_end, self.call)
+        mark = yield from reader.until(ends, header.append)
+        if mark != self.separator:
+            output.content(self.call + "".join(header))
+            if mark in (self.section_end, self.call):
+                reader.unread(mark)
+            return
+        name, identifier = _header_name("".join(header))
+        yield from reader.space()
+        if (yield from reader.peek()) != "{" and name == "function":
+            # DeepSeek-V3: the kind, the separator, the name, and JSON in a code block.
+            parts: list[str] = []
+            fence = yield from reader.until(Markers("```json", "{", self.call_end), parts.append)
+            name = "".join(parts).strip()
+            if fence == "{" or fence == self.call_end:
+                reader.unread(fence)
+            yield from reader.space()
+        if not name:
+            output.content(self.call + "".join(header) + self.separator)
+            return
+        output.begin_call(name, identifier)
+        if (yield from reader.peek()) in ("{", "["):
+            yield from copy_value(reader, output.arguments)
+        elif not reader.is_ended:
+            output.arguments("{}")
+
+
+def _header_name(header: str) -> tuple[str, str | None]:
+    """(name, id) of `name`, or of Kimi's `functions.name:0`, which is the call's id too."""
+    header = header.strip()
+    name, colon, number = header.rpartition(":")
+    if colon and number.isdigit():
+        return name.removeprefix("functions."), header
+    return header, None

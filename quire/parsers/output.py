@@ -1,0 +1,120 @@
+"""What a parser says: pieces of reasoning, of content and of tool calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+SHORT_ID = string.ascii_letters + string.digits
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A piece of call number `index`. The first one of a call has its id and name. arguments: more of the JSON text."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class OutputDelta(msgspec.Struct):
+    """What is new. Joined over a whole output: its reasoning, its content, its calls."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.tool_calls)
+
+
+def call_id() -> str:
+    """A random id in vLLM's form."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def short_call_id() -> str:
+    """A random id as Mistral's templates want it: nine letters and digits."""
+    return "".join(secrets.choice(SHORT_ID) for _ in range(9))
+
+
+class Output:
+    """Collects what a parser says between two takes.
+
+    White space at the beginning of content, or between calls, is held back until something else comes: it is part of
+    the content before a word, and dropped before and behind a call. schemas: name -> JSON schema of the parameters of
+    each tool. max_calls: calls after that many are dropped.
+    """
+
+    __slots__ = ("_content", "_held", "_max_calls", "_new_id", "_pieces", "_reasoning", "num_calls", "schemas")
+
+    def __init__(
+        self,
+        schemas: Mapping[str, Any] | None = None,
+        new_id: Callable[[], str] = call_id,
+        max_calls: int | None = None,
+    ) -> None:
+        self.schemas = schemas or {}
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._pieces: list[ToolCallDelta] = []
+        self._held: list[str] | None = []
+        """White space that begins a stretch of content; None inside one."""
+        self.num_calls = 0
+
+    def reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def content(self, text: str) -> None:
+        if self._held is not None:
+            self._held.append(text)
+            if text.isspace() or not text:
+                return
+            self._content += self._held
+            self._held = None
+        else:
+            self._content.append(text)
+
+    def begin_call(self, name: str, identifier: str | None = None) -> None:
+        """identifier: the one that the model wrote; None: a random one."""
+        self._held = []
+        self.num_calls += 1
+        if not self._is_full:
+            self._pieces.append(ToolCallDelta(self.num_calls - 1, identifier or self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """More of the last call's arguments."""
+        if self._is_full or not text:
+            return
+        index = self.num_calls - 1
+        if self._pieces and self._pieces[-1].index == index:
+            self._pieces[-1].arguments += text
+        else:
+            self._pieces.append(ToolCallDelta(index, arguments=text))
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a tool. Where no tools were named, any may exist."""
+        return not self.schemas or name in self.schemas
+
+    def finish(self) -> None:
+        """Nothing follows: white space alone is the whole content, if no call was made."""
+        if self._held and not self.num_calls:
+            self._content += self._held
+        self._held = []
+
+    def take(self) -> OutputDelta:
+        """What came since the last call of `take`."""
+        delta = OutputDelta("".join(self._reasoning), "".join(self._content), self._pieces)
+        self._reasoning, self._content, self._pieces = [], [], []
+        return delta
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_calls is not None and self.num_calls > self._max_calls

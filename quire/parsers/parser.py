@@ -1,0 +1,95 @@
+"""OutputParser: one completion, split into reasoning, content and tool calls while it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.parsers.json_calls import copy_calls, copy_value
+from quire.parsers.output import Output, OutputDelta, call_id
+from quire.parsers.reader import Steps, TextReader
+from quire.parsers.reasoning import ThinkFormat, Thought
+
+Program = Callable[[TextReader, Output], Steps[None]]
+"""Reads an output from behind its reasoning to its end."""
+
+
+class OutputParser:
+    """Not thread-safe, one for each completion. No input makes it raise. What it says in all does not depend on how the
+    text was cut into pieces, so the parse of a whole output is one piece and `finish`.
+
+    answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
+    thought: where the prompt left the model. schemas: tool name -> JSON schema of its parameters. max_calls: None: any
+    number of them.
+    """
+
+    def __init__(
+        self,
+        answer: Program,
+        reasoning: ThinkFormat | None = None,
+        *,
+        thought: Thought = Thought.FREE,
+        schemas: Mapping[str, Any] | None = None,
+        new_id: Callable[[], str] = call_id,
+        max_calls: int | None = None,
+    ) -> None:
+        self._reader = TextReader()
+        self._output = Output(schemas, new_id, max_calls)
+        self._steps = self._read(answer, reasoning, thought)
+        self._is_done = False
+        self._advance()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far, dropped ones included."""
+        return self._output.num_calls
+
+    def feed(self, text: str, *, is_last: bool = False) -> OutputDelta:
+        """What is certain with this text; is_last: and what was held back, because nothing follows."""
+        if text:
+            self._reader.push(text)
+        if is_last:
+            self._reader.end()
+        if text or is_last:
+            self._advance()
+        if is_last:
+            self._output.finish()
+        return self._output.take()
+
+    def finish(self) -> OutputDelta:
+        """What was held back. Nothing is fed afterwards."""
+        return self.feed("", is_last=True)
+
+    def _read(self, answer: Program, reasoning: ThinkFormat | None, thought: Thought) -> Steps[None]:
+        if reasoning is not None:
+            yield from reasoning.parse(self._reader, self._output, thought)
+        yield from answer(self._reader, self._output)
+        yield from self._reader.rest(self._output.content)
+
+    def _advance(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._steps, True) is True
+
+
+def plain(reader: TextReader, output: Output) -> Steps[None]:
+    """An answer without tool calls."""
+    yield from reader.rest(output.content)
+
+
+def call_list(reader: TextReader, output: Output) -> Steps[None]:
+    """What a constraint to tools makes: a JSON list of objects with a name and parameters."""
+    output.content((yield from copy_calls(reader, output)))
+
+
+def named_call(name: str) -> Program:
+    """What a constraint to one tool makes: its arguments."""
+
+    def parse(reader: TextReader, output: Output) -> Steps[None]:
+        yield from reader.space()
+        if not (yield from reader.peek()):
+            return
+        output.begin_call(name)
+        yield from copy_value(reader, output.arguments)
+        yield from reader.space()
+
+    return parse

@@ -1,0 +1,156 @@
+"""A text that arrives in pieces, read by straight-line code.
+
+A parser is a generator that reads with `yield from reader....`; where the text does not reach yet, the generator pauses
+until more is pushed. Every primitive gives the same result whatever the pieces were, so what a parser says in all does
+not depend on them. Each character is looked at a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Pauses at each yield until the reader has more text, or its end; returns T."""
+Sink = Callable[[str], None]
+
+_SPACE = re.compile(r"\s*")
+
+
+class Markers:
+    """Texts to look for. None may begin another: which of them is found would depend on the pieces of the text."""
+
+    __slots__ = ("_firsts", "_longest", "search", "texts")
+
+    def __init__(self, *texts: str) -> None:
+        assert all(texts), "a marker needs a text"
+        assert not any(a != b and b.startswith(a) for a in texts for b in texts), "a marker begins another"
+        self.texts = texts
+        self.search = re.compile("|".join(map(re.escape, texts))).search
+        self._firsts = frozenset(text[0] for text in texts)
+        self._longest = max(map(len, texts))
+
+    def safe_end(self, text: str, start: int) -> int:
+        """Where text[start:], which holds no marker, may begin one with its last characters; else its end."""
+        for index in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[index] in self._firsts and any(marker.startswith(text[index:]) for marker in self.texts):
+                return index
+        return len(text)
+
+
+class TextReader:
+    """The text so far, and how much of it is read."""
+
+    __slots__ = ("_position", "_text", "is_ended")
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self.is_ended = False
+
+    def push(self, text: str) -> None:
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        self.is_ended = True
+
+    def until(self, markers: Markers, sink: Sink, *, drops_part: bool = False) -> Steps[str | None]:
+        """Give `sink` the text up to the first marker, and read both. Returns the marker, None at the end of the text.
+        drops_part: a part of a marker at the end of the text is no text."""
+        while True:
+            found = markers.search(self._text, self._position)
+            if found is not None:
+                self._give(found.start(), sink)
+                self._position = found.end()
+                return found[0]
+            is_whole = self.is_ended and not drops_part
+            self._give(len(self._text) if is_whole else markers.safe_end(self._text, self._position), sink)
+            if self.is_ended:
+                self._position = len(self._text)
+                return None
+            yield
+
+    def rest(self, sink: Sink) -> Steps[None]:
+        """Give `sink` all that comes."""
+        while True:
+            self._give(len(self._text), sink)
+            if self.is_ended:
+                return
+            yield
+
+    def peek(self, count: int = 1) -> Steps[str]:
+        """The next `count` characters, fewer at the end of the text, unread."""
+        while len(self._text) - self._position < count and not self.is_ended:
+            yield
+        return self._text[self._position : self._position + count]
+
+    def take(self, count: int = 1) -> Steps[str]:
+        """The next `count` characters, fewer at the end of the text."""
+        found = yield from self.peek(count)
+        self._position += len(found)
+        return found
+
+    def take_if(self, literal: str) -> Steps[bool]:
+        """Read `literal` if it comes next. The text may end inside it."""
+        while True:
+            there = self._text[self._position : self._position + len(literal)]
+            if there == literal or (self.is_ended and there and literal.startswith(there)):
+                self._position += len(there)
+                return True
+            if self.is_ended or not literal.startswith(there):
+                return False
+            yield
+
+    def sees(self, literal: str) -> Steps[bool]:
+        """Whether `literal` comes next, unread."""
+        while True:
+            there = self._text[self._position : self._position + len(literal)]
+            if there == literal or self.is_ended or not literal.startswith(there):
+                return there == literal
+            yield
+
+    def space(self) -> Steps[str]:
+        """Read white space; return it."""
+        return (yield from self.take_while(_SPACE))
+
+    def take_while(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read what `pattern`, a repeated class of characters, matches; return it."""
+        parts = []
+        while True:
+            found = pattern.match(self._text, self._position)
+            assert found is not None, "the pattern matches the empty text"
+            parts.append(found[0])
+            self._position = found.end()
+            if self._position < len(self._text) or self.is_ended:
+                return "".join(parts)
+            yield
+
+    def scan(self, special: re.Pattern[str], sink: Sink) -> Steps[str]:
+        """Give `sink` the text up to the next character that `special` matches; return that one, unread, "" at the
+        end."""
+        while True:
+            found = special.search(self._text, self._position)
+            if found is not None:
+                self._give(found.start(), sink)
+                return found[0]
+            self._give(len(self._text), sink)
+            if self.is_ended:
+                return ""
+            yield
+
+    def unread(self, text: str) -> None:
+        """Take back what the last call read, before anything else is read."""
+        assert self._text.endswith(text, 0, self._position)
+        self._position -= len(text)
+
+    def _give(self, end: int, sink: Sink) -> None:
+        if end > self._position:
+            sink(self._text[self._position : end])
+            self._position = end
+
+
+def discard(text: str) -> None:
+    """A sink for what is between the markers of a format."""

@@ -1,0 +1,106 @@
+"""Reasoning that stands between two marks before the answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from quire.parsers.output import Output
+from quire.parsers.reader import Markers, Steps, TextReader
+
+
+class Thought(Enum):
+    """Where the prompt leaves the model: inside reasoning, behind it, or free to begin with it."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so.
+    breaks: marks of what follows, which end reasoning as well."""
+
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    is_open: bool = False
+    breaks: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.starts + self.ends
+
+    def thought_after(self, prompt: str, *, continues: bool = False) -> Thought:
+        """Where the end of a prompt leaves the model. continues: the prompt ends in the midst of an answer, which may
+        stand anywhere behind its mark; else the mark is the last thing of the prompt."""
+        if continues:
+            start, end = (max(map(prompt.rfind, marks)) for marks in (self.starts, self.ends))
+            if start != end:
+                return Thought.OPEN if start > end else Thought.CLOSED
+        tail = prompt[-256:].rstrip()
+        if tail.endswith(self.starts):
+            return Thought.OPEN
+        if tail.endswith(self.ends):
+            return Thought.CLOSED
+        return Thought.OPEN if self.is_open else Thought.FREE
+
+    def parse(self, reader: TextReader, output: Output, thought: Thought) -> Steps[None]:
+        """Reads up to the end of the reasoning."""
+        if thought is Thought.CLOSED:
+            return
+        space = yield from reader.space()
+        for start in self.starts:
+            if (yield from reader.sees(start)):
+                yield from reader.take(len(start))
+                break
+        else:
+            if thought is Thought.FREE:
+                output.content(space)
+                return
+            output.reasoning(space)
+        mark = yield from reader.until(Markers(*self.ends, *self.breaks), output.reasoning)
+        if mark in self.breaks:
+            assert mark is not None
+            reader.unread(mark)
+
+
+class ReasoningCounter:
+    """Counts the tokens between the marks of reasoning, which are given as token ids.
+
+    is_open: the sequence begins inside reasoning. A mark of the start right there is no part of it.
+    """
+
+    def __init__(self, starts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], *, is_open: bool) -> None:
+        self._starts = [list(mark) for mark in starts if mark]
+        self._ends = [list(mark) for mark in ends if mark]
+        self._is_open = is_open
+        self._tail: deque[int] = deque(maxlen=max(map(len, self._starts + self._ends), default=1))
+        self._num_inside = 0
+        self._num_closed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_closed + self._num_inside
+
+    def count(self, token_ids: Iterable[int]) -> None:
+        """Take the tokens that follow."""
+        for token_id in token_ids:
+            self._tail.append(token_id)
+            if (length := self._ending(self._starts)) and (not self._is_open or self._num_inside + 1 == length):
+                self._is_open, self._num_inside = True, 0
+            elif self._is_open:
+                self._num_inside += 1
+                if length := self._ending(self._ends):
+                    self._num_closed += max(self._num_inside - length, 0)
+                    self._is_open, self._num_inside = False, 0
+
+    def _ending(self, marks: list[list[int]]) -> int:
+        """Length of the mark that ends with the last token, 0: none does."""
+        last = self._tail[-1]
+        for mark in marks:
+            if mark[-1] == last and list(self._tail)[-len(mark) :] == mark:
+                return len(mark)
+        return 0

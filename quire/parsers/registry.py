@@ -1,0 +1,215 @@
+"""The parsers by vLLM's names, and which of them a chat template speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quire.errors import ConfigError, nearest_name
+from quire.parsers.harmony import MARKERS as HARMONY_MARKERS
+from quire.parsers.harmony import parse_harmony
+from quire.parsers.json_calls import JsonFormat, SectionFormat, parse_mistral
+from quire.parsers.output import Output, call_id, short_call_id
+from quire.parsers.pythonic import PythonicFormat
+from quire.parsers.reader import Steps, TextReader
+from quire.parsers.reasoning import ThinkFormat
+from quire.parsers.xml_calls import PairFormat, TagFormat
+
+NONE = "none"
+"""Name of no parser: the text stays as it is."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls. markers: texts of the format, which may be special tokens. has_reasoning:
+    the format has reasoning of its own."""
+
+    parse: Callable[[TextReader, Output], Steps[None]]
+    markers: tuple[str, ...]
+    new_id: Callable[[], str] = call_id
+    has_reasoning: bool = False
+
+
+def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat) -> ToolFormat:
+    return ToolFormat(form.parse, form.markers)
+
+
+def _dsml(section: str) -> ToolFormat:
+    bar = "｜DSML｜"
+    names = f"<{bar}{section}>", f"</{bar}{section}>", f"<{bar}invoke name=", f"</{bar}invoke>"
+    form = TagFormat(*names, f"<{bar}parameter name=", f"</{bar}parameter>")
+    return ToolFormat(form.parse, (*form.markers, bar))
+
+
+def _functions(section: str) -> ToolFormat:
+    section_tags = f"<{section}>", f"</{section}>"
+    return _of(TagFormat(*section_tags, "<function=", "</function>", "<parameter=", "</parameter>", is_bare=True))
+
+
+_HERMES = _of(JsonFormat(("<tool_call>",), ("</tool_call>",)))
+_LLAMA_JSON = _of(JsonFormat(("<|python_tag|>",), is_bare=True))
+_DEEPSEEK = _of(
+    SectionFormat(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+    )
+)
+_GLM = _of(PairFormat())
+_QWEN_CODER = _functions("tool_call")
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "granite": _of(JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",), is_bare=True)),
+    "granite4": _HERMES,
+    "hermes": _HERMES,
+    "hunyuan_a13b": _of(JsonFormat(("<tool_calls>",), ("</tool_calls>",))),
+    "internlm": _of(JsonFormat(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",))),
+    "jamba": _of(JsonFormat(("<tool_calls>",), ("</tool_calls>",))),
+    "kimi_k2": _of(
+        SectionFormat(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        )
+    ),
+    "lfm2": _of(PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>", is_bare=False)),
+    "llama3_json": _LLAMA_JSON,
+    "llama4_json": _LLAMA_JSON,
+    "llama4_pythonic": _of(PythonicFormat("<|python_start|>", "<|python_end|>")),
+    "longcat": _of(JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",))),
+    "minimax_m2": _of(
+        TagFormat(
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            "<invoke name=",
+            "</invoke>",
+            "<parameter name=",
+            "</parameter>",
+        )
+    ),
+    "mistral": ToolFormat(parse_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
+    "olmo3": _of(PythonicFormat("<function_calls>", "</function_calls>", is_bare=False, has_brackets=False)),
+    "openai": ToolFormat(parse_harmony, HARMONY_MARKERS, has_reasoning=True),
+    "phi4_mini_json": _of(JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
+    "pythonic": _of(PythonicFormat()),
+    "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
+    "seed_oss": _functions("seed:tool_call"),
+    "step3p5": _QWEN_CODER,
+}
+
+_THINK = ThinkFormat()
+_THINK_OPEN = ThinkFormat(is_open=True)
+HARMONY_REASONING = ThinkFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
+"""Marks of GPT-OSS's reasoning, for what counts tokens; its text is split by `parse_harmony`."""
+
+REASONING_FORMATS: dict[str, ThinkFormat] = {
+    "deepseek_r1": _THINK_OPEN,
+    "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "ernie45": _THINK_OPEN,
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "granite": ThinkFormat(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+    "holo2": _THINK,
+    "kimi_k2": ThinkFormat(breaks=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": _THINK_OPEN,
+    "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
+    "nemotron_v3": _THINK,
+    "olmo3": _THINK,
+    "openai_gptoss": HARMONY_REASONING,
+    "qwen3": _THINK,
+    "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",), is_open=True),
+    "step3": _THINK_OPEN,
+    "step3p5": _THINK_OPEN,
+}
+
+_TOOL_SIGNS: tuple[tuple[str, str], ...] = (
+    ("｜DSML｜tool_calls", "deepseek_v4"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<｜tool▁sep｜>", "deepseek_v31"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<function_calls>", "olmo3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("[func_name1(", "pythonic"),
+    ('{"name": function name', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|plugin|>", "internlm"),
+    ("<|tool|>", "phi4_mini_json"),
+    ("<tool_calls>", "jamba"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+)
+"""(text in a chat template, the parser of the models that have it), the most certain first."""
+_REASONING_SIGNS: tuple[tuple[str, str], ...] = (
+    ("[THINK]", "mistral"),
+    ("<seed:think>", "seed_oss"),
+    ("Here is my thought process:", "granite"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm45"),
+    ("<think>", "qwen3"),
+    ("</think>", "qwen3"),
+)
+
+
+def detect_tool_parser(templates: Iterable[str]) -> str | None:
+    """Name of the parser for models with these chat templates; None: they show no way to write calls."""
+    source = "\n".join(templates)
+    if _is_harmony(source):
+        return "openai"
+    return next((name for sign, name in _TOOL_SIGNS if sign in source), None)
+
+
+def detect_reasoning_parser(templates: Iterable[str]) -> str | None:
+    """Name of the reasoning parser for models with these chat templates; None: they show no reasoning."""
+    source = "\n".join(templates)
+    if _is_harmony(source):
+        return "openai_gptoss"
+    if not any(mark in source for mark in ("think>", "[THINK]", "thought process:")):
+        return None
+    return next((name for sign, name in _REASONING_SIGNS if sign in source), None)
+
+
+def _is_harmony(source: str) -> bool:
+    return all(mark in source for mark in ("<|channel|>", "<|message|>", "<|start|>"))
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Raises ConfigError for an unknown name."""
+    if name not in TOOL_FORMATS:
+        raise _unknown("tool_call_parser", name, TOOL_FORMATS)
+    return TOOL_FORMATS[name]
+
+
+def reasoning_format(name: str) -> ThinkFormat:
+    """Raises ConfigError for an unknown name."""
+    if name not in REASONING_FORMATS:
+        raise _unknown("reasoning_parser", name, REASONING_FORMATS)
+    return REASONING_FORMATS[name]
+
+
+def _unknown(param: str, name: str, known: Iterable[str]) -> ConfigError:
+    known = (*known, NONE)
+    listed = ", ".join(sorted(known))
+    return ConfigError(f"{param}: unknown parser {name!r}{nearest_name(name, known)} (known: {listed})", param=param)

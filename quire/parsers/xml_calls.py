@@ -1,0 +1,223 @@
+"""Tool calls that models write as tags: Qwen3-Coder, MiniMax-M2, Seed-OSS, DeepSeek-V3.2 (DSML), GLM-4.5 to 4.7.
+
+A parameter that the tool's schema calls a string is passed on as it comes. Any other waits for its end and becomes
+JSON of a type that the schema allows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from quire.parsers.arguments import coerced, escaped, is_text, json_string, parameter_schema
+from quire.parsers.json_calls import copy_value
+from quire.parsers.output import Output
+from quire.parsers.reader import Markers, Steps, TextReader, discard
+
+_HEADER = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s"']*))(?:\s+string\s*=\s*"(true|false)")?""")
+
+
+class _Arguments:
+    """The object that a call's parameters make, piece by piece."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output = output
+        self._schema = output.schemas.get(name)
+        self._separator = "{"
+
+    def schema(self, name: str) -> Any:
+        return parameter_schema(self._schema, name)
+
+    def key(self, name: str) -> None:
+        self._output.arguments(f"{self._separator}{json_string(name)}: ")
+        self._separator = ", "
+
+    def close(self) -> None:
+        self._output.arguments("{}" if self._separator == "{" else "}")
+
+
+class _StringValue:
+    """A string's text as JSON, while it comes. One line feed at either end belongs to the tags."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._is_first = True
+        self._has_line_feed = False
+        output.arguments('"')
+
+    def add(self, text: str) -> None:
+        if self._is_first:
+            self._is_first = False
+            text = text.removeprefix("\n")
+        if not text:
+            return
+        if self._has_line_feed:
+            text = "\n" + text
+        self._has_line_feed = text.endswith("\n")
+        self._output.arguments(escaped(text.removesuffix("\n")))
+
+    def close(self) -> None:
+        self._output.arguments('"')
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare."""
+
+    section: str
+    section_end: str
+    call: str
+    call_end: str
+    parameter: str
+    parameter_end: str
+    is_bare: bool = False
+    """A call may stand outside a section."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (
+            self.section,
+            self.section_end,
+            self.call,
+            self.call_end,
+            self.parameter,
+            self.parameter_end,
+        )
+
+    def parse(self, reader: TextReader, output: Output) -> Steps[None]:
+        outside = Markers(self.section, self.call) if self.is_bare else Markers(self.section)
+        inside = Markers(self.section_end, self.call)
+        while True:
+            mark = yield from reader.until(outside, output.content)
+            if mark is None:
+                return
+            if mark == self.call:
+                yield from self._call(reader, output)
+                yield from reader.space()
+                yield from reader.take_if(self.section_end)
+                continue
+            mark = yield from self._enter(reader, output)
+            while mark == self.call:
+                yield from self._call(reader, output)
+                mark = yield from reader.until(inside, discard)
+
+    def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
+        """Behind the section's beginning: its first call's, or what stands there instead, as content."""
+        space = yield from reader.space()
+        if (yield from reader.take_if(self.call)):
+            return self.call
+        output.content(self.section + space)
+        return None
+
+    def _call(self, reader: TextReader, output: Output) -> Steps[None]:
+        header = yield from self._header(reader, broken := [self.call])
+        if header is None:
+            output.content("".join(broken))
+            return
+        name = header[0]
+        output.begin_call(name)
+        arguments = _Arguments(output, name)
+        yield from reader.space()
+        if (yield from reader.peek()) == "{":  # DSML has JSON instead of tags, too
+            yield from copy_value(reader, output.arguments)
+            yield from reader.until(Markers(self.call_end), discard)
+            return
+        marks = Markers(self.parameter, self.call_end, self.section_end)
+        while True:
+            mark = yield from reader.until(marks, discard)
+            if mark == self.parameter:
+                mark = yield from self._parameter(reader, output, arguments)
+            if mark in (self.call_end, self.section_end):
+                if mark == self.section_end:
+                    reader.unread(mark)
+                arguments.close()
+                return
+            if mark is None:
+                return
+
+    def _header(self, reader: TextReader, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
+        """(name, whether it is a string, if that is said) of a tag up to its ">", which is added to `parts`; None where
+        the text ends before."""
+        num_before = len(parts)
+        if (yield from reader.until(Markers(">"), parts.append)) is None:
+            return None
+        found = _HEADER.match("".join(parts[num_before:]))
+        assert found is not None, "every part of the pattern is optional"
+        return (found[1] or found[2] or found[3] or "").strip(), found[4]
+
+    def _parameter(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[str | None]:
+        """Returns the tag that ended the value, or None at the end of the text."""
+        header = yield from self._header(reader, [])
+        if header is None:
+            return None
+        name, is_string = header
+        schema = arguments.schema(name)
+        ends = Markers(self.parameter_end, self.call_end)
+        arguments.key(name)
+        if is_string == "true" or (is_string is None and is_text(schema, default=True)):
+            value = _StringValue(output)
+            mark = yield from reader.until(ends, value.add, drops_part=True)
+            if mark is not None:
+                value.close()
+            return mark
+        parts: list[str] = []
+        mark = yield from reader.until(ends, parts.append)
+        text = "".join(parts).removeprefix("\n").removesuffix("\n")
+        output.arguments(coerced(text, schema) if mark is not None else "")
+        return mark
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """GLM: the name, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` in turn."""
+
+    start: str = "<tool_call>"
+    end: str = "</tool_call>"
+    key: str = "<arg_key>"
+    key_end: str = "</arg_key>"
+    value: str = "<arg_value>"
+    value_end: str = "</arg_value>"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.start, self.end, self.key, self.key_end, self.value, self.value_end
+
+    def parse(self, reader: TextReader, output: Output) -> Steps[None]:
+        starts, named = Markers(self.start), Markers(self.key, self.end)
+        while (yield from reader.until(starts, output.content)) is not None:
+            parts: list[str] = []
+            mark = yield from reader.until(named, parts.append)
+            name = "".join(parts).strip()
+            if mark is None or not name:
+                output.content(self.start + "".join(parts) + (mark or ""))
+                continue
+            output.begin_call(name)
+            arguments = _Arguments(output, name)
+            while mark == self.key:
+                yield from self._pair(reader, output, arguments)
+                mark = yield from reader.until(named, discard)
+            if mark is not None:
+                arguments.close()
+
+    def _pair(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[None]:
+        parts: list[str] = []
+        if (yield from reader.until(Markers(self.key_end), parts.append)) is None:
+            return
+        name = "".join(parts).strip()
+        yield from reader.space()
+        if not (yield from reader.take_if(self.value)):
+            return
+        schema = arguments.schema(name)
+        ends = Markers(self.value_end, self.end)
+        arguments.key(name)
+        if is_text(schema, default=False):
+            output.arguments('"')
+            mark = yield from reader.until(ends, lambda text: output.arguments(escaped(text)), drops_part=True)
+            output.arguments("" if mark is None else '"')
+        else:
+            parts = []
+            mark = yield from reader.until(ends, parts.append)
+            output.arguments(coerced("".join(parts), schema) if mark is not None else "")
+        if mark == self.end:
+            reader.unread(mark)

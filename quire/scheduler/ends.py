@@ -1,0 +1,162 @@
+"""How sequences and requests end: their blocks, their request slots, and the updates that report early ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.kv_cache.manager import KVCacheManager
+from quire.outputs import SequenceUpdate
+from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.scheduler.admission import PrefixRegistration
+from quire.scheduler.admitter import Admitter
+from quire.scheduler.beam_reorder import BeamReorder
+from quire.scheduler.kv_usage import InFlight
+from quire.scheduler.queue import Deadlines, RequestQueue
+from quire.scheduler.reporting import early_end, ended_search, live_requests, pooled_end, report_times
+from quire.scheduler.running import RunningSet
+from quire.stats import EngineStats
+from quire.step import StepResult
+
+
+class Ends:
+    """Ends what the scheduler's collections hold. released, trimmed: of the next plan (`StepPlan`)."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        requests: dict[str, Request],
+        waiting: RequestQueue,
+        running: RunningSet,
+        deadlines: Deadlines,
+        registration: PrefixRegistration,
+        admitter: Admitter,
+        stats: EngineStats,
+    ) -> None:
+        self.released: list[int] = []
+        self.trimmed: dict[int, list[int]] = {}
+        self.beam_reorder = BeamReorder()
+        self._kv = kv
+        self._requests = requests
+        self._waiting = waiting
+        self._running = running
+        self._deadlines = deadlines
+        self._registration = registration
+        self._admitter = admitter
+        self._stats = stats
+        self._unmatched: list[tuple[Sequence, str]] = []
+        """Sequences that could not go on under their constraints, and why, until an update reports it."""
+
+    # -- before their time ------------------------------------------------------------------------------------------
+
+    def end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
+        """End some or all sequences of a request before their time."""
+        self._admitter.forget_rejection()  # with one sequence fewer running, the waiting request may fit
+        lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
+        for sequence in ended:
+            self._running.drop_reservation(sequence)
+            self.finish(sequence, reason)
+        if lost_leader and request.pending_forks:
+            # The siblings were waiting for the leader's prompt: restart the request with another leader.
+            self._running.drop_reservations(request)
+            request.status = RequestStatus.PREEMPTED
+            self._waiting.put_back(request)
+        self._running.drop_finished()
+
+    def end_requests(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[SequenceUpdate]:
+        """End these requests before their time; the updates report it."""
+        updates = []
+        for request in requests:
+            updates += early_end(request, reason, now)
+            self.end(request, request.live_sequences, reason)
+        return updates
+
+    def end_expired(self, now: float) -> list[SequenceUpdate]:
+        """End the requests whose time is over."""
+        expired = list(self._deadlines.expired(now))
+        self._stats.timed_out_requests_total += len(expired)
+        return self.end_requests(expired, FinishReason.TIMEOUT, now)
+
+    def end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
+        """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
+        requests = live_requests(in_flight.sequences + in_flight.samples, seq_ids)
+        for request in requests:
+            for sequence in request.live_sequences:
+                self._kv.evict(sequence.chain)
+        return self.end_requests(requests, FinishReason.ERROR, now)
+
+    def end_unmatched(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that cannot go on under its constraint; `report_unmatched` reports it."""
+        self._unmatched.append((sequence, reason))
+        self.end(sequence.request, [sequence], FinishReason.ERROR)
+
+    def report_unmatched(self, now: float) -> list[SequenceUpdate]:
+        """The updates of the sequences that `end_unmatched` has ended since the last call."""
+        if not self._unmatched:
+            return []
+        ended, self._unmatched = self._unmatched, []
+        updates = []
+        for sequence, reason in ended:
+            update = SequenceUpdate(sequence.request.request_id, sequence.index, [], finish_reason=FinishReason.ERROR)
+            update.stop_reason = reason
+            report_times(update, sequence.request, now)
+            updates.append(update)
+        return updates
+
+    # -- in their time ----------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence, and the request with its last one. The caller removes the sequence from those that run."""
+        sequence.finish_reason = reason
+        sequence.matcher = None
+        request = sequence.request
+        if sequence.blocks is not None:
+            self.release_slot(sequence)
+            if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
+            elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
+                num_stored = len(sequence.token_ids) - (not request.pooling)  # a token just sampled is not computed
+                self._kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
+            else:
+                self._kv.free(sequence.blocks)
+            sequence.blocks = None
+        elif sequence.swapped is not None:
+            self._kv.free(sequence.swapped)
+            sequence.swapped = None
+        if not any(other.finish_reason is None for other in request.sequences):
+            request.status = RequestStatus.FINISHED
+            self._waiting.remove(request)
+            self._deadlines.discard(request)
+            if request.register_prefix:
+                self._registration.release(request)
+            self._admitter.forget(request)
+            del self._requests[request.request_id]
+            self._stats.finished_requests_total += 1
+
+    def release_slot(self, sequence: Sequence) -> None:
+        """Release a sequence's request slot on the workers with the next plan."""
+        sequence.fast_path_until = 0
+        self.trimmed.pop(sequence.seq_id, None)
+        if self.beam_reorder.forget(sequence):
+            self.released.append(sequence.seq_id)
+
+    def end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
+        """End the pooled requests whose vectors have come (index of a sample -> vector)."""
+        found = [(samples[index], vector) for index, vector in vectors.items()]
+        ended = [(sequence, vector) for sequence, vector in found if sequence.finish_reason is None]
+        for sequence, _ in ended:
+            self.finish(sequence, FinishReason.STOP)
+        return [pooled_end(sequence, vector, now) for sequence, vector in ended]
+
+    def update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
+        """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
+        caller then removes their sequences from those that run."""
+        ended, released = self.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
+        self.released += released
+        updates = []
+        for request in ended:
+            self._running.drop_reservations(request)
+            found = ended_search(request, now)
+            for sequence in request.sequences:
+                self.finish(sequence, found[0].finish_reason or FinishReason.STOP)
+            updates += found
+        return updates

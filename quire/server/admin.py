@@ -1,0 +1,191 @@
+"""The routes that control the engine, and those that tell how it is set up. They exist only where a setting asks for
+them, and answer only admins (quire/server/auth.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+
+from quire.config.engine import EngineConfig
+from quire.engine.async_control import check_mode
+from quire.errors import UserError
+from quire.server.auth import admin
+from quire.server.context import ServerContext
+from quire.server.disconnect import run_until_disconnect
+from quire.server.responses import json_response
+from quire.version import __version__
+
+SECRETS = ("api_key", "admin_api_key")
+"""Settings that /server_info leaves out."""
+PARTS = {"weights", "kv_cache"}
+"""What wakes up, always together."""
+
+
+class Status(msgspec.Struct):
+    status: str
+
+
+class Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
+class Paused(msgspec.Struct):
+    is_paused: bool
+
+
+class PrefixCacheReset(msgspec.Struct):
+    """num_blocks: how many held a prefix."""
+
+    status: str
+    num_blocks: int
+
+
+class ServerInfo(msgspec.Struct):
+    """config: the engine's, as text where the request asks for that."""
+
+    version: str
+    config: dict[str, Any] | str
+    server: dict[str, Any]
+    engine: dict[str, Any]
+
+
+class TokenizerInfo(msgspec.Struct):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    added_tokens: dict[int, str]
+    chat_template: str | None
+
+
+def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
+    settings = context.settings
+    if settings.enable_admin_routes:
+        _add_pause_routes(app, context)
+        _add_info_routes(app, context)
+    if settings.enable_sleep_mode:
+        _add_sleep_routes(app, context)
+    if settings.enable_tokenizer_info_endpoint:
+        _add_tokenizer_route(app, context)
+
+
+def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
+    engine = context.engine
+
+    @app.post("/pause")
+    @admin
+    async def pause(request: Request, mode: str = "abort", clear_cache: str = "true") -> Response:
+        """As AsyncLLM.pause. A client that hangs up while it waits leaves the engine paused."""
+        context.check_alive()
+        check_mode(mode)
+        await run_until_disconnect(request.receive, engine.pause(mode, clear_cache=truth("clear_cache", clear_cache)))
+        return json_response(Status("paused"))
+
+    @app.post("/resume")
+    @admin
+    async def resume() -> Response:
+        context.check_alive()
+        await engine.resume()
+        return json_response(Status("resumed"))
+
+    @app.get("/is_paused")
+    @admin
+    async def is_paused() -> Response:
+        context.check_alive()
+        return json_response(Paused(await engine.is_paused()))
+
+    @app.post("/reset_prefix_cache")
+    @admin
+    async def reset_prefix_cache(reset_running_requests: str = "false", reset_external: str = "false") -> Response:
+        """Forget cached prefixes. Running requests keep their blocks, and blocks on disk stay."""
+        context.check_alive()
+        for name, value in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
+            if truth(name, value):
+                raise UserError(f"{name} is not supported by this server (only false is)", param=name)
+        return json_response(PrefixCacheReset("reset", await engine.reset_prefix_cache()))
+
+
+def _add_info_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.get("/server_info")
+    @admin
+    async def server_info(config_format: str = "json") -> Response:
+        if config_format not in ("json", "text"):
+            raise UserError(f"config_format must be json or text, not {config_format!r}", param="config_format")
+        config = described(context.engine.engine_config)
+        settings = {name: value for name, value in msgspec.to_builtins(context.settings).items() if name not in SECRETS}
+        text = "\n".join(f"{name}: {value}" for name, value in config.items())
+        engine = msgspec.structs.asdict(context.engine.ready)
+        return json_response(ServerInfo(__version__, text if config_format == "text" else config, settings, engine))
+
+
+def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
+    """While the engine sleeps, generating requests get 503; /health stays 200, since waking brings everything back."""
+    engine = context.engine
+
+    @app.post("/sleep")
+    @admin
+    async def sleep(request: Request, level: str = "1", mode: str = "abort") -> Response:
+        """level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses. mode: as AsyncLLM.sleep; "keep" is
+        400 while requests live."""
+        context.check_alive()
+        check_mode(mode)
+        work = engine.pause(mode) if level == "0" else engine.sleep(level, mode)
+        await run_until_disconnect(request.receive, work)
+        return json_response(Sleeping(level != "0"))
+
+    @app.post("/wake_up")
+    @admin
+    async def wake_up(tags: list[str] = Query([])) -> Response:  # noqa: B008 - FastAPI's way to read a list
+        """Weights and KV cache wake up together. Also ends a pause."""
+        context.check_alive()
+        if wrong := set(tags) - PARTS:
+            raise UserError(f"tags must be among weights, kv_cache, not {min(wrong)!r}", param="tags")
+        if tags and set(tags) != PARTS:
+            raise UserError("weights and kv_cache wake up together: give both tags, or none", param="tags")
+        await engine.wake_up()
+        await engine.resume()
+        return json_response(Sleeping(False))
+
+    @app.get("/is_sleeping")
+    @admin
+    async def is_sleeping() -> Response:
+        context.check_alive()
+        return json_response(Sleeping(await engine.is_sleeping()))
+
+
+def _add_tokenizer_route(app: FastAPI, context: ServerContext) -> None:
+    tokenizer = context.tokenizer
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        added = tokenizer.backend.get_added_tokens_decoder()
+        return json_response(
+            TokenizerInfo(
+                type(tokenizer.backend.model).__name__,
+                tokenizer.vocab_size,
+                context.engine.ready.max_model_len,
+                tokenizer.special_tokens,
+                {token_id: token.content for token_id, token in added.items()},
+                tokenizer.chat_template,
+            )
+        )
+
+
+def described(config: EngineConfig) -> dict[str, Any]:
+    """The configuration as JSON's types; what JSON does not know as text."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if hasattr(value, "keys") else str(value)
+
+
+def truth(name: str, text: str) -> bool:
+    """A query parameter that is true or false. Raises UserError for anything else."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise UserError(f"{name} must be true or false, not {text!r}", param=name)
+    return values[text.lower()]

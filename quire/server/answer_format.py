@@ -1,0 +1,282 @@
+"""How the text of chat answers is split: which parsers a server has, and what one request needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.errors import ConfigError, UserError
+from quire.logging import get_logger
+from quire.outputs import CompletionOutput
+from quire.parsers.output import OutputDelta, call_id
+from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
+from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
+from quire.parsers.registry import (
+    NONE,
+    ToolFormat,
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_format,
+    tool_format,
+)
+from quire.sampling_params import SamplingParams
+from quire.server.protocol.chat import AssistantMessage, ChatRequest, Delta
+from quire.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+from quire.structured_outputs_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.server.settings import ServerSettings
+    from quire.tokenization.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+NO_PARSER = (
+    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set: '
+    "the model's chat template shows none of the known ways to write tool calls"
+)
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """The parsers of a server. is_explicit: the reasoning parser was named, not picked."""
+
+    tokenizer: Tokenizer
+    tools: ToolFormat | None
+    reasoning: ThinkFormat | None
+    is_explicit: bool
+    excludes_tools: bool
+    """tool_choice none keeps the tools from the chat template."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, settings: ServerSettings) -> AnswerFormats:
+        """Those that the settings name, else those that the chat templates show. Raises ConfigError for unknown names,
+        and where automatic tool choice is asked for and no parser is known."""
+        templates = list(tokenizer.chat_templates.values())
+        tools = settings.tool_call_parser or detect_tool_parser(templates) or NONE
+        reasoning = settings.reasoning_parser or detect_reasoning_parser(templates) or NONE
+        if tools == NONE and settings.enable_auto_tool_choice:
+            raise ConfigError(
+                "enable_auto_tool_choice needs a tool_call_parser: the model's chat template shows no known way to "
+                "write tool calls",
+                param="tool_call_parser",
+            )
+        if (tools, reasoning) != (NONE, NONE):
+            logger.info("tool calls are read as %s, reasoning as %s", tools, reasoning)
+        return cls(
+            tokenizer,
+            None if tools == NONE else tool_format(tools),
+            None if reasoning == NONE else reasoning_format(reasoning),
+            bool(settings.reasoning_parser),
+            settings.exclude_tools_when_tool_choice_none,
+        )
+
+    def answer(self, body: ChatRequest) -> AnswerFormat:
+        """Raises UserError for tools that cannot be used."""
+        return AnswerFormat(self, body)
+
+
+class AnswerFormat:
+    """What one request needs. Parsers and settings are known once the prompt is."""
+
+    def __init__(self, formats: AnswerFormats, body: ChatRequest) -> None:
+        self._formats = formats
+        self._body = body
+        self._mode = body.choice_mode
+        self._tools = body.usable_tools
+        self._thought = Thought.FREE
+        self._parsers: dict[int, OutputParser] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+        tools = formats.tools
+        self._reasons_itself = tools is not None and tools.has_reasoning
+        if self._mode == "auto" and tools is None:
+            raise UserError(NO_PARSER, param="tool_choice")
+        if self._mode in ("required", "function"):
+            if self._reasons_itself:
+                raise UserError(
+                    f"tool_choice {self._mode!r} is not supported with this model's format (auto and none are)",
+                    param="tool_choice",
+                )
+            if body.to_structured_outputs() is not None:
+                raise UserError(
+                    f"tool_choice {self._mode!r} and {body.constraint_field} exclude one another", param="tool_choice"
+                )
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template is given."""
+        if self._mode == "none" and self._formats.excludes_tools:
+            return None
+        tools = self._body.tools if self._mode == "function" else self._tools
+        return [tool.to_dict() for tool in tools] or None
+
+    @property
+    def parses(self) -> bool:
+        """Whether the text is more than content."""
+        return self._mode != "none" or self._formats.reasoning is not None or self._reasons_itself
+
+    def settle(self, params: SamplingParams, prompt: str | None) -> SamplingParams:
+        """Take the written prompt, which says where the model begins; return the settings to run with."""
+        if not self.parses:
+            return params
+        reasoning = self._formats.reasoning
+        if reasoning is not None and prompt is not None:
+            self._thought = reasoning.thought_after(prompt, continues=self._body.continue_final_message)
+        changes: dict[str, Any] = {}
+        if self._has_special_markers():
+            changes["skip_special_tokens"] = False
+        constraint = self._constraint(params)
+        if constraint is not params.structured_outputs:
+            changes["structured_outputs"] = constraint
+        return msgspec.structs.replace(params, **changes) if changes else params
+
+    def read(self, completion: CompletionOutput) -> OutputDelta:
+        """Split what is new in a completion; its last piece has a finish reason."""
+        if not self.parses:
+            return OutputDelta(content=completion.text)
+        parser = self._parsers.get(completion.index)
+        if parser is None:
+            parser = self._parsers[completion.index] = self._new_parser()
+            self._counters[completion.index] = self._new_counter()
+        self._counters[completion.index].count(completion.token_ids)
+        delta = parser.feed(completion.text, is_last=completion.finish_reason is not None)
+        if not self._body.include_reasoning:
+            delta.reasoning = ""
+        return delta
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """OpenAI's: a call that the client asked for by name ends with the model's own reason."""
+        parser = self._parsers.get(completion.index)
+        is_call = parser is not None and parser.num_calls > 0 and self._mode != "function"
+        return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Of all completions; None where the model does not reason."""
+        if self._formats.reasoning is None:
+            return None
+        return sum(counter.num_tokens for counter in self._counters.values())
+
+    def _new_parser(self) -> OutputParser:
+        tools = self._formats.tools
+        return OutputParser(
+            self._program(),
+            None if self._reasons_itself else self._formats.reasoning,
+            thought=self._thought,
+            schemas={tool.function.name: tool.function.parameters for tool in self._tools},
+            new_id=tools.new_id if tools is not None else call_id,
+            max_calls=None if self._body.parallel_tool_calls else 1,
+        )
+
+    def _new_counter(self) -> ReasoningCounter:
+        reasoning = self._formats.reasoning
+        if reasoning is None or self._thought is Thought.CLOSED:
+            return ReasoningCounter([], [], is_open=False)
+        starts, ends = ([self._ids(mark) for mark in marks] for marks in (reasoning.starts, reasoning.ends))
+        return ReasoningCounter(starts, ends, is_open=self._thought is Thought.OPEN)
+
+    def _program(self) -> Program:
+        tools = self._formats.tools
+        if self._mode == "required":
+            return call_list
+        if self._mode == "function":
+            return named_call(self._tools[0].function.name)
+        if tools is not None and (self._mode == "auto" or tools.has_reasoning):
+            return tools.parse
+        return plain
+
+    def _has_special_markers(self) -> bool:
+        """Whether a mark of the format is a special token, which is left out of texts otherwise."""
+        formats = self._formats
+        marks: tuple[str, ...] = () if formats.reasoning is None else formats.reasoning.markers
+        if formats.tools is not None and (self._mode == "auto" or self._reasons_itself):
+            marks += formats.tools.markers
+        ids = (formats.tokenizer.token_to_id(mark) for mark in marks)
+        return any(token_id is not None and formats.tokenizer.is_special(token_id) for token_id in ids)
+
+    def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
+        """The constraint on the text: to tools where they are asked for, and behind the reasoning."""
+        found = params.structured_outputs
+        if self._mode == "required":
+            found = StructuredOutputsParams(json=calls_schema(self._tools, self._body.parallel_tool_calls))
+        elif self._mode == "function":
+            found = StructuredOutputsParams(json=self._tools[0].function.parameters or {"type": "object"})
+        reasoning = self._formats.reasoning
+        if found is None or reasoning is None or found.start_after_token_ids or self._thought is Thought.CLOSED:
+            return found
+        if self._thought is Thought.FREE and not (self._formats.is_explicit or self._reasons_itself):
+            # The model may not reason at all, and its answer would then be free of the constraint.
+            self._thought = Thought.CLOSED
+            return found
+        mark = "<|channel|>final<|message|>" if self._reasons_itself else reasoning.ends[0]
+        return msgspec.structs.replace(found, start_after_token_ids=self._ids(mark))
+
+    def _ids(self, mark: str) -> list[int]:
+        return self._formats.tokenizer.encode(mark, add_special_tokens=False)
+
+
+def calls_schema(tools: list[Any], parallel: bool) -> dict[str, Any]:
+    """The JSON schema of a list of calls to these tools, as vLLM words it. Definitions of the tools' schemas move to
+    the top, where their references look for them; raises UserError where two of a name differ."""
+    definitions: dict[str, Any] = {}
+    options = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object", "properties": {}})
+        for key in ("$defs", "definitions"):
+            for name, definition in (parameters.pop(key, None) or {}).items():
+                known = definitions.setdefault(key, {}).setdefault(name, definition)
+                if known != definition:
+                    raise UserError(f"two tools define {name!r} differently in their schemas", param="tools")
+        options.append(
+            {
+                "properties": {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": options}}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | definitions
+
+
+class ChoiceText:
+    """The text of one choice, piece by piece."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[tuple[str, str, list[str]]] = []
+
+    def add(self, delta: OutputDelta) -> None:
+        self._reasoning.append(delta.reasoning)
+        self._content.append(delta.content)
+        for piece in delta.tool_calls:
+            if piece.id is not None and piece.name is not None:
+                self._calls.append((piece.id, piece.name, []))
+            self._calls[-1][2].append(piece.arguments)
+
+    def message(self) -> AssistantMessage:
+        """content: None where the model wrote calls or reasoning and nothing else."""
+        reasoning, content = "".join(self._reasoning) or None, "".join(self._content)
+        calls = [ToolCall(identifier, FunctionCall(name, "".join(parts))) for identifier, name, parts in self._calls]
+        return AssistantMessage(
+            role="assistant",
+            content=None if not content and (calls or reasoning) else content,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls,
+        )
+
+
+def to_delta(delta: OutputDelta) -> Delta:
+    """As OpenAI streams it."""
+    calls = [
+        ToolCallDelta(piece.index, piece.id, "function", FunctionCallDelta(piece.name, piece.arguments))
+        if piece.name is not None
+        else ToolCallDelta(piece.index, function=FunctionCallDelta(arguments=piece.arguments))
+        for piece in delta.tool_calls
+    ]
+    reasoning = delta.reasoning or None
+    return Delta(content=delta.content or None, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls)

@@ -1,0 +1,130 @@
+"""A file of requests answered by the application itself, without a socket: what `quire run-batch` does."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from fastapi import FastAPI
+
+from quire.server.openapi import OPERATIONS
+
+PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
+"""The routes that a line may name."""
+_HOST = "http://localhost"
+
+
+class BatchLine(msgspec.Struct):
+    """One line of the input, in OpenAI's form."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class BatchResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchResult(msgspec.Struct):
+    """One line of the output. response: None for a line that is no request; error: None where it was answered."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None
+    error: Any = None
+
+
+@dataclass
+class BatchCounts:
+    num_answered: int = 0
+    num_failed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.num_answered + self.num_failed
+
+
+async def run_batch(
+    app: FastAPI, lines: Iterable[bytes], write: Callable[[bytes], object], *, concurrency: int
+) -> BatchCounts:
+    """Answer each line that is not blank, `concurrency` at a time, and write a line for each, in their order. What is
+    wrong with a line is written in its place; the others go on. An error of `lines` or `write` ends all."""
+    counts = BatchCounts()
+    running: deque[asyncio.Task[BatchResult]] = deque()
+
+    async def finish_first() -> None:
+        result = await running[0]
+        running.popleft()
+        counts.num_failed += result.error is not None
+        counts.num_answered += result.error is None
+        write(msgspec.json.encode(result) + b"\n")
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url=_HOST, timeout=None) as client:
+        try:
+            for line in lines:
+                if not line.strip():
+                    continue
+                if len(running) >= concurrency:
+                    await finish_first()
+                running.append(asyncio.ensure_future(_answer(client, line)))
+            while running:
+                await finish_first()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    return counts
+
+
+async def _answer(client: httpx.AsyncClient, line: bytes) -> BatchResult:
+    result_id = f"batch_req_{uuid.uuid4().hex}"
+    try:
+        request = msgspec.json.decode(line, type=BatchLine)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return BatchResult(result_id, _custom_id(line), None, _error(f"the line is no request: {error}"))
+    if (problem := _problem(request)) is not None:
+        return BatchResult(result_id, request.custom_id, None, _error(problem))
+    headers = {"Content-Type": "application/json"}
+    answer = await client.post(request.url, content=msgspec.json.encode(request.body), headers=headers)
+    response = BatchResponse(
+        answer.status_code, answer.headers.get("x-request-id", result_id), msgspec.Raw(answer.content)
+    )
+    if answer.status_code == httpx.codes.OK:
+        return BatchResult(result_id, request.custom_id, response)
+    found = msgspec.json.decode(answer.content)
+    return BatchResult(result_id, request.custom_id, response, found.get("error", found))
+
+
+def _problem(request: BatchLine) -> str | None:
+    if request.method.upper() != "POST":
+        return f"the method must be POST, not {request.method!r}"
+    if request.url not in PATHS:
+        return f"the url must be one of {', '.join(PATHS)}, not {request.url!r}"
+    if request.body.get("stream"):
+        return "a batch is not streamed (stream must be false)"
+    return None
+
+
+def _custom_id(line: bytes) -> str | None:
+    """Of a line that is no request, where it can be read."""
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    found = value.get("custom_id") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _error(message: str) -> dict[str, str]:
+    return {"message": message[:1000], "type": "invalid_request_error", "code": "invalid_batch_line"}

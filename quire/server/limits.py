@@ -1,0 +1,101 @@
+"""What the key of a client limits: requests and tokens a minute, and with whom the client shares cached prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from quire.clock import Clock, SystemClock
+from quire.outputs import RequestOutput
+from quire.server.errors import overloaded
+
+if TYPE_CHECKING:
+    from quire.metrics.prometheus import EngineMetrics
+    from quire.server.keys import Client
+
+SECONDS = 60.0
+CLIENT: ContextVar[Client | None] = ContextVar("client_of_request", default=None)
+"""The client whose request the running task answers; None on a route that needs no key."""
+
+
+class Allowance:
+    """A number a minute, refilled evenly, of which at most one minute's is saved up.
+
+    What is used afterwards (tokens of an answer) may make it negative; until it is refilled, nothing is left.
+    """
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._left = float(per_minute)
+        self._at = clock.now()
+
+    def seconds_until(self, amount: float) -> float:
+        """Seconds until `amount` is left; 0 now."""
+        now = self._clock.now()
+        speed = self.per_minute / SECONDS
+        self._left, self._at = min(self.per_minute, self._left + (now - self._at) * speed), now
+        return max(0.0, (amount - self._left) / speed)
+
+    def use(self, amount: float) -> None:
+        self._left -= amount
+
+
+class RateLimit:
+    """The limits of one key, for all its requests on this server together. None: no limit."""
+
+    def __init__(self, requests: int | None, tokens: int | None, clock: Clock | None = None) -> None:
+        """requests, tokens: a minute, both at least 1. Tokens are those of prompts and of answers."""
+        clock = clock or SystemClock()
+        self._requests = None if requests is None else Allowance(requests, clock)
+        self._tokens = None if tokens is None else Allowance(tokens, clock)
+
+    def begin(self) -> None:
+        """Count a request. Raises ApiError (429, with the seconds until another one may come) where too many came, or
+        where earlier ones have used the tokens."""
+        for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            seconds = 0.0 if allowance is None else allowance.seconds_until(1)
+            if allowance is not None and seconds > 0:
+                message = f"this API key may use {allowance.per_minute} {what} a minute"
+                raise overloaded(message, math.ceil(seconds))
+        if self._requests is not None:
+            self._requests.use(1)
+
+    def use_tokens(self, count: int) -> None:
+        if self._tokens is not None and count:
+            self._tokens.use(count)
+
+
+class Charge:
+    """One request being charged to the client that sent it."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        """Raises ApiError as RateLimit.begin."""
+        client = CLIENT.get()
+        self._limit = None if client is None else client.limit
+        self._prompts: set[int] = set()
+        if self._limit is not None:
+            try:
+                self._limit.begin()
+            except Exception:
+                metrics.record_rejection("rate_limit")
+                raise
+
+    def count(self, prompt_index: int, output: RequestOutput) -> None:
+        """Charge what an output brings: new tokens, and with the first one of each prompt the prompt's."""
+        if self._limit is None:
+            return
+        if prompt_index not in self._prompts:
+            self._prompts.add(prompt_index)
+            self._limit.use_tokens(len(output.prompt_token_ids))
+        self._limit.use_tokens(sum(len(completion.token_ids) for completion in output.outputs))
+
+
+def client_salt(given: str | None) -> str:
+    """The cache salt of a request: that of its client's key and its own (`cache_salt`) as one."""
+    client = CLIENT.get()
+    if client is None or not client.cache_salt:
+        return given or ""
+    return hashlib.sha256(f"{client.cache_salt}\0{given or ''}".encode()).hexdigest()

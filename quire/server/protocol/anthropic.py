@@ -1,0 +1,333 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's bodies, and the chat completion that they mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import UserError
+from quire.server.protocol.common import Identifier, Int32, Priority, ShortString
+from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+from quire.server.protocol.messages import MAX_MESSAGES
+
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""The chat endpoint's names of fields -> the ones here, for errors."""
+
+PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "request_id", "priority")
+"""Fields that the chat endpoint has under the same name; the last three are ours."""
+
+_BLOCK_NO_EFFECT = MESSAGE_NO_EFFECT | {"caller", "context", "title", "toolset_name"}
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A block of a message: text, thinking, tool_use or tool_result. Others are known so that they can be named."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    data: str | None = None
+    id: ShortString | None = None
+    name: ShortString | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: ShortString | None = None
+    content: str | list[Block] | None = None
+    is_error: bool = False
+    source: Any = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = _BLOCK_NO_EFFECT
+
+    def __post_init__(self) -> None:
+        needed = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
+        if self.type == "redacted_thinking":
+            return
+        if self.type not in needed:
+            raise UserError(
+                f"blocks of type {self.type!r} are not supported (only {', '.join(map(repr, needed))} are)",
+                param="type",
+            )
+        if getattr(self, needed[self.type]) is None:
+            raise UserError(f"a block of type {self.type!r} needs a {needed[self.type]}", param=needed[self.type])
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [Block("text", self.content)] if isinstance(self.content, str) else self.content
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of the client. The server's own tools of Anthropic's API have other types."""
+
+    name: ShortString
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.type not in (None, "custom"):
+            raise UserError(f"tools of type {self.type!r} are not supported (only 'custom' is)", param="type")
+        if self.input_schema is None:
+            raise UserError("a tool needs an input_schema", param="input_schema")
+
+    def to_chat(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": {name: v for name, v in function.items() if v is not None}}
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ShortString | None = None
+    disable_parallel_tool_use: bool = False
+
+    def to_chat(self) -> str | dict[str, Any]:
+        if self.type != "tool":
+            return {"auto": "auto", "any": "required", "none": "none"}[self.type]
+        if self.name is None:
+            raise UserError("a tool_choice of type 'tool' needs a name", param="tool_choice.name")
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """budget_tokens: most tokens of thoughts."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int32 | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"display"})
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: ShortString | None = None
+    format: OutputFormat | None = None
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"task_budget": ()}
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """The conversation. system: text, or blocks of text."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "cache_control",
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "container": (),
+        "context_management": ({},),
+        "mcp_servers": ([],),
+    }
+
+    def ignored(self, *, reasons: bool) -> list[str]:
+        """Fields that were given and have no effect here. reasons: whether it is known how the model reasons."""
+        budget = self.thinking is not None and self.thinking.budget_tokens is not None
+        return ["thinking.budget_tokens"] if budget and not reasons else []
+
+    def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
+        """The body of the chat completion. reasons: as for `ignored`. Raises UserError."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
+        fields["messages"] = self._chat_messages()
+        if self.messages[-1].role == "assistant":  # what the answer begins with
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        if self.tools:
+            fields["tools"] = [tool.to_chat() for tool in self.tools]
+        if self.tool_choice is not None and (self.tools or self.tool_choice.type != "auto"):
+            fields["tool_choice"] = self.tool_choice.to_chat()
+            if self.tool_choice.disable_parallel_tool_use:
+                fields["parallel_tool_calls"] = False
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {
+                "enable_thinking": thinks,
+                "thinking": thinks,
+                **self.chat_template_kwargs,
+            }
+            if self.thinking.budget_tokens is not None and reasons:
+                fields["thinking_token_budget"] = self.thinking.budget_tokens
+        config = self.output_config or OutputConfig()
+        if config.effort is not None:
+            fields["reasoning_effort"] = config.effort
+        if (form := config.format or self.output_format) is not None:
+            schema = {"name": "answer", "schema": form.schema, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+    def _chat_messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.system:
+            found.append({"role": "system", "content": _texts(self.system, "system")})
+        for index, message in enumerate(self.messages):
+            where = f"messages[{index}].content"
+            if message.role == "assistant":
+                found.append(_assistant(message, where))
+            else:
+                found += _user(message, where)
+        return found
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
+    """A conversation to answer, with Anthropic's fields and `chat_template_kwargs`, `request_id` and `priority`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: list[ShortString] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    request_id: Identifier | None = None
+    priority: Priority = 0
+
+    def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
+        fields = super().to_chat(reasons=reasons)
+        for name in ("temperature", "top_p", "top_k"):  # a zero counts
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        return fields
+
+
+def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str]]:
+    """The content of a message of the chat endpoint. Raises UserError for blocks that are no text."""
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise UserError(f"{where}[{index}]: a block of type 'text' is expected", param=f"{where}[{index}].type")
+    return [{"type": "text", "text": block.text or ""} for block in content]
+
+
+def _user(message: Message, where: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the text beside them."""
+    found: list[dict[str, Any]] = []
+    parts: list[Block] = []
+    for index, block in enumerate(message.blocks):
+        if block.type == "tool_result" and message.role == "user":
+            content = _texts(block.content or "", f"{where}[{index}].content")
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        elif block.type == "text":
+            parts.append(block)
+        else:
+            raise UserError(
+                f"{where}[{index}]: a block of type {block.type!r} does not belong into a message of the "
+                f"{message.role}",
+                param=f"{where}[{index}].type",
+            )
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if parts or not found:
+        found.append({"role": message.role, "content": _texts(parts, where)})
+    return found
+
+
+def _assistant(message: Message, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "assistant", "content": None}
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(message.blocks):
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "tool_use":
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                calls.append(
+                    {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+                )
+            case "tool_result":
+                raise UserError(
+                    f"{where}[{index}]: a tool_result does not belong into a message of the assistant",
+                    param=f"{where}[{index}].type",
+                )
+    if texts or not calls:
+        found["content"] = "".join(texts)
+    if thoughts:
+        found["reasoning"] = "".join(thoughts)
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+class MessageUsage(msgspec.Struct):
+    """input_tokens: those that were not cached."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    """signature: empty, for nothing here checks thoughts that come back."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageResponse(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int

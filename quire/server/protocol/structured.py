@@ -1,0 +1,102 @@
+"""Fields that say what the text of an answer must look like, under OpenAI's names and under vLLM's, new and old."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import UserError, reject_unknown
+from quire.structured_outputs_params import CONSTRAINTS, StructuredOutputsParams
+
+MAX_CONSTRAINT = 2**20
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+WITHOUT_EFFECT = ("_backend", "_backend_was_auto", "backend", "disable_fallback")
+"""Fields of `structured_outputs` that choose between libraries: here there is one."""
+
+ConstraintText = Annotated[str, Meta(max_length=MAX_CONSTRAINT)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """schema: of the answer. It is always followed to the letter, so `strict` makes no difference."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """type: "text", "json_object", "json_schema" (with `json_schema`) or "structural_tag" (with `format`, or with
+    `structures` and `triggers`)."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def to_options(self) -> dict[str, Any]:
+        """Fields of StructuredOutputsParams; empty: any text."""
+        match self.type:
+            case "text":
+                return {}
+            case "json_object":
+                return {"json_object": True}
+            case "json_schema":
+                if self.json_schema is None or self.json_schema.schema is None:
+                    raise UserError("response_format of type json_schema needs json_schema.schema")
+                return {"json": self.json_schema.schema}
+            case "structural_tag":
+                given = {name: getattr(self, name) for name in ("format", "structures", "triggers")}
+                return {"structural_tag": {name: value for name, value in given.items() if value is not None}}
+        raise UserError(f"response_format must be of type {', '.join(FORMATS)}, not {self.type!r:.100}")
+
+
+class StructuredFields(msgspec.Struct, kw_only=True, frozen=True):
+    """response_format: OpenAI's. structured_outputs: the fields of StructuredOutputsParams. guided_*: their old names;
+    `guided_decoding_backend` has no effect, because there is one. At most one constraint may be given."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: ConstraintText | dict[str, Any] | None = None
+    guided_regex: ConstraintText | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: ConstraintText | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: ConstraintText | None = None
+
+    @property
+    def constraint_field(self) -> str:
+        """What the client calls the constraint."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        names = [name for name in CONSTRAINTS if getattr(self, f"guided_{name}", None) is not None]
+        return f"guided_{names[0]}" if names else "structured_outputs"
+
+    def to_structured_outputs(self) -> StructuredOutputsParams | None:
+        """The constraint, if there is one. Raises UserError about the field that the client gave."""
+        try:
+            found = [options for options in self._options() if options]
+            if len(found) > 1:
+                raise UserError("give one of response_format, structured_outputs and guided_*, not several")
+            return _params(found[0]) if found else None
+        except UserError as error:
+            raise UserError(error.message, param=self.constraint_field) from None
+
+    def _options(self) -> list[dict[str, Any]]:
+        guided = {name: value for name in CONSTRAINTS if (value := getattr(self, f"guided_{name}", None)) is not None}
+        if guided and self.guided_whitespace_pattern is not None:
+            guided["whitespace_pattern"] = self.guided_whitespace_pattern
+        given = {
+            name: value
+            for name, value in (self.structured_outputs or {}).items()
+            if value is not None and name not in WITHOUT_EFFECT
+        }
+        return [{} if self.response_format is None else self.response_format.to_options(), given, guided]
+
+
+def _params(options: dict[str, Any]) -> StructuredOutputsParams:
+    reject_unknown(options, StructuredOutputsParams.__struct_fields__, "field of structured_outputs")
+    return StructuredOutputsParams(**options)

@@ -1,0 +1,174 @@
+"""Tools of a chat request, and the calls in its answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire.errors import UserError
+from quire.server.protocol.common import SamplingFields
+from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+
+MAX_TOOLS = 1024
+CHOICES = ("none", "auto", "required")
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$(?!\n)")]
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True):
+    """parameters: the JSON schema of an object; None: the function takes nothing."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | UnsetType | None = UNSET
+
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+
+class Tool(msgspec.Struct, frozen=True):
+    function: FunctionDefinition
+    type: str = "function"
+
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+    def __post_init__(self) -> None:
+        if self.type != "function":
+            raise UserError(f"tools of type {self.type!r} are not supported (only 'function' is)", param="type")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the chat template is given: vLLM's fields, absent ones as None."""
+        function: dict[str, Any] = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": self.function.parameters,
+        }
+        if self.function.strict is not UNSET:
+            function["strict"] = self.function.strict
+        return {"type": self.type, "function": function}
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, frozen=True):
+    function: NamedFunction
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """mode: "auto" or "required", among `tools` alone."""
+
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "required"):
+            raise UserError(f"mode must be auto or required, not {self.mode!r}", param="mode")
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """One function by name, or those that are allowed."""
+
+    type: str = "function"
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in ("function", "allowed_tools"):
+            raise UserError(f"type must be function or allowed_tools, not {self.type!r}", param="type")
+        if getattr(self, self.type) is None:
+            raise UserError(f"a tool_choice of type {self.type!r} needs {self.type}", param=self.type)
+
+
+class ToolFields(SamplingFields, kw_only=True, frozen=True):
+    """A generating request that may have tools.
+
+    tool_choice: none, auto, required, a function, or allowed tools; None: auto where there are tools.
+    parallel_tool_calls: false keeps the first call only. include_reasoning: whether the answer shows the model's
+    thoughts."""
+
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    def check_tools(self) -> None:
+        """Raises UserError for a choice that does not fit the tools."""
+        choice = self.tool_choice
+        if isinstance(choice, str) and choice not in CHOICES:
+            raise UserError(
+                f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, not {choice!r}",
+                param="tool_choice",
+            )
+        if not self.tools and choice not in (None, "none", "auto"):
+            raise UserError("when using tool_choice, tools must be set", param="tool_choice")
+        known = {tool.function.name for tool in self.tools}
+        for name in self.chosen_names:
+            if name not in known:
+                raise UserError(
+                    f"the tool specified in tool_choice does not match any of the specified tools: {name!r}",
+                    param="tool_choice",
+                )
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        """Fields that are known and have no effect with the others of this request."""
+        is_strict = any(tool.function.strict is True for tool in self.tools)
+        return ["tools[].function.strict"] if is_strict and self.choice_mode == "auto" else []
+
+    @property
+    def chosen_names(self) -> list[str]:
+        """The functions that tool_choice names."""
+        if not isinstance(self.tool_choice, ToolChoice):
+            return []
+        if self.tool_choice.type == "function":
+            return [] if self.tool_choice.function is None else [self.tool_choice.function.name]
+        allowed = self.tool_choice.allowed_tools
+        return [] if allowed is None else [tool.function.name for tool in allowed.tools]
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that may be called."""
+        names = self.chosen_names
+        return [tool for tool in self.tools if tool.function.name in names] if names else self.tools
+
+    @property
+    def choice_mode(self) -> str:
+        """none, auto, required or function."""
+        if not self.tools:
+            return "none"
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return choice.allowed_tools.mode if choice.allowed_tools and choice.type != "function" else "function"
+        return choice or "auto"
+
+
+class FunctionCall(msgspec.Struct):
+    """arguments: the text of a JSON object, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class FunctionCallDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of call number `index`; the first has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCallDelta | None = None

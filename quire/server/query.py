@@ -1,0 +1,40 @@
+"""Query parameters: a route has those that its function takes, and any other is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from quire.server.errors import invalid_request
+from quire.server.fields import near_miss
+
+NO_EFFECT = frozenset({"api-version", "beta"})
+"""What clients of Azure and Anthropic append to every address."""
+_MARK = "query_parameters"
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+def takes_query(*names: str) -> Callable[[Endpoint], Endpoint]:
+    """Mark an endpoint that reads these parameters from the request itself."""
+
+    def mark(endpoint: Endpoint) -> Endpoint:
+        setattr(endpoint, _MARK, frozenset(names))
+        return endpoint
+
+    return mark
+
+
+async def check_query(request: Request) -> None:
+    """The dependency of all routes: 400 for the first query parameter that the route does not know."""
+    if not request.scope["query_string"]:
+        return
+    known: frozenset[str] = getattr(request.scope["endpoint"], _MARK, frozenset())
+    known |= {field.alias for field in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known and name not in NO_EFFECT:
+            meant = near_miss(name, known)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise invalid_request(f"unknown query parameter {name!r}{hint}", param=name, code="unknown_parameter")

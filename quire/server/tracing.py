@@ -1,0 +1,214 @@
+"""Traces of requests for OpenTelemetry (`--otlp-traces-endpoint`, extra `otel`): a span for each request of the engine,
+with vLLM's attribute names, whose parent is what the HTTP request says in `traceparent`.
+
+Without the setting nothing of this is imported, no middleware is installed and no listener is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.clock import Clock, SystemClock
+from quire.errors import ConfigError
+from quire.logging import make_handler
+from quire.metrics.progress import PhaseTimes, RequestProgress
+from quire.outputs import RequestOutput
+from quire.request import EngineRequest
+from quire.stats import EngineStats
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+ENDPOINT = "otlp_traces_endpoint"
+SPAN_NAME = "llm_request"
+TRACE_HEADERS = ("traceparent", "tracestate")
+NANOSECONDS = 1_000_000_000
+EXPORT_SECONDS = 2
+"""What the collector gets to take some spans, at the end the last ones."""
+
+_PARENT: ContextVar[Context | None] = ContextVar("trace_parent", default=None)
+"""Of the spans of the running HTTP request."""
+
+
+def make_provider(endpoint: str) -> TracerProvider:
+    """A tracer provider that sends spans to an OTLP endpoint over HTTP, in batches, on a thread of its own.
+
+    The service's name is `quire` unless the environment says otherwise (`OTEL_SERVICE_NAME`, as OpenTelemetry defines
+    it). Raises ConfigError where the extra is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"{ENDPOINT} needs pip install 'quire[otel]' ({error})", param=ENDPOINT) from None
+    named = Resource({"service.name": "quire", "service.version": __version__})
+    resource = named.merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)))
+    log = logging.getLogger("opentelemetry")
+    if not log.handlers:
+        log.addHandler(make_handler())
+        log.propagate = False
+    return provider
+
+
+class TraceParents:
+    """Middleware that reads the parent of a request's spans from its headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _PARENT.set(parent_of(Headers(scope=scope)))
+        await self.app(scope, receive, send)
+
+
+def parent_of(headers: Headers) -> Context | None:
+    """The trace context of W3C headers; None where they bring none, or none that is valid."""
+    from opentelemetry.trace import get_current_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+    if not carrier:
+        return None
+    context = TraceContextTextMapPropagator().extract(carrier)
+    return context if get_current_span(context).get_span_context().is_valid else None
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A request whose span is not written yet."""
+
+    request: EngineRequest
+    parent: Context | None
+    arrival: int
+    """Nanoseconds since 1970."""
+    progress: RequestProgress | None = None
+
+
+class RequestTraces:
+    """A StatsListener of AsyncLLM. A span is made when its request ends, with the time at which it came.
+
+    details: also make a span for each phase (queue, prefill, decode), below the request's.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        model_name: str,
+        *,
+        details: bool = False,
+        clock: Clock | None = None,
+        wall_time: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._tracer = tracer
+        self._model_name = model_name
+        self._details = details
+        self._clock = clock or SystemClock()
+        self._wall_time = wall_time
+        self._requests: dict[str, _Traced] = {}
+
+    def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
+        if not request.register_prefix:
+            self._requests[request_id] = _Traced(request, _PARENT.get(), self._wall_time())
+
+    def record_rejected(self, request_id: str) -> None:
+        traced = self._requests.pop(request_id, None)
+        if traced is not None:
+            span = self._begin(request_id, traced)
+            _fail(span, "the engine rejected the request")
+            span.end(self._wall_time())
+
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
+        now = self._clock.now()
+        for output in outputs:
+            traced = self._requests.get(output.request_id)
+            if traced is None:
+                continue
+            if traced.progress is None:
+                traced.progress = RequestProgress(now)
+            for completion in output.outputs:
+                traced.progress.observe_tokens(completion, now)
+            if output.finished:
+                del self._requests[output.request_id]
+                self._write(output, traced, traced.progress, now)
+
+    def record_stats(self, stats: EngineStats) -> None:
+        """Spans tell of requests alone."""
+
+    def _begin(self, request_id: str, traced: _Traced) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        params = traced.request.params
+        attributes: dict[str, Any] = {
+            "gen_ai.request.id": request_id,
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.max_tokens": traced.request.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.usage.prompt_tokens": len(traced.request.prompt_token_ids),
+        }
+        return self._tracer.start_span(
+            SPAN_NAME, traced.parent, SpanKind.SERVER, attributes=attributes, start_time=traced.arrival
+        )
+
+    def _write(self, output: RequestOutput, traced: _Traced, progress: RequestProgress, now: float) -> None:
+        span, end = self._begin(output.request_id, traced), self._wall_time()
+        reasons = [each.finish_reason for each in output.outputs if each.finish_reason is not None]
+        span.set_attributes(
+            {
+                "gen_ai.usage.completion_tokens": progress.num_generated,
+                "gen_ai.usage.num_sequences": traced.request.params.num_sequences,
+                "gen_ai.usage.cached_tokens": output.num_cached_tokens,
+                "gen_ai.response.finish_reasons": reasons,
+            }
+        )
+        times = progress.phases(output, now)
+        if times is not None:
+            span.set_attributes(
+                {
+                    "gen_ai.latency.time_in_queue": times.queue,
+                    "gen_ai.latency.time_to_first_token": times.to_first_token,
+                    "gen_ai.latency.time_in_model_prefill": times.prefill,
+                    "gen_ai.latency.time_in_model_decode": times.decode,
+                    "gen_ai.latency.time_in_model_inference": times.inference,
+                    "gen_ai.latency.e2e": times.total,
+                }
+            )
+            if self._details:
+                self._write_phases(span, times, end)
+        if "error" in reasons:
+            _fail(span, "the request ended with an error")
+        span.end(end)
+
+    def _write_phases(self, span: Span, times: PhaseTimes, end: int) -> None:
+        """Phases one behind the other, the last of which ends when the request does."""
+        from opentelemetry.trace import set_span_in_context
+
+        context = set_span_in_context(span)
+        start = end - round(times.total * NANOSECONDS)
+        for name, seconds in (("queue", times.queue), ("prefill", times.prefill), ("decode", times.decode)):
+            phase = self._tracer.start_span(name, context, start_time=start)
+            start += round(seconds * NANOSECONDS)
+            phase.end(start)
+
+
+def _fail(span: Span, message: str) -> None:
+    from opentelemetry.trace import StatusCode
+
+    span.set_status(StatusCode.ERROR, message)

@@ -1,0 +1,265 @@
+"""One turn of the assistant, taken from the chat endpoint: what other APIs for conversations are made of.
+
+/v1/messages and /v1/responses turn their requests into the body of a chat completion, and its streamed chunks into
+their own events. What the chat endpoint learns (tools, reasoning, constraints) they have as well
+(docs/decisions/0043-conversations-through-chat.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import Request
+
+from quire.errors import EngineDeadError, UserError
+from quire.server.auth import client_of
+from quire.server.body import parse_fields
+from quire.server.chat import ChatAnswer
+from quire.server.context import ServerContext
+from quire.server.errors import ApiError, to_api_error, unavailable
+from quire.server.protocol.chat import ChatRequest
+from quire.server.streaming import DONE
+
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+_DATA = len(b"data: ")
+ENDED_BY_SERVER = {
+    "abort": "the server ended the request",
+    "timeout": "the request ran out of time",
+    "error": "the model computed no numbers",
+}
+"""Finish reasons that other APIs have no word for."""
+
+
+class Kind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class Segment:
+    """A part of the turn: thoughts, text, or a call of a tool, whose `text` is the JSON of its arguments. index: among
+    the parts; call_id, name: of a call."""
+
+    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
+        self._pieces: list[str] = []
+        self.logprobs: list[Any] = []
+        """Of the text's tokens, where the request asks for them."""
+
+    def as_opened(self) -> Segment:
+        """The part before its first piece."""
+        return Segment(self.index, self.kind, self.call_id, self.name)
+
+    def append(self, piece: str) -> None:
+        self._pieces.append(piece)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
+class Step(enum.Enum):
+    """What happens to the turn: its first token, a part that begins, grows and ends."""
+
+    BEGIN = 0
+    OPEN = 1
+    GROW = 2
+    CLOSE = 3
+
+
+class Event(NamedTuple):
+    step: Step
+    segment: Segment | None = None
+    piece: str = ""
+    logprobs: Sequence[Any] = ()
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class TurnUsage(msgspec.Struct):
+    """Tokens of the turn so far."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+    @property
+    def num_cached(self) -> int:
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else 0
+
+    @property
+    def num_reasoning(self) -> int:
+        return (self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens) or 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+    usage: TurnUsage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class Turn:
+    """A turn that is being generated. Its fields are complete when `events` has ended."""
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        self._answer = answer
+        self.response_id = answer.response_id
+        self.segments: list[Segment] = []
+        self.finish_reason = ""
+        self.stop_string: str | None = None
+        """The stop string that ended the turn, if one did."""
+        self.usage = TurnUsage()
+        self._open: Segment | None = None
+        self._call_index: int | None = None
+        self._logprobs: list[Any] = []
+        """Of tokens whose text has not come yet."""
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Everything that happens, as it happens. Raises as ChatAnswer.stream does, and ApiError (503) when the server
+        ended the request early."""
+        begun = False
+        async with aclosing(self._answer.stream()) as chunks:
+            async for data in chunks:
+                if data == DONE:
+                    break
+                chunk = _decoder.decode(memoryview(data)[_DATA:])
+                self.usage = chunk.usage or self.usage
+                if not begun:
+                    begun = True
+                    yield Event(Step.BEGIN)
+                for choice in chunk.choices:
+                    for event in self._take(choice):
+                        yield event
+        for event in self._close():
+            yield event
+        if (reason := ENDED_BY_SERVER.get(self.finish_reason)) is not None:
+            raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
+
+    async def run(self) -> Turn:
+        """The turn at its end."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self
+
+    def _take(self, choice: _Choice) -> list[Event]:
+        found: list[Event] = []
+        delta = choice.delta
+        if choice.logprobs is not None:
+            self._logprobs += choice.logprobs.content or []
+        for kind, piece in (
+            (Kind.REASONING, delta.reasoning or delta.reasoning_content),
+            (Kind.TEXT, delta.content),
+        ):
+            if piece:
+                if self._open is None or self._open.kind is not kind:
+                    found += self._begin(kind)
+                found += self._grow(piece)
+        for call in delta.tool_calls or ():
+            if self._open is None or self._open.kind is not Kind.CALL or call.index != self._call_index:
+                found += self._begin(Kind.CALL, call)
+            if call.function is not None and call.function.arguments:
+                found += self._grow(call.function.arguments)
+        if choice.finish_reason is not None:
+            self.finish_reason = choice.finish_reason
+            self.stop_string = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        return found
+
+    def _begin(self, kind: Kind, call: _Call | None = None) -> list[Event]:
+        closed = self._close()
+        segment = Segment(len(self.segments), kind)
+        if call is not None:
+            self._call_index = call.index
+            segment.call_id = call.id or f"call_{self.response_id}_{call.index}"
+            segment.name = (call.function and call.function.name) or ""
+        self.segments.append(segment)
+        self._open = segment
+        return [*closed, Event(Step.OPEN, segment)]
+
+    def _grow(self, piece: str) -> list[Event]:
+        assert self._open is not None
+        self._open.append(piece)
+        found, self._logprobs = self._logprobs, []
+        if self._open.kind is Kind.TEXT:
+            self._open.logprobs += found
+        return [Event(Step.GROW, self._open, piece, found)]
+
+    def _close(self) -> list[Event]:
+        segment, self._open = self._open, None
+        return [] if segment is None else [Event(Step.CLOSE, segment)]
+
+
+def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
+    """The body of the chat completion that a request means. names: the chat endpoint's names of fields -> the
+    request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+    try:
+        return parse_fields({**fields, **_STREAMED}, ChatRequest)[0]
+    except (ApiError, UserError) as error:
+        raise in_words(error, names) from None
+
+
+def begin_turn(context: ServerContext, request: Request, body: ChatRequest, names: dict[str, str]) -> Turn:
+    """Admit the request. Raises ApiError."""
+    context.admit()
+    context.check_priority(body.priority, client_of(request))
+    try:
+        return Turn(ChatAnswer(context, body))
+    except EngineDeadError:
+        raise
+    except (ApiError, UserError) as error:
+        raise in_words(error, names) from None
+
+
+def in_words(error: ApiError | UserError, names: dict[str, str]) -> ApiError:
+    """The error with the request's own names of fields."""
+    found = to_api_error(error)
+    param = found.detail.param
+    if param is not None:
+        head = param.partition(".")[0].partition("[")[0]
+        if head in names:
+            message = found.detail.message.replace(head, names[head])
+            detail = msgspec.structs.replace(found.detail, message=message, param=names[head])
+            return ApiError(found.status, detail, found.headers)
+    return found

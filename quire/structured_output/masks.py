@@ -1,0 +1,161 @@
+"""The engine core's half: the masks of requests with a grammar. Implements `quire.decoding.masks.MaskSource`."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.decoding.masks import ConstraintSpec
+from quire.errors import UserError, is_interrupt
+from quire.logging import get_logger
+from quire.structured_output.compiler import start_matcher
+from quire.structured_output.vocabulary import check_tokenizer, make_vocabulary
+from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.failures import explain
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = get_logger(__name__)
+
+MAX_KEPT = 64
+"""Compiled grammars that are kept beside those in use."""
+
+
+class GrammarMasks:
+    """Compiles grammars on one thread of its own, and keeps the latest. Used by the engine core's thread."""
+
+    def __init__(
+        self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """load_tokenizer: called with the first constraint, on that thread."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self._eos_bits = packed(self._eos_token_ids, 4 * -(-vocab_size // 32))
+        self._vocabulary: LLTokenizer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+
+    def constraint(self, text: str) -> Grammar:
+        grammar = self._kept.pop(text, None)
+        if grammar is None or grammar.has_failed:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+            compiling = self._thread.submit(self._compile, text)
+            grammar = Grammar(compiling, self._eos_bits)
+        self._kept[text] = grammar
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, text: str) -> LLMatcher:
+        """On the thread. Raises UserError."""
+        try:
+            if self._vocabulary is None:
+                started = time.perf_counter()
+                tokenizer = check_tokenizer(self._load_tokenizer())
+                self._vocabulary = make_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+                logger.info("the vocabulary for structured outputs took %.2f s", time.perf_counter() - started)
+            state = start_matcher(self._vocabulary, text)
+        except UserError:
+            raise
+        except BaseException as error:  # a panic of the native library is no Exception
+            if is_interrupt(error):
+                raise
+            raise unusable(explain(error)) from error
+        if state.is_error():
+            raise unusable(state.get_error())
+        return state
+
+
+class Grammar:
+    """A grammar that is compiled, or is being compiled. Implements Constraint."""
+
+    def __init__(self, compiling: Future[LLMatcher], eos_bits: np.ndarray) -> None:
+        """eos_bits: [bytes of a mask] uint8, the tokens that end a text."""
+        self._compiling = compiling
+        self._eos_bits = eos_bits
+
+    @property
+    def is_ready(self) -> bool:
+        return self._compiling.done()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._compiling.done() and self._compiling.exception() is not None
+
+    def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> GrammarMatcher:
+        start = self._compiling.result()
+        matcher = GrammarMatcher(start.deep_copy(), spec, self._eos_bits)
+        for token_id in token_ids:
+            matcher.accept(token_id)
+        return matcher
+
+
+class GrammarMatcher:
+    """Implements Matcher."""
+
+    def __init__(self, state: LLMatcher, spec: ConstraintSpec, eos_bits: np.ndarray) -> None:
+        self._state = state
+        self._num_bytes = num_bytes = len(eos_bits)
+        self._eos_bits = eos_bits if spec.ignore_eos else None
+        self._allowed = None if spec.allowed_token_ids is None else packed(spec.allowed_token_ids, num_bytes)
+        self._start_after = list(spec.start_after)
+        self._recent: deque[int] = deque(maxlen=len(self._start_after))
+        self.is_finished = self.ends_in_text = False
+
+    def accept(self, token_id: int) -> bool:
+        if self._start_after:
+            self._recent.append(token_id)
+            if list(self._recent) == self._start_after:
+                self._start_after = []
+            return True
+        state = self._state
+        if self.is_finished or not state.consume_token(token_id):
+            return False
+        if state.is_stopped() and not state.is_error():
+            self.is_finished, self.ends_in_text = True, state.stop_reason() != "EndOfSentence"
+        return True
+
+    def mask(self) -> bytes | None:
+        if self._start_after:
+            return None
+        state = self._state
+        mask = state.compute_bitmask()[: self._num_bytes]
+        if state.is_error():
+            raise unusable(state.get_error())
+        if self._eos_bits is not None:
+            others = np.frombuffer(mask, np.uint8) & ~self._eos_bits
+            mask = others.tobytes() if others.any() else mask
+        if self._allowed is not None and not (np.frombuffer(mask, np.uint8) & self._allowed).any():
+            raise UserError(
+                "no token of allowed_token_ids can come next under the constraint of structured_outputs",
+                param="allowed_token_ids",
+            )
+        return mask
+
+
+def packed(token_ids: Sequence[int], num_bytes: int) -> np.ndarray:
+    """[num_bytes] uint8: a bit for each token."""
+    bits = np.zeros(8 * num_bytes, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def unusable(reason: str) -> UserError:
+    text = " ".join(reason.split())
+    if text.startswith("NoExtension"):
+        text = "no token of this model continues the text"
+    return UserError(
+        f"the constraint of structured_outputs cannot be followed: {text[:300]}", param="structured_outputs"
+    )

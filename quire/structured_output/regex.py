@@ -1,0 +1,68 @@
+"""Anchors of regular expressions. A constraint's expression matches the whole text, so those at its ends say nothing
+more; llguidance knows none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+FIRST = ("^", r"\A")
+LAST = ("$", r"\Z", r"\z")
+
+
+def without_anchors(pattern: str) -> str:
+    """The pattern without the anchors at the ends of its alternatives. Raises ValueError for anchors elsewhere."""
+    return "|".join(_without_ends(alternative) for alternative in _alternatives(pattern))
+
+
+def _without_ends(pattern: str) -> str:
+    parts = list(_parts(pattern))
+    while parts and parts[0] in FIRST:
+        del parts[0]
+    while parts and parts[-1] in LAST:
+        del parts[-1]
+    for part in parts:
+        if part in FIRST or part in LAST:
+            raise ValueError(f"the anchor {part} is supported at the ends of a regular expression only")
+    return "".join(parts)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The pattern cut at every `|` outside of groups."""
+    found, depth = [""], 0
+    for part in _parts(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
+
+
+def _parts(pattern: str) -> Iterator[str]:
+    """Characters one by one; escapes of two characters and classes in brackets whole."""
+    start = 0
+    while start < len(pattern):
+        end = start + 1
+        if pattern[start] == "\\":
+            end = start + 2
+        elif pattern[start] == "[":
+            end = _class_end(pattern, start)
+        yield pattern[start:end]
+        start = end
+
+
+def _class_end(pattern: str, start: int) -> int:
+    """Behind the bracket that closes the class that begins at `start`; the end of the pattern if none does."""
+    index = start + 1
+    if pattern[index : index + 1] == "^":
+        index += 1
+    if pattern[index : index + 1] == "]":
+        index += 1  # as the first character it stands for itself
+    depth = 1
+    while index < len(pattern) and depth:
+        if pattern[index] == "\\":
+            index += 2
+            continue
+        depth += (pattern[index : index + 1] == "[") - (pattern[index : index + 1] == "]")
+        index += 1
+    return index

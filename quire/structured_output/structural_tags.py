@@ -1,0 +1,206 @@
+"""Structural tags: text with parts between given marks that follow schemas, as one grammar.
+
+The forms are xgrammar's, which vLLM takes: `{"format": {"type": ...}}`, or the older `{"structures": [...], "triggers":
+[...]}`. A trigger is how one or more tags begin; where the text contains it, one of these tags must follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from quire.errors import UserError
+
+MAX_DEPTH = 32
+MAX_PARTS = 4096
+FIELDS: dict[str, tuple[str, ...]] = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema",),
+    "regex": ("pattern",),
+    "any_text": (),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+"""What each type of format may have, besides its type."""
+ANY_TEXT = r"/(.|\n)*/"
+
+
+class TagGrammar:
+    """Writes the rules of one structural tag. `rules` has one line for each."""
+
+    def __init__(self, special_tokens: Collection[str], schema_options: dict[str, Any]) -> None:
+        """special_tokens: names that the model writes as one token, which is no text. schema_options: see
+        `quire.structured_output.grammar.json_options`."""
+        names = sorted((name for name in special_tokens if _is_reference(name)), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names))) if names else None
+        self._schema_options = schema_options
+        self.rules: list[str] = []
+
+    def start(self, tag: dict[str, Any]) -> str:
+        """The grammar in Lark's syntax."""
+        form = tag.get("format")
+        if form is None:
+            form = _from_structures(tag)
+        body = self._form(form, 0)
+        return "\n".join([f"start: {body}", *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
+
+    def _form(self, form: Any, depth: int) -> str:
+        """What stands for one format on the right side of a rule."""
+        if not isinstance(form, dict):
+            raise _error(f"a format must be an object, not {type(form).__name__}")
+        if depth > MAX_DEPTH or len(self.rules) > MAX_PARTS:
+            raise _error(f"it has more than {MAX_PARTS} parts, or is nested more than {MAX_DEPTH} levels deep")
+        kind = form.get("type")
+        writers: dict[str, Callable[[dict[str, Any], int], str]] = {
+            "const_string": lambda form, _: self._text(_string(form, "value")),
+            "json_schema": lambda form, _: self._schema(form.get("json_schema")),
+            "regex": lambda form, _: self._rule(f"/{_slashed(_string(form, 'pattern'))}/"),
+            "any_text": lambda form, _: "TAG_TEXT",
+            "sequence": self._sequence,
+            "or": self._or,
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+        }
+        if not isinstance(kind, str) or kind not in writers:
+            raise _error(f"formats are of type {', '.join(writers)}, not {kind!r:.100}")
+        _check_fields(form, kind)
+        return writers[kind](form, depth + 1)
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        """A new rule; returns its name."""
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _text(self, text: str) -> str:
+        """Literals and special tokens."""
+        pieces, start = [], 0
+        for found in self._special.finditer(text) if self._special else ():
+            pieces += [_quoted(text[start : found.start()]), found[0]]
+            start = found.end()
+        pieces.append(_quoted(text[start:]))
+        return " ".join(piece for piece in pieces if piece) or '""'
+
+    def _schema(self, schema: Any) -> str:
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if not isinstance(schema, dict):
+            raise _error("json_schema must be a JSON schema")
+        if self._schema_options:
+            schema = schema | {"x-guidance": self._schema_options}
+        return self._rule(f"%json {json.dumps(schema)}")
+
+    def _sequence(self, form: dict[str, Any], depth: int) -> str:
+        return self._rule(" ".join(self._form(each, depth) for each in _objects(form, "elements")))
+
+    def _or(self, form: dict[str, Any], depth: int) -> str:
+        return self._rule(" | ".join(self._form(each, depth) for each in _objects(form, "elements")))
+
+    def _tag(self, form: dict[str, Any], depth: int) -> str:
+        return self._rule(f"{self._text(_string(form, 'begin'))} {self._content(form, depth)}")
+
+    def _content(self, form: dict[str, Any], depth: int) -> str:
+        """What stands between the marks, and the end mark; free text ends where the mark first comes."""
+        _check_fields(form, "tag")
+        content, end = form.get("content"), form.get("end", "")
+        ends = end if isinstance(end, list) else [end]
+        if not ends or not all(isinstance(each, str) for each in ends):
+            raise _error("the end of a tag must be a string, or a list of them")
+        if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
+            return self._rule(" | ".join(self._up_to(each) for each in ends))
+        closing = self._rule(" | ".join(self._text(each) for each in ends))
+        return self._rule(f"{self._form(content, depth)} {closing}")
+
+    def _up_to(self, mark: str) -> str:
+        """Free text up to a mark, and the mark."""
+        if self._special is not None and self._special.match(mark):
+            return self._rule(f"TAG_TEXT {self._text(mark)}")
+        return self._rule(f"TAG_TEXT {_quoted(mark)}", "[lazy]")
+
+    def _triggered(self, form: dict[str, Any], depth: int) -> str:
+        tags, triggers = _objects(form, "tags"), form.get("triggers")
+        if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
+            raise _error("triggers must be a list of non-empty strings")
+        choices = []
+        for trigger in triggers:
+            rests = []
+            for tag in tags:
+                begin = _string(tag, "begin")
+                if begin.startswith(trigger):
+                    rests.append(self._rule(f"{self._text(begin[len(trigger) :])} {self._content(tag, depth)}"))
+            if rests:
+                choices.append(self._rule(f"{self._up_to(trigger)} ({' | '.join(rests)})"))
+        begins = [_string(tag, "begin") for tag in tags]
+        if not all(any(begin.startswith(trigger) for trigger in triggers) for begin in begins):
+            raise _error("each tag must begin with one of the triggers")
+        each = self._rule(" | ".join(choices))
+        if form.get("stop_after_first"):
+            return each if form.get("at_least_one") else self._rule(f"{each} | TAG_TEXT")
+        return self._rule(f"{each}{'+' if form.get('at_least_one') else '*'} TAG_TEXT")
+
+    def _separated(self, form: dict[str, Any], depth: int) -> str:
+        each = self._rule(" | ".join(self._tag(tag, depth) for tag in _objects(form, "tags")))
+        if form.get("stop_after_first"):
+            found = each
+        else:
+            separator = self._text(_string(form, "separator"))
+            found = self._rule(f"{each} ({separator} {each})*")
+        return found if form.get("at_least_one") else f"({found})?"
+
+
+def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
+    """The older form as the newer."""
+    tags = [
+        {
+            "begin": each.get("begin"),
+            "content": {"type": "json_schema", "json_schema": each.get("schema")},
+            "end": each.get("end", ""),
+        }
+        for each in _objects(tag, "structures")
+    ]
+    return {"type": "triggered_tags", "tags": tags, "triggers": tag.get("triggers")}
+
+
+def _is_reference(name: str) -> bool:
+    """Whether Lark's syntax can name this special token: others are written as text."""
+    return re.fullmatch(r"<[^<>\s\[\]]+>", name) is not None
+
+
+def _check_fields(form: dict[str, Any], kind: str) -> None:
+    """Nothing may be asked for that has no effect."""
+    unknown = next((name for name in form if name not in ("type", *FIELDS[kind])), None)
+    if unknown is not None:
+        raise _error(f"a format of type {kind} has no field {unknown!r:.100}")
+
+
+def _string(form: dict[str, Any], name: str) -> str:
+    value = form.get(name)
+    if not isinstance(value, str):
+        raise _error(f"{name} must be a string")
+    return value
+
+
+def _objects(form: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
+    values = form.get(name)
+    if not isinstance(values, list) or not values or not all(isinstance(each, dict) for each in values):
+        raise _error(f"{name} must be a list of objects")
+    return values
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
+
+
+def _error(reason: str) -> UserError:
+    return UserError(f"structural_tag cannot be used as a constraint: {reason}", param="structured_outputs")

@@ -1,0 +1,75 @@
+"""What a request's output must look like. Names and meanings are vLLM's, but for `start_after_token_ids`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.errors import UserError
+
+MAX_CHOICES = 4096
+MAX_START_TOKENS = 64
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
+
+    json: a JSON schema, as an object or its text. regex: the whole text matches it (Rust's syntax: no look-around).
+    choice: the text is one of these. grammar: in Lark's syntax, or in llama.cpp's and xgrammar's EBNF (`root ::= ...`).
+    json_object: any JSON object. structural_tag: text with tagged parts that follow schemas, as an object or its text.
+    disable_any_whitespace: JSON without blanks between its parts. whitespace_pattern: a regular expression for those
+    blanks. disable_additional_properties: objects have no properties but those that the schema names.
+    start_after_token_ids: the constraint begins behind these tokens, when the model has generated them in this order
+    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    start_after_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = f"not {' and '.join(given)}" if given else "and got none"
+            raise _error(f"structured_outputs takes exactly one of {', '.join(CONSTRAINTS)}, {found}")
+        for name in ("json", "structural_tag"):
+            if not isinstance(getattr(self, name), str | dict | None):
+                raise _error(f"{name} must be an object or its text, not {type(getattr(self, name)).__name__}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _error(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _error(f"{name} must be true or false, not {getattr(self, name)!r:.100}")
+        if self.choice is not None:
+            _check_choice(self.choice)
+        _check_start(self.start_after_token_ids)
+
+
+def _check_choice(choice: object) -> None:
+    if not isinstance(choice, list | tuple) or not all(isinstance(text, str) and text for text in choice):
+        raise _error("choice must be a list of non-empty strings")
+    if not 0 < len(choice) <= MAX_CHOICES:
+        raise _error(f"choice must have between 1 and {MAX_CHOICES} entries, not {len(choice)}")
+
+
+def _check_start(token_ids: object) -> None:
+    if token_ids is None:
+        return
+    if not isinstance(token_ids, list | tuple) or not all(type(each) is int and each >= 0 for each in token_ids):
+        raise _error("start_after_token_ids must be a list of token ids")
+    if len(token_ids) > MAX_START_TOKENS:
+        raise _error(f"start_after_token_ids must have at most {MAX_START_TOKENS} entries, not {len(token_ids)}")
+
+
+def _error(message: str) -> UserError:
+    return UserError(message, param="structured_outputs")

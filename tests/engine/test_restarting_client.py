@@ -1,0 +1,316 @@
+"""Engines that die at any step: every request goes on with the tokens that it would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from quire.config.options import EngineOptions
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.messages import Abort, AddRequest, Call, EngineReady, RequestRejected
+from quire.engine.restarting_client import MAX_FRUITLESS_DEATHS, RestartingClient
+from quire.errors import EngineDeadError, InternalError, ModelLoadError
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+from tests.engine.conftest import write_weightless_model
+from tests.engine.driving import add, call, stats, tokens_until_finished
+from tests.fakes.mortal import FAKE, MortalClient
+
+Heard = dict[tuple[str, int], list[SequenceUpdate]]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    """A pool that a few requests fill, so that they preempt and swap one another."""
+    path = write_weightless_model(tmp_path_factory.mktemp("models") / "tiny")
+    return EngineOptions(
+        model=str(path),
+        num_blocks_override=24,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        preemption_mode="swap",
+        swap_space="1MiB",
+    )
+
+
+def request(number: int, **params: object) -> EngineRequest:
+    settings = SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
+    prompt = [1 + (number * 7 + place) % 90 for place in range(3 + 5 * (number % 4))]
+    return EngineRequest(
+        request_id=f"r{number}",
+        prompt_token_ids=prompt,
+        params=settings,
+        max_tokens=settings.max_tokens or 9,
+        seed=number,
+    )
+
+
+KINDS: list[dict[str, object]] = [
+    {"max_tokens": 30},
+    {"max_tokens": 12, "n": 3, "logprobs": 2},
+    {"max_tokens": 9, "prompt_logprobs": 1},
+    {"max_tokens": 14, "n": 2, "best_of": 4},
+    {"max_tokens": 6, "n": 2, "use_beam_search": True, "temperature": 0.0},
+    {"max_tokens": 25, "stop_token_ids": [3, 5, 8, 13, 21, 34], "min_tokens": 3},
+]
+
+
+def hear(
+    client: RestartingClient | InProcessClient, requests: list[EngineRequest]
+) -> tuple[Heard, list[RequestRejected]]:
+    """Run the requests to their ends; the updates of each sequence, and what was rejected."""
+    for each in requests:
+        client.send(AddRequest(each))
+    heard: Heard = {}
+    unfinished = {
+        (each.request_id, index)
+        for each in requests
+        for index in range(each.params.n if each.params.use_beam_search else each.params.num_sequences)
+    }
+    rejected: list[RequestRejected] = []
+    while unfinished:
+        outputs = client.receive(30)
+        assert outputs is not None, f"still waiting for {unfinished}"
+        rejected += outputs.rejections
+        unfinished -= {key for key in unfinished for each in outputs.rejections if key[0] == each.request_id}
+        for update in outputs.updates:
+            heard.setdefault((update.request_id, update.index), []).append(update)
+            if update.finish_reason is not None:
+                unfinished.discard((update.request_id, update.index))
+    return heard, rejected
+
+
+def told(heard: Heard) -> dict[tuple[str, int], object]:
+    """What a front end makes of the updates, whatever steps they came in."""
+    return {
+        key: (
+            [token_id for update in updates for token_id in update.new_token_ids],
+            [msgspec.to_builtins(entry) for update in updates for entry in update.logprobs or ()],
+            [
+                (each.prompt_logprobs.start + place, msgspec.to_builtins(entry))
+                for each in updates
+                if each.prompt_logprobs is not None
+                for place, entry in enumerate(each.prompt_logprobs.entries)
+            ],
+            [(u.finish_reason, u.stop_reason, u.ranking) for u in updates if u.finish_reason is not None],
+        )
+        for key, updates in heard.items()
+    }
+
+
+def restarting(
+    options: EngineOptions, is_due: Callable[[set[str]], bool], *, loses: bool = False
+) -> tuple[RestartingClient, list[MortalClient]]:
+    engines: list[MortalClient] = []
+
+    def start(ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
+        engines.append(MortalClient(options, FAKE, is_due, loses=loses))
+        return engines[-1]
+
+    return RestartingClient(start), engines
+
+
+def due_at(steps: list[int]) -> Callable[[set[str]], bool]:
+    """Deaths, each that number of steps behind the one before."""
+    left = list(steps)
+
+    def is_due(_request_ids: set[str]) -> bool:
+        if left:
+            left[0] -= 1
+            if left[0] < 0:
+                left.pop(0)
+                return True
+        return False
+
+    return is_due
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small: EngineOptions) -> dict[tuple[str, int], object]:
+    client = InProcessClient(small, executor=FAKE)
+    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
+    heard, rejected = hear(client, requests)
+    assert not rejected
+    assert stats(client).swap_preemptions_total > 0, "the requests are to be swapped as well"
+    client.shutdown()
+    return told(heard)
+
+
+CLEARS_ANY = 20
+"""Steps that clear each of the requests of suspicion when it runs alone."""
+
+
+@hypothesis_settings(max_examples=20)
+@given(steps=st.lists(st.integers(0, 40), min_size=1, max_size=8), loses=st.booleans())
+def test_deaths_at_any_step_change_nothing(
+    small: EngineOptions, undisturbed: dict[tuple[str, int], object], steps: list[int], loses: bool
+) -> None:
+    client, engines = restarting(small, due_at(steps), loses=loses)
+    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
+    heard, rejected = hear(client, requests)
+    if rejected:
+        assert any(step <= CLEARS_ANY for step in steps[1:]), "a request had time to clear itself, and was ended"
+    lost = {each.request_id for each in rejected}
+    expected = {key: value for key, value in undisturbed.items() if key[0] not in lost}
+    assert {key: value for key, value in told(heard).items() if key[0] not in lost} == expected
+    assert client.num_restarts == len(engines) - 1
+    assert call(client, "check").error is None
+    assert stats(client).num_used_blocks == 0
+    client.shutdown()
+
+
+@hypothesis_settings(max_examples=12)
+@given(culprits=st.sets(st.integers(0, 11), min_size=1, max_size=2))
+def test_the_request_that_ends_every_engine_is_found_and_ended(
+    small: EngineOptions, undisturbed: dict[tuple[str, int], object], culprits: set[int]
+) -> None:
+    names = {f"r{number}" for number in culprits}
+    client, _ = restarting(small, lambda request_ids: bool(names & request_ids))
+    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
+    heard, rejected = hear(client, requests)
+    assert {each.request_id for each in rejected} == names
+    for each in rejected:
+        error = each.error()
+        assert isinstance(error, InternalError)
+        assert "the engine died whenever it ran this request" in error.summary
+        assert "killed by the test" in str(error)
+    assert told(heard) == {key: value for key, value in undisturbed.items() if key[0] not in names}
+    client.shutdown()
+
+
+def test_a_request_that_comes_while_others_are_tried_is_served(small: EngineOptions) -> None:
+    client, _ = restarting(small, lambda request_ids: "r0" in request_ids)
+    first = [request(0, max_tokens=5), request(1, max_tokens=5)]
+    for each in first:
+        client.send(AddRequest(each))
+    client.receive(5)  # after two deaths r0 and r1 are tried, one at a time
+    client.send(AddRequest(request(2, max_tokens=5)))
+    tokens = {"r1": 0, "r2": 0}
+    while min(tokens.values()) < 5:
+        outputs = client.receive(5)
+        assert outputs is not None
+        for update in outputs.updates:
+            tokens[update.request_id] += len(update.new_token_ids)
+    client.shutdown()
+
+
+def test_aborted_sequences_and_requests_stay_aborted(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([4]))
+    client.send(AddRequest(request(0, max_tokens=20, n=2)))
+    client.send(AddRequest(request(1, max_tokens=20)))
+    for _ in range(2):
+        client.receive(5)
+    client.send(Abort("r0", 1))
+    client.send(Abort("r1"))
+    ended = []
+    while not ended:
+        outputs = client.receive(5)
+        assert outputs is not None
+        updates = [update for update in outputs.updates if engines[1:]]
+        assert {(update.request_id, update.index) for update in updates} <= {("r0", 0)}
+        ended = [update for update in updates if update.finish_reason is not None]
+    assert len(engines) == 2
+    client.shutdown()
+
+
+def test_prefixes_and_open_calls_and_counters_go_on(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([6]))
+    prefix = msgspec.structs.replace(request(3, max_tokens=1), register_prefix=True)
+    hear(client, [prefix])
+    before = stats(client)
+    assert before.num_registered_blocks > 0
+    hear(client, [request(4, max_tokens=20)])
+    assert len(engines) == 2
+    after = stats(client)
+    assert after.num_registered_blocks == before.num_registered_blocks
+    assert after.steps_total > before.steps_total
+    assert after.finished_requests_total == 3, "the prefix twice"
+    client.send(Call(8, "unregister_prefix", "r3"))
+    outputs = client.receive(5)
+    assert outputs is not None
+    assert outputs.results[0].error is None
+    client.shutdown()
+
+
+def test_an_engine_that_slept_sleeps_again(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([2]))
+    client.send(Call(1, "sleep", "1"))
+    outputs = client.receive(5)
+    assert outputs is not None
+    assert outputs.results[0].error is None
+    assert call(client, "is_sleeping").value == 1
+    while len(engines) < 2:
+        client.receive(0.01)
+    assert call(client, "is_sleeping").value == 1
+    client.send(Call(2, "wake_up"))
+    outputs = client.receive(5)
+    assert outputs is not None
+    assert outputs.results[0].error is None
+    assert tokens_until_finished(_with(client, add("a")), "a")["a"]
+    client.shutdown()
+
+
+def test_under_a_pause_what_has_begun_goes_on_and_new_requests_wait(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([8]))
+    client.send(AddRequest(request(0, max_tokens=20)))
+    for _ in range(3):
+        client.receive(5)
+    client.send(Call(1, "pause", "new"))
+    client.send(AddRequest(request(1, max_tokens=5)))
+    ended: list[str] = []
+    while not ended:
+        outputs = client.receive(5)
+        assert outputs is not None
+        ended += [update.request_id for update in outputs.updates if update.finish_reason is not None]
+    assert ended == ["r0"]
+    assert len(engines) == 2
+    assert stats(client).num_waiting == 1
+    client.send(Call(2, "resume"))
+    while ended == ["r0"]:
+        outputs = client.receive(5)
+        assert outputs is not None
+        ended += [update.request_id for update in outputs.updates if update.finish_reason is not None]
+    assert ended == ["r0", "r1"]
+    client.shutdown()
+
+
+def _with(client: RestartingClient, message: AddRequest) -> RestartingClient:
+    client.send(message)
+    return client
+
+
+def test_an_engine_that_dies_without_a_token_is_given_up(small: EngineOptions) -> None:
+    client, engines = restarting(small, lambda _request_ids: True)
+    with pytest.raises(EngineDeadError, match="21 times in a row without a token"):
+        client.receive(5)
+    assert len(engines) == MAX_FRUITLESS_DEATHS + 1
+    with pytest.raises(EngineDeadError, match="21 times"):
+        client.send(add("a"))
+    client.shutdown()
+
+
+def test_an_engine_that_cannot_start_again_is_given_up(small: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.restarting_client.PAUSE_SECONDS", 0.001)
+    num_starts = 0
+
+    def start(ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
+        nonlocal num_starts
+        num_starts += 1
+        if ready is not None:
+            raise ModelLoadError("the checkpoint is gone")
+        return MortalClient(small, FAKE, lambda _request_ids: True, loses=False)
+
+    client = RestartingClient(start)
+    client.send(add("a"))
+    with pytest.raises(EngineDeadError, match="could not be started again: the checkpoint is gone: killed by the test"):
+        client.receive(5)
+    assert num_starts == 4
+    client.shutdown()

@@ -1,0 +1,87 @@
+"""An engine process that is stopped, dead-locked, or in a long step, as the front end sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
+from quire.engine.process_client import ProcessClient
+from quire.errors import EngineDeadError, EngineUnresponsiveError
+from tests.engine.async_driving import begin, collect, pid_of, start, until_empty
+
+
+async def test_a_stopped_process_is_unresponsive_until_it_goes_on(process_engine: AsyncLLM) -> None:
+    task = await begin(process_engine, "a")
+    process_engine.check_health()
+    os.kill(pid_of(process_engine), signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while process_engine.silence < SILENCE_LIMIT:
+                await asyncio.sleep(0.05)
+        with pytest.raises(EngineUnresponsiveError, match=r"the engine process has not answered for \d+ s"):
+            process_engine.check_health()
+        with pytest.raises(EngineUnresponsiveError):
+            await process_engine.kv_snapshot()
+        with pytest.raises(EngineUnresponsiveError):
+            await collect(process_engine, [1])
+        assert process_engine.num_unfinished == 1, "a request that has begun waits"
+    finally:
+        os.kill(pid_of(process_engine), signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while process_engine.silence > 1.5:
+            await asyncio.sleep(0.05)
+        process_engine.check_health()
+        await process_engine.stats()
+    assert not task.done()
+    await process_engine.abort("a")
+    assert await task
+    await until_empty(process_engine)
+
+
+async def beats_in_a_step(
+    options: EngineOptions, executor: str, monkeypatch: pytest.MonkeyPatch, *, until: float
+) -> list[float]:
+    """What the beats say (seconds without progress) while a step of an hour runs: six of them, and on until one says
+    `until`."""
+    engine = start(options, executor, in_process=False)
+    running = asyncio.create_task(collect(engine, [1]))
+    client = engine._client
+    assert isinstance(client, ProcessClient)
+    while engine.num_pending == 0:
+        await asyncio.sleep(0.01)
+    found: list[float] = []
+    beat = client._heartbeat.beat
+
+    def note(stalled: float = 0.0) -> None:
+        found.append(stalled)
+        beat(stalled)
+
+    monkeypatch.setattr(client._heartbeat, "beat", note)
+    try:
+        async with asyncio.timeout(60):
+            while len(found) < 6 or max(found) < until:
+                await asyncio.sleep(0.05)
+            if until:
+                with pytest.raises(EngineUnresponsiveError):
+                    engine.check_health()
+        assert not running.done()
+    finally:
+        engine.shutdown(timeout=0.1)
+    with pytest.raises(EngineDeadError):
+        await running
+    return found
+
+
+async def test_a_long_step_is_no_silence(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(await beats_in_a_step(options, "busy_step", monkeypatch, until=0.0)) < 1.0
+
+
+async def test_a_dead_lock_is_silence(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = await beats_in_a_step(options, "stuck_step", monkeypatch, until=SILENCE_LIMIT)
+    assert found == sorted(found), "it says so longer and longer"

@@ -1,0 +1,117 @@
+"""Reasoning before an answer, by every format, however the text is cut; and which formats a template speaks of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.parsers.parser import OutputParser, call_list, named_call
+from quire.parsers.reasoning import Thought
+from quire.parsers.registry import (
+    HARMONY_REASONING,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_format,
+    tool_format,
+)
+from tests.parsers.driver import counting_ids, cut, make_parser, parse
+from tests.parsers.writers import hermes, kimi
+
+TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<[H"), max_size=30)
+THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING)
+
+
+@settings(max_examples=12, deadline=None)
+@given(TEXTS, TEXTS, st.booleans(), st.lists(st.integers(0, 120), max_size=12))
+def test_reasoning_and_answer(thought: str, answer: str, opened: bool, places: list[int]) -> None:
+    for name in THINKERS:
+        form = REASONING_FORMATS[name]
+        text = ("" if opened else form.starts[0]) + thought + form.ends[0] + answer
+        state = Thought.OPEN if opened else Thought.FREE
+        whole = parse(make_parser(None, name, state), [text])
+        assert (whole.reasoning, whole.content) == (thought, answer), name
+        assert parse(make_parser(None, name, state), cut(text, places)) == whole, name
+        assert parse(make_parser(None, name, state), text) == whole, name
+
+
+def test_no_reasoning() -> None:
+    assert parse(make_parser(None, "qwen3"), "plain").content == "plain"
+    assert parse(make_parser(None, "qwen3", Thought.CLOSED), "plain <think> x").content == "plain <think> x"
+    assert parse(make_parser(None, "qwen3", Thought.OPEN), "never ends").reasoning == "never ends"
+    assert parse(make_parser(None, "qwen3", Thought.OPEN), "<think>a</think>b").reasoning == "a"
+
+
+def test_calls_follow_reasoning_and_are_not_looked_for_inside_it() -> None:
+    call = hermes([("f", {"a": 1})])
+    found = parse(make_parser("hermes", "qwen3"), f"<think>not {call} yet</think>\n\n{call}")
+    assert (found.reasoning, found.content, found.pairs) == (f"not {call} yet", "", [("f", '{"a": 1}')])
+    section = kimi([("f", {"a": 1})])
+    found = parse(make_parser("kimi_k2", "kimi_k2"), f"<think>Kimi forgets the end.{section}")
+    assert (found.reasoning, found.pairs) == ("Kimi forgets the end.", [("f", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "continues", "thought"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False, Thought.FREE),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", False, Thought.OPEN),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False, Thought.CLOSED),
+        ("qwen3", "<think>a</think>b<|im_end|><|im_start|>assistant\n", False, Thought.FREE),
+        ("qwen3", "what does <think> mean?<|im_end|><|im_start|>assistant\n", False, Thought.FREE),
+        ("qwen3", "<|im_start|>assistant\n<think>I was about", True, Thought.OPEN),
+        ("qwen3", "<|im_start|>assistant\n<think>a</think>It is", True, Thought.CLOSED),
+        ("deepseek_r1", "<｜Assistant｜>", False, Thought.OPEN),
+        ("deepseek_v3", "<｜Assistant｜></think>", False, Thought.CLOSED),
+        ("mistral", "[/INST]", False, Thought.FREE),
+    ],
+)
+def test_where_the_prompt_leaves_the_model(name: str, prompt: str, continues: bool, thought: Thought) -> None:
+    assert reasoning_format(name).thought_after(prompt, continues=continues) is thought
+
+
+def test_forced_calls() -> None:
+    text = ' [{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    found = parse(OutputParser(call_list, new_id=counting_ids()), text)
+    assert (found.content, found.pairs) == ("", [("f", '{"a": 1}'), ("g", "{}")])
+    think = REASONING_FORMATS["qwen3"]
+    found = parse(OutputParser(named_call("f"), think, new_id=counting_ids()), '<think>x</think>\n{"a": [1]}\n')
+    assert (found.reasoning, found.content, found.pairs) == ("x", "", [("f", '{"a": [1]}')])
+    assert parse(OutputParser(named_call("f")), "").calls == []
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ message.content }}", None, None),
+        ('<tool_call>\n{"name": <function-name>', "hermes", None),
+        ("<tool_call>\n{...} {% if enable_thinking is false %}<think>\n\n</think>", "hermes", "qwen3"),
+        ("<tool_call>\n<function=example>\n<parameter=x>", "qwen3_coder", None),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key> <think></think>", "glm45", "glm45"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ n }}<｜tool▁sep｜> </think>", "deepseek_v31", "qwen3"),
+        ('<｜DSML｜function_calls><｜DSML｜invoke name="', "deepseek_v32", None),
+        ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "kimi_k2"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral", None),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ('Respond in the format {"name": function name, "parameters": ... <|python_tag|>', "llama3_json", None),
+        ("<|python_start|>[func_name1(params)]<|python_end|>", "llama4_pythonic", None),
+        ("[func_name1(params_name1=params_value1)]", "pythonic", None),
+        ("<|start|>assistant<|channel|>final<|message|> <|call|>", "openai", "openai_gptoss"),
+        ("<|start_of_role|> <|tool_call|> Here is my thought process: ", "granite", "granite"),
+        ("<minimax:tool_call> <think>", "minimax_m2", "minimax_m2"),
+    ],
+)
+def test_parsers_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:
+    assert detect_tool_parser([template]) == tools
+    assert detect_reasoning_parser([template]) == reasoning
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match=r"unknown parser 'hermez'.*hermes.*known: .*qwen3_coder"):
+        tool_format("hermez")
+    with pytest.raises(ConfigError, match=r"unknown parser 'qwen'.*qwen3"):
+        reasoning_format("qwen")
+    assert tool_format("llama4_json") is TOOL_FORMATS["llama3_json"]

@@ -1,0 +1,138 @@
+"""`quire run-batch`: answers in the order of the requests, and errors in their lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.main import main
+from quire.server.batch import run_batch
+from tests.server.conftest import Served, serving
+
+
+def line(number: int, url: str = "/v1/completions", **body: Any) -> bytes:
+    fields = {"custom_id": f"r{number}", "method": "POST", "url": url, "body": {"max_tokens": 9, **body}}
+    return json.dumps(fields).encode() + b"\n"
+
+
+async def answers(served: Served, lines: list[bytes], concurrency: int = 4) -> list[dict[str, Any]]:
+    written: list[bytes] = []
+    assert served.app is not None
+    counts = await run_batch(served.app, lines, written.append, concurrency=concurrency)
+    found = [json.loads(each) for each in written]
+    assert counts.num_failed == sum(each["error"] is not None for each in found)
+    assert counts.total == len(found)
+    return found
+
+
+@pytest.fixture
+async def local(model_path: Path) -> AsyncIterator[Served]:
+    async with serving(model_path) as served:
+        yield served
+
+
+async def test_every_route_and_the_order(local: Served) -> None:
+    chat = [{"role": "user", "content": "=chat"}]
+    lines = [
+        line(0, prompt="=" + "long" * 20, max_tokens=100),
+        line(1, "/v1/chat/completions", messages=chat),
+        b"\n",
+        line(2, "/v1/responses", input="=response", max_tokens=None),
+        line(3, "/v1/messages", model="tiny", messages=chat),
+        line(4, prompt="=last"),
+    ]
+    found = await answers(local, lines)
+    assert [each["custom_id"] for each in found] == ["r0", "r1", "r2", "r3", "r4"]
+    assert all(each["error"] is None and each["response"]["status_code"] == 200 for each in found)
+    bodies = [each["response"]["body"] for each in found]
+    assert bodies[0]["choices"][0]["text"] == "long" * 20
+    assert bodies[1]["choices"][0]["message"]["content"] == "chat"
+    assert bodies[2]["output"][0]["content"][0]["text"] == "response"
+    assert bodies[3]["content"][0]["text"] == "chat"
+    assert len({each["id"] for each in found}) == 5
+    await local.until_idle()
+
+
+async def test_what_is_wrong_with_a_line_stands_in_its_place(local: Served) -> None:
+    lines = [
+        b"no json\n",
+        b'{"custom_id": "only"}\n',
+        b"\xff\n",
+        line(0, "/v1/models"),
+        line(1, prompt="a", stream=True),
+        json.dumps({"custom_id": "get", "method": "GET", "url": "/v1/completions", "body": {}}).encode(),
+        line(2, prompt="a", temperature=-1),
+        line(3, prompt="a", model="other"),
+        line(4, "/v1/embeddings", input="a", max_tokens=None),
+        line(5, prompt="=fine"),
+    ]
+    found = await answers(local, lines, concurrency=3)
+    assert [each["custom_id"] for each in found] == [None, "only", None, "r0", "r1", "get", "r2", "r3", "r4", "r5"]
+    statuses = [each["response"] and each["response"]["status_code"] for each in found]
+    assert statuses == [None, None, None, None, None, None, 400, 404, 404, 200]
+    assert found[6]["error"]["param"] == found[6]["response"]["body"]["error"]["param"] == "temperature"
+    assert found[4]["error"]["message"].startswith("a batch is not streamed")
+
+
+async def test_the_file_is_read_no_further_than_is_answered(local: Served) -> None:
+    num_read = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_read
+        for number in range(40):
+            num_read += 1
+            yield line(number, prompt=f"={number}")
+
+    ahead = []
+    assert local.app is not None
+    counts = await run_batch(local.app, lines(), lambda _: ahead.append(num_read - len(ahead)), concurrency=3)
+    assert counts.num_answered == 40
+    assert max(ahead) <= 4
+
+
+async def test_a_full_disk_ends_all(local: Served) -> None:
+    def full(_: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert local.app is not None
+    with pytest.raises(OSError, match="No space"):
+        await run_batch(local.app, [line(n, prompt="a" * 20, max_tokens=99) for n in range(9)], full, concurrency=9)
+    await asyncio.wait_for(local.until_idle(), 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-i", "missing.jsonl", "-o", "OUT"], "cannot open missing.jsonl"),
+        (["-i", "https://a/b.jsonl", "-o", "OUT"], "must be a file"),
+        (["-i", "IN", "-o", "IN"], "are the same file"),
+        (["-i", "IN", "-o", "OUT", "--max-concurrency", "0"], "at least 1"),
+        (["-i", "IN", "-o", "no/such/OUT"], "cannot open"),
+        (["-i", "IN"], "required"),
+    ],
+)
+def test_wrong_use(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("IN").write_text("")
+    assert main(["run-batch", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line(0, prompt="import os\n", temperature=0) + line(1, prompt="def f(", temperature=0, n=2))
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--num-blocks-override", "64"]) == 0
+    found = [json.loads(each) for each in target.read_text().splitlines()]
+    assert [len(each["response"]["body"]["choices"]) for each in found] == [1, 2]
+    assert "2 requests in" in capfd.readouterr().err

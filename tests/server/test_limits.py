@@ -1,0 +1,152 @@
+"""Limits and cache salts of API keys, and what asks for a key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.clock import VirtualClock
+from quire.errors import ConfigError
+from quire.server.errors import ApiError
+from quire.server.keys import KeyRing
+from quire.server.limits import Allowance, RateLimit
+from quire.server.settings import ServerSettings
+from tests.server.conftest import Served, serving
+
+KEYS = """
+[free]
+key = "free"
+[few]
+key = "few"
+requests_per_minute = 2
+[short]
+key = "short"
+tokens_per_minute = 10
+[salted]
+key = "salted"
+cache_salt = "tenant 1"
+[other]
+key = "other"
+cache_salt = "tenant 2"
+"""
+
+
+@pytest.fixture
+async def keyed(model_path: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    async with serving(model_path, ServerSettings(served_model_name=["tiny"], api_key_file=str(path))) as served:
+        yield served
+
+
+async def ask(served: Served, key: str, prompt: str = "=ab", **fields: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    return await served.client.post("/v1/completions", json={"prompt": prompt, **fields}, headers=headers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_a_minute(keyed: Served, stream: bool) -> None:
+    statuses = [(await ask(keyed, "few", stream=stream)).status_code for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    refused = await ask(keyed, "few", stream=stream)
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert (await ask(keyed, "free", stream=stream)).status_code == 200, "keys are limited each for itself"
+    text = (await keyed.client.get("/metrics")).text
+    assert 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="rate_limit"} 2.0' in text
+
+
+async def test_routes_that_compute_nothing_are_not_limited(keyed: Served) -> None:
+    headers = {"Authorization": "Bearer few"}
+    for _ in range(5):
+        assert (await keyed.client.get("/v1/models", headers=headers)).status_code == 200
+    assert (await ask(keyed, "few")).status_code == 200
+
+
+async def test_tokens_a_minute_count_prompts_and_answers(keyed: Served) -> None:
+    assert (await ask(keyed, "short", "=a", n=2)).status_code == 200  # 3 + 2 * 2
+    assert (await ask(keyed, "short", "=ab")).status_code == 200  # begins within the limit
+    refused = await ask(keyed, "short", "=a")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert "10 tokens a minute" in refused.json()["error"]["message"]
+
+
+async def test_keys_of_different_salts_share_no_prefix(keyed: Served) -> None:
+    prompt = "=" + "x" * 60
+
+    async def cached(key: str, **fields: Any) -> int:
+        usage = (await ask(keyed, key, prompt, max_tokens=1, **fields)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [await cached("salted"), await cached("salted")] == [0, 48]
+    assert await cached("other") == 0
+    assert await cached("free") == 0
+    assert await cached("salted", cache_salt="mine") == 0, "the request's own salt counts as well"
+    assert await cached("free", cache_salt="tenant 1") == 0, "a request cannot name another key's salt"
+    assert await cached("salted") == 48
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["requests_per_minute = 0", "tokens_per_minute = -1", "tokens_per_minute = 1.5", 'cache_salt = ""', "rpm = 1"],
+)
+def test_wrong_limits(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[a]\nkey = "secret"\n{line}\n')
+    with pytest.raises(ConfigError) as raised:
+        KeyRing.of(ServerSettings(api_key_file=str(path)))
+    assert "[a]" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@given(
+    per_minute=st.integers(1, 1000),
+    events=st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2000)), max_size=40),
+)
+def test_an_allowance_is_never_exceeded_by_more_than_its_last_use(
+    per_minute: int, events: list[tuple[float, int]]
+) -> None:
+    """What is used before the last use begins stays within one minute's savings and what was refilled."""
+    clock = VirtualClock()
+    allowance = Allowance(per_minute, clock)
+    used = 0.0
+    for pause, amount in events:
+        clock.advance(pause)
+        wait = allowance.seconds_until(1)
+        if wait > 0:
+            clock.advance(wait * 1.0001)
+            assert allowance.seconds_until(1) == 0, "what was said to be the wait is enough"
+        assert used <= per_minute * (1 + clock.now() / 60) + 1e-6
+        allowance.use(amount)
+        used += amount
+
+
+def test_a_limit_of_requests_refills_evenly() -> None:
+    clock = VirtualClock()
+    limit = RateLimit(6, None, clock)
+    for _ in range(6):
+        limit.begin()
+    with pytest.raises(ApiError) as raised:
+        limit.begin()
+    assert raised.value.headers["Retry-After"] == "10"
+    clock.advance(10)
+    limit.begin()
+    clock.advance(3600)
+    for _ in range(6):
+        limit.begin()
+    with pytest.raises(ApiError):
+        limit.begin()
+
+
+@pytest.mark.parametrize(("protect", "status"), [(False, 200), (True, 401)])
+async def test_metrics_may_ask_for_a_key(model_path: Path, protect: bool, status: int) -> None:
+    settings = ServerSettings(api_key=["key"], protect_metrics=protect)
+    async with serving(model_path, settings) as served:
+        assert (await served.client.get("/metrics")).status_code == status
+        answer = await served.client.get("/metrics", headers={"Authorization": "Bearer key"})
+        assert (answer.status_code, "vllm:" in answer.text) == (200, True)

@@ -1,0 +1,371 @@
+"""Tools and reasoning over HTTP: a fake model says what stands behind "=" in the prompt, so every answer is exact."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.settings import ServerSettings
+from tests.server.conftest import Served, serving
+from tests.server.model_directory import write_model
+from tests.server.sse import chunks
+
+TEMPLATE = (
+    "{# <tool_call> #}{# <think> #}"
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant: "
+    "{% if thinking is defined %}{{ '<think>\n' if thinking else '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+CALLS = CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>hm</think>"
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tools", TEMPLATE, 512)
+
+
+@pytest.fixture
+async def served(tool_model: Path) -> AsyncIterator[Served]:
+    async with serving(tool_model) as served:
+        yield served
+
+
+def body(says: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "=" + says}], "tools": [WEATHER, TIME], **more}
+
+
+async def ask(served: Served, says: str, **more: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/chat/completions", json=body(says, **more))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def error(served: Served, **more: Any) -> str:
+    response = await served.client.post("/v1/chat/completions", json=body("x", **more))
+    assert response.status_code == 400, response.text
+    return response.json()["error"]["message"]
+
+
+async def streamed(served: Served, says: str, **more: Any) -> tuple[list[Any], dict[int, dict[str, Any]]]:
+    """The chunks, and the messages that they make."""
+    response = await served.client.post("/v1/chat/completions", json=body(says, stream=True, **more))
+    assert response.status_code == 200, response.text
+    found = chunks(response.text)
+    messages: dict[int, dict[str, Any]] = {}
+    for choice in (choice for chunk in found for choice in chunk["choices"]):
+        message = messages.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": []})
+        delta = choice["delta"]
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        message["content"] += delta.get("content", "")
+        message["reasoning"] += delta.get("reasoning", "")
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                assert piece["type"] == "function"
+                assert piece["index"] == len(message["calls"])
+                message["calls"].append([piece["function"]["name"], ""])
+            message["calls"][piece["index"]][1] += piece["function"].get("arguments", "")
+        if choice["finish_reason"] is not None:
+            message["finish_reason"] = choice["finish_reason"]
+    return found, messages
+
+
+async def test_a_call(served: Served) -> None:
+    answer = await ask(served, "Look.\n" + CALLS)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "Look.\n"
+    ids = [call.pop("id") for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", call_id) for call_id in ids)
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}},
+        {"type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+    ]
+    assert (await ask(served, CALL))["choices"][0]["message"]["content"] is None
+
+
+async def test_a_streamed_call_beside_others(served: Served) -> None:
+    """n > 1: each choice has parsers of its own, and its pieces are the whole answer's."""
+    found, messages = await streamed(served, THOUGHT + CALLS, n=2)
+    for index in (0, 1):
+        assert messages[index] == {
+            "content": "",
+            "reasoning": "hm",
+            "calls": [["get_weather", '{"city": "Köln"}'], ["get_time", "{}"]],
+            "finish_reason": "tool_calls",
+        }
+    names = [
+        delta["tool_calls"][0] for chunk in found for c in chunk["choices"] if (delta := c["delta"]).get("tool_calls")
+    ]
+    first = next(piece for piece in names if piece["index"] == 0)
+    assert set(first) == {"index", "id", "type", "function"}
+    assert first["function"] == {"name": "get_weather", "arguments": ""}
+    pieces = [piece for piece in names if piece["index"] == 0 and "id" not in piece]
+    assert len(pieces) > 2 * 5, "arguments come as the model writes them"
+
+
+async def test_what_ends_a_call(served: Served) -> None:
+    """A length, a stop string, and a model that goes on with text: the reason says which."""
+    answer = await ask(served, CALL, max_tokens=52)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    [call] = choice["message"]["tool_calls"]
+    assert '{"city": "Köln"}'.startswith(call["function"]["arguments"])
+    assert call["function"]["arguments"]
+    _, messages = await streamed(served, CALL, max_tokens=52)
+    assert messages[0]["calls"] == [[call["function"]["name"], call["function"]["arguments"]]]
+    assert messages[0]["finish_reason"] == "length"
+    [choice] = (await ask(served, CALL, stop=["Kö"]))["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Kö")
+    [choice] = (await ask(served, "<tool_call> is not called", n=1))["choices"]
+    assert choice["message"]["content"] == "<tool_call> is not called"
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_no_calls(served: Served) -> None:
+    """Without tools, or with tool_choice none, the text of a call is content."""
+    for more in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
+        [choice] = (await ask(served, CALL, **more))["choices"]
+        assert choice["message"]["content"] == CALL
+        assert choice["message"]["tool_calls"] == []
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_what_the_template_gets(served: Served, tool_model: Path) -> None:
+    async def prompt(server: Served, **more: Any) -> str:
+        answer = await ask(server, "x", return_token_ids=True, **more)
+        return server.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+    assert (await prompt(served)).startswith("get_weather get_time <|start|>user")
+    assert (await prompt(served, tool_choice="none")).startswith("get_weather get_time <|start|>user")
+    allowed = {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "get_time"}}]}}
+    assert (await prompt(served, tool_choice=allowed)).startswith("get_time <|start|>user")
+    async with serving(tool_model, ServerSettings(exclude_tools_when_tool_choice_none=True)) as excluding:
+        assert (await prompt(excluding, tool_choice="none")).startswith("<|start|>user")
+
+
+async def test_one_call_at_a_time(served: Served) -> None:
+    [choice] = (await ask(served, CALLS, parallel_tool_calls=False))["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_required_calls(served: Served) -> None:
+    """The answer is held to a list of calls, whatever the model would say."""
+    says = '[{"name": "get_weather", "parameters": {"city": "Rom"}}]'
+    [choice] = (await ask(served, says, tool_choice="required"))["choices"]
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rom"}'}
+    assert choice["finish_reason"] == "tool_calls"
+    _, messages = await streamed(served, says, tool_choice="required")
+    assert messages[0]["calls"] == [["get_weather", '{"city": "Rom"}']]
+    _, messages = await streamed(
+        served, "no calls at all, as the model wants it", tool_choice="required", max_tokens=60
+    )
+    assert messages[0]["content"] == ""
+
+
+async def test_a_call_by_name(served: Served) -> None:
+    chosen = {"type": "function", "function": {"name": "get_weather"}}
+    [choice] = (await ask(served, '{"city": "Rom"}', tool_choice=chosen))["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rom"}'}
+    assert choice["finish_reason"] == "stop", "as OpenAI and vLLM say it"
+    _, messages = await streamed(served, '{"city": "Rom"}', tool_choice=chosen)
+    assert messages[0]["calls"] == [["get_weather", '{"city": "Rom"}']]
+
+
+async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
+    """Where the prompt opens the reasoning; where it closes it, at once."""
+    says = 'first {"a" </think>[{"name": "get_time", "parameters": {}}]'
+    answer = await ask(served, says, tool_choice="required", chat_template_kwargs={"thinking": True})
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == 'first {"a" '
+    assert message["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    answer = await ask(served, "so</think>7", response_format=schema, chat_template_kwargs={"thinking": True}, tools=[])
+    assert answer["choices"][0]["message"]["content"] == "7"
+    says = '[{"name": "get_time", "parameters": {}}]'
+    answer = await ask(served, says, tool_choice="required", chat_template_kwargs={"thinking": False})
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+
+
+async def test_reasoning(served: Served) -> None:
+    answer = await ask(served, "<think>two words</think>Yes.")
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == (
+        "Yes.",
+        "two words",
+        "two words",
+    )
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("two words")}
+    answer = await ask(served, "two words</think>Yes.", chat_template_kwargs={"thinking": True})
+    assert answer["choices"][0]["message"]["reasoning"] == "two words"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("two words")}
+    answer = await ask(served, "Yes.", chat_template_kwargs={"thinking": False})
+    assert answer["choices"][0]["message"]["content"] == "Yes."
+    answer = await ask(served, "<think>never ends", max_tokens=12)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == (None, "never")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+
+
+async def test_reasoning_can_be_left_out(served: Served) -> None:
+    answer = await ask(served, "<think>a</think>b", include_reasoning=False)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("b", None, None)
+    _, messages = await streamed(served, "<think>a</think>b", include_reasoning=False)
+    assert (messages[0]["content"], messages[0]["reasoning"]) == ("b", "")
+
+
+async def test_a_budget_for_thoughts(served: Served) -> None:
+    """Behind that many tokens the end of the thoughts is forced; what the model would have said there is replaced."""
+    thinking = {"thinking": True}
+
+    async def parts(says: str, **more: Any) -> tuple[Any, Any, int]:
+        answer = await ask(served, says, **more)
+        message, details = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
+        return message["reasoning"], message["content"], details["reasoning_tokens"]
+
+    says = "<think>abcdefghij</think>x"
+    assert await parts(says, thinking_token_budget=3) == ("abc", "/think>x", 3)
+    assert await parts(says, thinking_token_budget=100) == ("abcdefghij", "x", 10)
+    assert await parts(says, thinking_token_budget=-1) == ("abcdefghij", "x", 10)
+    assert await parts("abcdefgh tail", thinking_token_budget=0, chat_template_kwargs=thinking) == (None, " tail", 0)
+    assert await parts("no thoughts", thinking_token_budget=0) == (None, "no thoughts", 0)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    both = {"response_format": schema, "chat_template_kwargs": thinking, "tools": []}
+    assert await parts("ab--------7", thinking_token_budget=2, **both) == ("ab", "7", 2)
+    answer = await ask(served, says, thinking_token_budget=3, n=3, max_tokens=40)
+    assert [choice["message"]["reasoning"] for choice in answer["choices"]] == 3 * ["abc"]
+    end = list(range(60))
+    assert "among allowed_token_ids" in await error(served, thinking_token_budget=3, allowed_token_ids=end)
+
+
+async def test_tokens_are_told_though_no_text_is(served: Served) -> None:
+    """Log-probabilities and token ids come with every chunk, also of markers."""
+    found, _ = await streamed(served, THOUGHT + CALL, logprobs=True, return_token_ids=True)
+    ids = [each for chunk in found for c in chunk["choices"] for each in c.get("token_ids", ())]
+    assert len(ids) == len((THOUGHT + CALL).encode()) + 1
+    logprobs = [c["logprobs"] for chunk in found for c in chunk["choices"] if c["logprobs"]]
+    assert sum(len(entry["content"]) for entry in logprobs) == len(ids)
+
+
+async def test_what_strict_does(served: Served) -> None:
+    """Forced calls follow the schema anyway; a model that chooses is not held to it, and the header says so."""
+    tools = [{"type": "function", "function": {"name": "get_time", "strict": True}}]
+    response = await served.client.post("/v1/chat/completions", json=body("x", tools=tools))
+    assert response.headers["x-quire-ignored"] == "tools[].function.strict"
+    response = await served.client.post("/v1/chat/completions", json=body("{}", tools=tools, tool_choice="required"))
+    assert response.status_code == 200
+    assert "x-quire-ignored" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "maybe"}, "tool_choice must be one of none, auto, required"),
+        ({"tool_choice": "required", "tools": []}, "when using tool_choice, tools must be set"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "nope"}}},
+            "does not match any of the specified tools",
+        ),
+        ({"tool_choice": {"type": "function"}}, "needs function"),
+        ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, "only 'function' is"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
+        ({"tools": [{"function": {"name": "f" * 300}}]}, "tools[0].function.name"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude one another"),
+    ],
+)
+async def test_what_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:
+    assert message in await error(served, **fields)
+
+
+async def test_a_model_without_tools(model_path: Path) -> None:
+    """Its template shows no format: automatic choice is refused, forced calls work, and the server can be told."""
+    async with serving(model_path) as served:
+        assert '"auto" tool choice requires --enable-auto-tool-choice' in await error(served)
+        assert "needs a model whose chat template shows" in await error(served, tools=[], thinking_token_budget=3)
+        [choice] = (await ask(served, '{"city": ""}', tool_choice={"function": {"name": "get_weather"}}))["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": ""}'
+    async with serving(model_path, ServerSettings(tool_call_parser="pythonic", enable_auto_tool_choice=True)) as served:
+        [choice] = (await ask(served, '[get_weather(city="Rom")]'))["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rom"}'
+    with pytest.raises(ConfigError, match="enable_auto_tool_choice needs a tool_call_parser"):
+        async with serving(model_path, ServerSettings(enable_auto_tool_choice=True)):
+            pass
+    with pytest.raises(ConfigError, match="unknown parser 'hermess'; did you mean 'hermes'"):
+        async with serving(model_path, ServerSettings(tool_call_parser="hermess")):
+            pass
+
+
+async def test_parsers_can_be_switched_off(tool_model: Path) -> None:
+    settings = ServerSettings(tool_call_parser="none", reasoning_parser="none")
+    async with serving(tool_model, settings) as served:
+        answer = await ask(served, "<think>a</think>b", tools=[])
+        assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+        assert "completion_tokens_details" not in answer["usage"]
+
+
+async def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are left out of texts otherwise; the parser sees them, and clients do not."""
+    template = TEMPLATE.replace("<think>", "[THINK]").replace("<tool_call>", "[TOOL_CALLS]")
+    path = write_model(tmp_path / "mistral", template, 512)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    for token, text in zip(
+        tokenizer["added_tokens"][2:6], ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"], strict=True
+    ):
+        token["content"], token["special"] = text, True
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    async with serving(path) as served:
+        answer = await ask(served, '[THINK]hm[/THINK][TOOL_CALLS]get_weather[ARGS]{"city": "Rom"}')
+        message = answer["choices"][0]["message"]
+        assert message["reasoning"] == "hm"
+        assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rom"}'}
+        assert re.fullmatch("[A-Za-z0-9]{9}", message["tool_calls"][0]["id"])
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+async def test_the_official_client(tool_model: Path) -> None:
+    """The stream helper of openai-python accumulates deltas by its own rules; a second turn brings the calls back."""
+    async with (
+        serving(tool_model, live=True) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "tiny", "tools": [WEATHER, TIME]}
+        messages: list[Any] = [{"role": "user", "content": "=" + CALLS}]
+        whole = await client.chat.completions.create(messages=messages, **asked)
+        async with client.chat.completions.stream(messages=messages, **asked) as stream:
+            final = await stream.get_final_completion()
+        for answer in (whole, final):
+            calls = answer.choices[0].message.tool_calls
+            assert calls is not None
+            found = [(call.function.name, call.function.arguments) for call in calls]
+            assert found == [("get_weather", '{"city": "Köln"}'), ("get_time", "{}")]
+            assert answer.choices[0].finish_reason == "tool_calls"
+        messages.append(whole.choices[0].message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"})
+        again = await client.chat.completions.create(messages=messages, **asked, max_tokens=5)
+        assert again.usage is not None
+        assert again.usage.completion_tokens == 5

@@ -1,0 +1,213 @@
+"""What the other APIs make of thoughts, text and calls that the chat endpoint streams, with the official clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anthropic
+import openai
+import pytest
+
+from quire.server import turn
+from quire.server.errors import ApiError
+from quire.server.settings import ServerSettings
+from quire.server.streaming import DONE
+from quire.server.turn import Kind, Turn
+from tests.server.conftest import Served, serving
+from tests.server.model_directory import write_model
+from tests.server.test_tools import CALLS, TEMPLATE, THOUGHT, TIME, WEATHER
+
+
+def call(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "id": call_id, "function": {"name": name, "arguments": arguments}}]}
+
+
+DELTAS: list[dict[str, Any]] = [
+    {"role": "assistant", "content": ""},
+    {"reasoning": "let ", "reasoning_content": "let "},
+    {"reasoning_content": "me"},
+    {"content": "I "},
+    {"content": "call"},
+    call(0, "weather", "", "call_a"),
+    call(0, None, '{"city":'),
+    call(0, None, '"Rome"}'),
+    call(1, "weather", '{"city":"Oslo"}', "call_b"),
+]
+
+
+class ScriptedAnswer:
+    """In place of ChatAnswer."""
+
+    finish: ClassVar[str] = "tool_calls"
+    deltas: ClassVar[list[dict[str, Any]]] = DELTAS
+    bodies: ClassVar[list[Any]] = []
+    response_id = "chatcmpl-1"
+
+    def __init__(self, context: object = None, body: object = None) -> None:
+        self.bodies.append(body)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        usage = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+        usage["completion_tokens_details"] = {"reasoning_tokens": 2}
+        for delta in self.deltas:
+            yield self._chunk([{"index": 0, "delta": delta}], usage)
+        yield self._chunk([{"index": 0, "delta": {}, "finish_reason": self.finish}], usage)
+        yield self._chunk([], usage)
+        yield DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        return b"data: %b\n\n" % json.dumps({"id": "x", "choices": choices, "usage": usage}).encode()
+
+
+@pytest.fixture
+async def scripted(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(turn, "ChatAnswer", ScriptedAnswer)
+    async with serving(model_path, ServerSettings(port=0, served_model_name=["tiny"]), live=True) as served:
+        yield served
+
+
+async def test_responses(scripted: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="k", max_retries=0) as client:
+        whole = await client.responses.create(model="tiny", input="a")
+        async with client.responses.stream(model="tiny", input="a") as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        kinds = [item.type for item in whole.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        assert whole.output[0].content[0].text == "let me"
+        assert whole.output_text == "I call"
+        calls = [(item.call_id, item.name, item.arguments) for item in whole.output[2:]]
+        assert calls == [("call_a", "weather", '{"city":"Rome"}'), ("call_b", "weather", '{"city":"Oslo"}')]
+        assert whole.usage.output_tokens_details.reasoning_tokens == 2
+        assert whole.usage.input_tokens_details.cached_tokens == 4
+        for one, other in zip(whole.output, final.output, strict=True):
+            assert one.to_dict()["type"] == other.to_dict()["type"]
+            assert getattr(one, "arguments", None) == getattr(other, "arguments", None)
+        kinds = [event.type for event in events]
+        assert kinds.count("response.output_item.done") == 4
+        assert kinds.count("response.function_call_arguments.done") == 2
+        assert "response.reasoning_text.done" in kinds
+        # The stored turn is what comes before the next one.
+        ScriptedAnswer.bodies.clear()
+        await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
+        [assistant] = [
+            message.to_dict() for message in ScriptedAnswer.bodies[0].messages if message.role == "assistant"
+        ]
+        assert (assistant["content"], assistant["reasoning"]) == ("I call", "let me")
+        assert [each["id"] for each in assistant["tool_calls"]] == ["call_a", "call_b"]
+
+
+async def test_messages(scripted: Served) -> None:
+    async with anthropic.AsyncAnthropic(base_url=scripted.url, api_key="k", max_retries=0) as client:
+        whole = await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": "a"}])
+        async with client.messages.stream(
+            model="tiny", max_tokens=9, messages=[{"role": "user", "content": "a"}]
+        ) as stream:
+            final = await stream.get_final_message()
+    for message in (whole, final):
+        assert message.stop_reason == "tool_use"
+        thinking, text, *calls = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "let me")
+        assert (text.type, text.text) == ("text", "I call")
+        assert [(each.id, each.name, each.input) for each in calls] == [
+            ("call_a", "weather", {"city": "Rome"}),
+            ("call_b", "weather", {"city": "Oslo"}),
+        ]
+        usage = message.usage
+        assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (5, 4, 7)
+
+
+@pytest.mark.parametrize("reason", ["abort", "timeout", "error"])
+async def test_a_turn_that_the_server_ends_is_an_error(reason: str) -> None:
+    class Ended(ScriptedAnswer):
+        finish = reason
+
+    with pytest.raises(ApiError, match="before its end") as caught:
+        await Turn(Ended()).run()  # type: ignore[arg-type]
+    assert caught.value.status == 503
+
+
+async def test_logprobs_come_with_the_text_that_they_are_of() -> None:
+    class Late(ScriptedAnswer):
+        def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+            for choice in choices:
+                choice["logprobs"] = {"content": [choice["delta"].get("content")]}
+            return super()._chunk(choices, usage)
+
+    class Scripted(Late):
+        deltas: ClassVar[list[dict[str, Any]]] = [{"content": ""}, {"content": "b"}, {"content": "c"}]
+
+    [segment] = (await Turn(Scripted()).run()).segments  # type: ignore[arg-type]
+    assert (segment.kind, segment.text, segment.logprobs) == (Kind.TEXT, "bc", ["", "b", "c"])
+
+
+@pytest.fixture
+async def with_tools(tmp_path: Path) -> AsyncIterator[Served]:
+    """A model whose template takes tools, and which says what stands behind "=" in the prompt."""
+    path = write_model(tmp_path / "tools", TEMPLATE, 512)
+    async with serving(path, ServerSettings(port=0, served_model_name=["tiny"]), live=True) as served:
+        yield served
+
+
+async def test_a_response_that_calls_tools(with_tools: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{with_tools.url}/v1", api_key="k", max_retries=0) as client:
+        fields: dict[str, Any] = {
+            "model": "tiny",
+            "input": f"={THOUGHT}Look.{CALLS}",
+            "tools": [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)],
+        }
+        whole = await client.responses.create(**fields)
+        async with client.responses.stream(**fields) as stream:
+            deltas = [event async for event in stream if event.type == "response.function_call_arguments.delta"]
+            final = await stream.get_final_response()
+        for answer in (whole, final):
+            reasoning, message, *calls = answer.output
+            assert (reasoning.type, reasoning.content[0].text, message.content[0].text) == ("reasoning", "hm", "Look.")
+            found = [(each.name, json.loads(each.arguments)) for each in calls]
+            assert found == [("get_weather", {"city": "Köln"}), ("get_time", {})]
+            assert answer.usage.output_tokens_details.reasoning_tokens > 0
+        assert len(deltas) > 10
+        assert whole.tools[0].name == "get_weather"
+        results = [
+            {"type": "function_call_output", "call_id": each.call_id, "output": "=sunny"} for each in whole.output[2:]
+        ]
+        after = await client.responses.create(
+            model="tiny", input=results, previous_response_id=whole.id, tools=fields["tools"], max_output_tokens=3
+        )
+        assert after.usage.input_tokens > whole.usage.input_tokens
+        refused = fields | {"tool_choice": {"type": "function", "name": "missing"}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**refused)
+        assert caught.value.param.startswith("tool_choice")
+
+
+async def test_a_message_that_calls_tools(with_tools: Served) -> None:
+    tools: Any = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
+        for tool in (WEATHER, TIME)
+    ]
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"={THOUGHT}Look.{CALLS}"}],
+        "tools": tools,
+    }
+    async with anthropic.AsyncAnthropic(base_url=with_tools.url, api_key="k", max_retries=0) as client:
+        whole = await client.messages.create(**fields, max_tokens=250)
+        async with client.messages.stream(**fields, max_tokens=250) as stream:
+            final = await stream.get_final_message()
+        for message in (whole, final):
+            thinking, text, *calls = message.content
+            assert (thinking.thinking, text.text) == ("hm", "Look.")
+            assert [(each.name, each.input) for each in calls] == [("get_weather", {"city": "Köln"}), ("get_time", {})]
+            assert message.stop_reason == "tool_use"
+        count = await client.messages.count_tokens(**fields)
+        assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+        result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "=sunny"}
+        history = [*fields["messages"], {"role": "assistant", "content": whole.content}]
+        after = await client.messages.create(
+            model="tiny", messages=[*history, {"role": "user", "content": [result]}], tools=tools, max_tokens=3
+        )
+        assert after.usage.output_tokens == 3

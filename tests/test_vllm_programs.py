@@ -1,0 +1,288 @@
+"""Programs as vLLM's users write them, with one import changed: `from quire import ...` for `from vllm import ...`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+    UserError,
+)
+from quire.config.options import EngineOptions
+from quire.config.vllm import FLAGS, MEANT, NOTED, REFUSED, TRACES, VllmFlag
+from tests.models.encoders import CLASSIFIERS, ENCODERS
+from tests.models.harness import randomize
+from tests.test_llm_pooling import save_with_tokenizer
+
+OPTIONS: dict[str, Any] = {"max_model_len": "256", "num_gpu_blocks_override": 64, "num_threads": 1}
+PROMPTS = ["def add(a, b):", "import", "class Stack:", "for i in range("]
+CONVERSATION = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "Hello"},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        model="bundled",
+        trust_remote_code=True,
+        dtype="float",
+        swap_space=0.01,
+        gpu_memory_utilization=0.9,
+        enforce_eager=True,
+        disable_log_stats=True,
+        max_logprobs=-1,
+        **OPTIONS,
+    ) as llm:
+        yield llm
+
+
+def test_basic(llm: LLM) -> None:
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(PROMPTS, sampling_params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.finished
+        assert isinstance(output.outputs[0].text, str)
+        assert len(output.outputs[0].token_ids) <= 16
+        assert output.outputs[0].finished()
+        assert output.outputs[0].finish_reason in ("stop", "length")
+        assert output.metrics is not None
+
+
+def test_forms_of_prompts(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(PROMPTS[0])
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    forms: list[Any] = [
+        PROMPTS[0],
+        [PROMPTS[0]],
+        token_ids,
+        [token_ids],
+        {"prompt": PROMPTS[0]},
+        TextPrompt(prompt=PROMPTS[0]),
+        [TokensPrompt(prompt_token_ids=token_ids)],
+        TokensPrompt(prompt_token_ids=token_ids, prompt=PROMPTS[0], cache_salt="mine"),
+    ]
+    found = [llm.generate(form, greedy, use_tqdm=False) for form in forms]
+    assert {tuple(output.outputs[0].token_ids) for [output] in found} == {tuple(found[0][0].outputs[0].token_ids)}
+    assert all(output.prompt_token_ids == token_ids for [output] in found)
+    several = llm.generate(PROMPTS[:2], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in several] == [1, 2]
+
+
+def test_chat_and_several_chats(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=3, seed=1)
+    [one] = llm.chat(CONVERSATION, sampling_params=params, use_tqdm=False)
+    several = llm.chat([CONVERSATION, CONVERSATION[1:]], params, use_tqdm=False)
+    assert one.outputs[0].token_ids == several[0].outputs[0].token_ids
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools | tojson if tools }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    [output] = llm.chat(CONVERSATION, params, chat_template=template, tools=tools, use_tqdm=False)
+    assert output.prompt == f"<system>You write Python.<user>Hello{json.dumps(tools, separators=(', ', ': '))}"
+    with pytest.raises(UserError, match="chat has no argument 'documents_of'"):
+        llm.chat(CONVERSATION, params, documents_of=[])  # type: ignore[call-arg]
+
+
+def test_the_tokenizer_as_transformers_has_it(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    [output] = llm.chat(CONVERSATION, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == (text, ids)
+    assert tokenizer.apply_chat_template([CONVERSATION], tokenize=False, add_generation_prompt=True) == [text]
+    assert tokenizer.apply_chat_template(CONVERSATION, chat_template="{{ x }}", x=3, tokenize=False) == "3"
+    assert tokenizer.eos_token_id in llm.model_config.eos_token_ids
+    assert tokenizer.eos_token == tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    assert tokenizer.convert_tokens_to_ids(tokenizer.eos_token) == tokenizer.eos_token_id
+    assert tokenizer("import os")["input_ids"] == tokenizer.encode("import os")
+    assert tokenizer(["a", "b c"])["attention_mask"][0] == [1] * len(tokenizer.encode("a"))
+    assert tokenizer.batch_decode([tokenizer.encode("x = 1")], skip_special_tokens=True) == ["x = 1"]
+    assert tokenizer.decode(tokenizer.eos_token_id) == tokenizer.eos_token
+    assert len(tokenizer) == len(tokenizer.get_vocab()) == llm.model_config.vocab_size
+    assert tokenizer.tokenize("import os")[0] in tokenizer.get_vocab()
+    with pytest.raises(UserError, match="has no token 99999"):
+        tokenizer.convert_ids_to_tokens([99999])
+
+
+def test_logprobs_and_the_whole_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=3, prompt_logprobs=2)
+    wide = SamplingParams(temperature=0, max_tokens=2, logprobs=-1)
+    output, all_of_it = llm.generate([PROMPTS[0]] * 2, [params, wide], use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token_id].rank == 1
+        assert entry[token_id].decoded_token == llm.get_tokenizer().decode(token_id)
+        assert [each.rank for each in entry.values()] == [1, 2, 3]
+    total = sum(
+        entry[token_id].logprob for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total)
+    for entry in all_of_it.outputs[0].logprobs or []:
+        assert len(entry) == llm.model_config.vocab_size
+        assert sum(math.exp(each.logprob) for each in entry.values()) == pytest.approx(1, abs=1e-4)
+    for few, many in zip(completion.logprobs, all_of_it.outputs[0].logprobs or [], strict=True):
+        assert list(few) == list(many)[:3]
+        assert [few[each].logprob for each in few] == pytest.approx([many[each].logprob for each in few], abs=1e-5)
+
+
+def test_prefix_caching(llm: LLM) -> None:
+    prefix = "# a long beginning that several prompts share, line after line, so that blocks fill\n" * 4
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    llm.generate(prefix + "x", params, use_tqdm=False)
+    [again] = llm.generate(prefix + "y", params, use_tqdm=False)
+    assert again.num_cached_tokens > 0
+    skipping = SamplingParams(temperature=0.0, max_tokens=2, skip_reading_prefix_cache=True)
+    outputs = llm.generate([prefix + "y"] * 2, skipping, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert outputs[0].outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_beam_search(llm: LLM) -> None:
+    [output] = llm.beam_search([{"prompt": PROMPTS[0]}], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert len(output.sequences) == 2
+    assert all(sequence.text.startswith(PROMPTS[0]) for sequence in output.sequences)
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+    [output] = llm.generate("This is wonderful:", choice, use_tqdm=False)
+    assert output.outputs[0].text in ("Positive", "Negative")
+
+
+def test_embed_classify_and_score(tmp_path: Path) -> None:
+    embedder = save_with_tokenizer(randomize(ENCODERS["bert"]()), tmp_path / "embedder")
+    with LLM(model=str(embedder), task="embed", num_threads=1) as llm:
+        [output] = llm.embed(["w1 w2"], use_tqdm=False)
+        assert len(output.outputs.embedding) == llm.model_config.hidden_size
+        [pooled] = llm.encode("w1 w2", pooling_task="embed", use_tqdm=False)
+        assert len(pooled.outputs.data) == llm.model_config.hidden_size
+        [score] = llm.score("w1 w2", "w1 w2", use_tqdm=False)
+        assert score.outputs.score == pytest.approx(1.0, abs=1e-5)
+        assert llm.embed("w3", pooling_params=PoolingParams(task="embed"), use_tqdm=False)
+        for task, message in (("classify", "it is no classifier"), ("other", "task must be one of")):
+            with pytest.raises(UserError, match=message):
+                llm.encode("w1", pooling_task=task)
+        with pytest.raises(UserError, match="ask for the task 'classify'"):
+            llm.embed("w3", pooling_params=PoolingParams(task="classify"))
+    classifier = save_with_tokenizer(randomize(CLASSIFIERS["bert"]()), tmp_path / "classifier")
+    with LLM(str(classifier), runner="pooling", num_threads=1) as llm:
+        [output] = llm.classify("w1 w2", use_tqdm=False)
+        assert sum(output.outputs.probs) == pytest.approx(1.0)
+        assert output.outputs.num_classes == len(output.outputs.probs)
+
+
+def test_kinds_of_output_of_the_asynchronous_engine() -> None:
+    async def texts(engine: AsyncLLM, kind: RequestOutputKind) -> list[str]:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=kind)
+        return [output.outputs[0].text async for output in engine.generate(PROMPTS[0], params, request_id="mine")]
+
+    async def run() -> None:
+        with_options = AsyncLLM(model="bundled", in_process=True, disable_log_stats=True, **OPTIONS)
+        try:
+            cumulative = await texts(with_options, RequestOutputKind.CUMULATIVE)
+            [final] = await texts(with_options, RequestOutputKind.FINAL_ONLY)
+            assert "".join(await texts(with_options, RequestOutputKind.DELTA)) == final == cumulative[-1]
+        finally:
+            with_options.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "param"),
+    [
+        ({"extra_args": {"a": 1}}, "extra_args"),
+        ({"flat_logprobs": True}, "flat_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"output_kind": 7}, "output_kind"),
+    ],
+)
+def test_parameters_that_are_refused(keywords: dict[str, Any], param: str) -> None:
+    with pytest.raises(UserError) as caught:
+        SamplingParams(**keywords)
+    assert caught.value.param == param
+
+
+def test_parameters_that_ask_for_nothing() -> None:
+    plain = SamplingParams()
+    assert plain == SamplingParams(
+        extra_args=None, flat_logprobs=False, skip_clone=False, spaces_between_special_tokens=True
+    )
+    assert PoolingParams() == PoolingParams(requires_token_ids=False, extra_kwargs=None)
+
+
+@pytest.mark.parametrize("entry", [e for e in FLAGS.values() if e.is_keyword], ids=lambda entry: entry.name)
+def test_every_keyword_does_what_the_table_says(entry: VllmFlag, caplog: pytest.LogCaptureFixture) -> None:
+    values: dict[str, Any] = {
+        "flag": not (True in entry.harmless and False not in entry.harmless),
+        "int": 7,
+        "float": 0.5,
+        "text": "word",
+        "count": "3k",
+        "length": "2K",
+        "any": "word",
+        "texts": ["one"],
+        "ints": [1],
+        "json": {"key": 1},
+        "json list": ["one"],
+        "appended": ["one"],
+    }
+    value = values[entry.kind]
+    caplog.set_level(logging.WARNING, logger="quire")
+    if entry.name == "hf_token":
+        value = None
+    if entry.fate == REFUSED or entry.name in TRACES:
+        with pytest.raises(UserError, match=f"{entry.name} is not supported: "):
+            EngineOptions.from_keywords({entry.name: value})
+        return
+    options = EngineOptions.from_keywords({entry.name: value})
+    notes = [record.getMessage() for record in caplog.records]
+    if entry.target is not None and entry.target not in (*options.__struct_fields__, "hf_token"):
+        assert notes == [f"{entry.name} has no effect: it is an option of servers"]
+    elif entry.fate == MEANT and entry.target is not None and (entry.known is None or value in entry.known):
+        changed = {
+            name for name in options.__struct_fields__ if getattr(options, name) != getattr(EngineOptions(), name)
+        }
+        assert changed <= {entry.target, "preemption_mode"}
+        assert notes == []
+    elif entry.fate == NOTED and value not in entry.harmless:
+        assert [note.split()[0] for note in notes] == [entry.name]
+        assert options == EngineOptions()
+
+
+def test_keywords_in_vllms_words() -> None:
+    import torch
+
+    servers = {"served_model_name": "x", "enable_sleep_mode": True, "max_num_queued_reqs": 3}
+    options = EngineOptions.from_keywords(
+        servers | {"dtype": torch.float16, "max_model_len": -1, "max_num_seqs": "1k", "swap_space": 4}
+    )
+    assert options == EngineOptions(dtype="float16", max_num_seqs=1000, swap_space=4, preemption_mode="auto")
+
+
+def test_every_name_is_there() -> None:
+    for name in quire.__all__:
+        assert getattr(quire, name) is not None
