@@ -57,10 +57,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving_apart(model_path: Path, *, max_num_seqs: int, restart_engine: bool = False) -> AsyncIterator[Served]:
+async def serving_apart(
+    model_path: Path, *, max_num_seqs: int, restart_engine: bool = False, executor: str = "slow"
+) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own, slow enough to be met at work."""
     options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
-    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor="tests.server.executor:slow")
+    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor=f"tests.server.executor:{executor}")
     try:
         app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

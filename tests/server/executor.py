@@ -16,6 +16,7 @@ END_TOKEN = 257
 EXCLAMATION, QUESTION = 0, 30
 FIRST_LETTER = 64
 SLOW_STEP_SECONDS = 0.02
+VERY_SLOW_STEP_SECONDS = 0.4
 
 
 def choose(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
@@ -36,6 +37,11 @@ def readable(config: EngineConfig) -> FakeExecutor:
 
 def slow(config: EngineConfig) -> FakeExecutor:
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
+
+
+def very_slow(config: EngineConfig) -> FakeExecutor:
+    """A request of 200 tokens takes it 80 seconds: a test acts before any has ended, whatever else the machine does."""
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=VERY_SLOW_STEP_SECONDS)
 
 
 def nonfinite(config: EngineConfig) -> FakeExecutor:
