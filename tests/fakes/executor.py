@@ -9,7 +9,7 @@ batched, chunked, cached and preempted.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,7 +83,8 @@ class FakeExecutor:
     """See the module's docstring.
 
     windows: the kind of each layer. latency: seconds a step takes, on its own
-    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
+    thread, unless `hurry` is set. fail_at_step: the future of the plan with that number (from 0) fails with
+    RuntimeError.
     load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
     and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
     """
@@ -103,6 +104,8 @@ class FakeExecutor:
         self._specs = [layer_spec(kind) for kind in windows]
         self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
+        self.hurry = threading.Event()
+        """While set, steps take no `latency`: for a test that has met requests at work and wants their ends."""
         self._fail_at_step = fail_at_step
         self._load_error = load_error
         self._verify = verify
@@ -205,6 +208,7 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self.hurry.set()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -212,7 +216,7 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._latency:
-            time.sleep(self._latency)
+            self.hurry.wait(self._latency)
         if self.num_steps == self._fail_at_step:
             raise RuntimeError(f"injected failure at step {self._fail_at_step}")
         self.num_steps += 1

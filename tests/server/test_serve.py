@@ -40,7 +40,9 @@ LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, model_path: Path, executor: str = "slow", max_num_seqs: int = 4, **settings: Any) -> None:
+    def __init__(
+        self, model_path: Path, executor: str = "slow_between_signals", max_num_seqs: int = 4, **settings: Any
+    ) -> None:
         options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
         self.popen = subprocess.Popen(
@@ -66,6 +68,13 @@ class Process:
     def engine(self) -> psutil.Process:
         [engine] = psutil.Process(self.popen.pid).children()
         return engine
+
+    def hurry(self) -> None:
+        """From now on steps of `slow_between_signals` take no time."""
+        self.engine.send_signal(signal.SIGUSR1)
+
+    def slow_down(self) -> None:
+        self.engine.send_signal(signal.SIGUSR2)
 
     def signal(self, number: int) -> None:
         os.kill(self.popen.pid, number)
@@ -120,7 +129,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
     process = Process(model_path).wait_ready()
     processes.append(process)
     async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 60}) as response:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.aiter_lines()
             await anext(lines)
             process.signal(signal.SIGTERM)
@@ -130,6 +139,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
             refused = await client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
+            process.hurry()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
