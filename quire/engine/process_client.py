@@ -135,7 +135,7 @@ class ProcessClient:
             self._closed = True
             if self._death is None:
                 self._death = EngineFailed("the engine was shut down")
-                if self._ready is not None:
+                if self._ready is not None and timeout > 0:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
                     asked = True
         if asked:

@@ -54,7 +54,12 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
     prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
     with bind(settings) as listener, _interruptible():
-        engine = AsyncLLM.from_options(options, restart_engine=settings.restart_engine, executor=executor)
+        engine = AsyncLLM.from_options(
+            options,
+            restart_engine=settings.restart_engine,
+            hung_engine_timeout=settings.hung_engine_timeout,
+            executor=executor,
+        )
         report.phase("load tokenizer, launch engine process")
         try:
             # Only now, while the engine process is starting: importing the web framework takes as long as torch.

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.inprocess_client import InProcessClient
 from quire.server.app import create_app
 from quire.server.context import ServerContext
@@ -72,7 +73,12 @@ async def serving_apart(
 ) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own, slow enough to be met at work."""
     options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
-    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor=f"tests.server.executor:{executor}")
+    engine = AsyncLLM.from_options(
+        options,
+        restart_engine=restart_engine,
+        hung_engine_timeout=SILENCE_LIMIT,
+        executor=f"tests.server.executor:{executor}",
+    )
     try:
         app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

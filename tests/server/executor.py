@@ -8,6 +8,7 @@ import time
 from quire.config.engine import EngineConfig
 from quire.step import SequenceSampling
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.fates import FatedExecutor
 from tests.fakes.masks import MaskingExecutor
 from tests.server.model_directory import VOCAB_SIZE
 
@@ -41,6 +42,10 @@ def slow(config: EngineConfig) -> FakeExecutor:
     """A request of 200 tokens takes 20 seconds: a test acts before it has ended. A test that waits for its end makes
     the steps short: `Served.hurry`, or `Process.hurry` where the engine is a process of its own."""
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
+
+
+def fated(config: EngineConfig) -> FatedExecutor:
+    return FatedExecutor(readable(config))
 
 
 def slow_between_signals(config: EngineConfig) -> FakeExecutor:
