@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
@@ -27,47 +27,90 @@ _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
 
 
-def add_response_routes(app: FastAPI, context: ServerContext) -> None:
-    """A client that hangs up ends its request, be it streaming or not, unless it is made in the background; then
-    nothing is stored."""
-    settings = context.settings
-    store = ResponseStore(settings.max_stored_responses, settings.response_store_bytes)
-    background = BackgroundResponses(store)
-    context.on_close.append(background.close)
+class _Kept(NamedTuple):
+    """What there is of earlier responses: those that are stored, and those that are being made in the background."""
 
-    def find(request: Request, response_id: str) -> StoredResponse:
-        found = store.find(owner_of(request), response_id)
+    store: ResponseStore
+    background: BackgroundResponses
+
+    def find(self, request: Request, response_id: str) -> StoredResponse:
+        found = self.store.find(owner_of(request), response_id)
         if found is None:
             raise _not_found(response_id, "response_id", None)
         return found
+
+    def conversation(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
+        """Up to the end of the response that is gone on from."""
+        if response_id is None:
+            return []
+        found = self.store.find(owner, response_id)
+        is_running = self.background.find(owner, response_id) is not None
+        if is_running or (found is not None and not found.can_continue):
+            message = f"the response {response_id!r} has not come to its end"
+            raise invalid_request(message, param="previous_response_id")
+        if found is None:
+            raise _not_found(response_id, "previous_response_id", "previous_response_not_found")
+        return found.conversation()
+
+    def resolve(self, owner: str, items: list[InputItem]) -> list[InputItem]:
+        """The items with those that item_references stand for."""
+        found = []
+        for index, item in enumerate(items):
+            if item.type == "item_reference":
+                assert item.id is not None
+                response = self.store.find(owner, response_of_item(item.id))
+                meant = [each for each in response.conversation() if each["id"] == item.id] if response else []
+                if not meant:
+                    message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
+                    raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
+                item = msgspec.convert(meant[0], InputItem)
+            found.append(item)
+        return found
+
+
+def add_response_routes(app: FastAPI, context: ServerContext) -> None:
+    store = ResponseStore(context.settings.max_stored_responses, context.settings.response_store_bytes)
+    kept = _Kept(store, BackgroundResponses(store))
+    context.on_close.append(kept.background.close)
+    _add_create_route(app, context, kept)
+    _add_read_routes(app, kept)
+    _add_end_routes(app, kept)
+
+
+def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None:
+    """A client that hangs up ends its request, be it streaming or not, unless it is made in the background; then
+    nothing is stored."""
+    num_stored = context.settings.max_stored_responses
 
     @app.post(_PATH)
     async def create(request: Request) -> Response:
         body = await read_request(request, context, ResponsesRequest)
         model, owner = context.served_name(body.model), owner_of(request)
-        if body.background and not settings.max_stored_responses:
+        if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        before = _before(store, background, owner, body.previous_response_id)
-        given = _resolve(store, owner, items_of(body.input))
+        before = kept.conversation(owner, body.previous_response_id)
+        given = kept.resolve(owner, items_of(body.input))
         items = [*msgspec.convert(before, list[InputItem]), *given]
         turn = begin_turn(context, request, chat_body(body.to_chat(items, len(before)), NAMES), NAMES)
-        stores = body.store and settings.max_stored_responses > 0
+        stores = body.store and num_stored > 0
 
         def keep(answer: ResponseAnswer) -> None:
             conversation = Conversation.of(before, given, answer.body.id)
-            store.put(owner, answer.body.id, answer.stored(conversation))
+            kept.store.put(owner, answer.body.id, answer.stored(conversation))
 
         keep_at_end = keep if stores and not body.background else None
         answer = ResponseAnswer(turn, body, model, stores=stores, keep=keep_at_end)
         headers = {"X-Request-Id": answer.body.id}
         if body.background:
             conversation = Conversation.of(before, given, answer.body.id)
-            running = background.start(owner, answer, conversation, keeps_events=body.stream)
+            running = kept.background.start(owner, answer, conversation, keeps_events=body.stream)
             return EventStream(running.follow(0), headers) if body.stream else json_response(answer.body, headers)
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
 
+
+def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
     @app.get(_PATH + "/{response_id}")
     async def retrieve(
         request: Request,
@@ -82,9 +125,9 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")
         first = 0 if starting_after is None else whole_number("starting_after", starting_after, 0) + 1
-        running = background.find(owner_of(request), response_id)
+        running = kept.background.find(owner_of(request), response_id)
         if running is None:
-            stored = find(request, response_id)
+            stored = kept.find(request, response_id)
             body, events = stored.body, stored.events
         else:
             body, events = msgspec.json.encode(running.answer.body), running.events
@@ -107,11 +150,11 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
         if order not in ("asc", "desc"):
             raise UserError(f"order must be asc or desc, not {order!r}", param="order")
         count = whole_number("limit", limit, 1, MAX_LISTED_ITEMS)
-        running = background.find(owner_of(request), response_id)
+        running = kept.background.find(owner_of(request), response_id)
         if running is not None:
             items: list[dict[str, Any]] = msgspec.json.decode(running.conversation.items)
         else:
-            stored = find(request, response_id)
+            stored = kept.find(request, response_id)
             items = stored.conversation()[: stored.num_input]
         if order == "desc":
             items.reverse()
@@ -124,11 +167,13 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
         ids = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return json_response(ItemList(page, len(items) > count, first_id=ids[0], last_id=ids[1]))
 
+
+def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
     @app.delete(_PATH + "/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
         """A response that is being made ends."""
         owner = owner_of(request)
-        if not background.delete(owner, response_id) and not store.remove(owner, response_id):
+        if not kept.background.delete(owner, response_id) and not kept.store.remove(owner, response_id):
             raise _not_found(response_id, "response_id", None)
         return json_response(ResponseDeleted(response_id))
 
@@ -136,45 +181,15 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
     async def cancel(request: Request, response_id: str) -> Response:
         """End a response that is being made in the background. One that has ended is answered as it is."""
         owner = owner_of(request)
-        if (running := background.find(owner, response_id)) is not None:
+        if (running := kept.background.find(owner, response_id)) is not None:
             await running.cancel()
             return json_response(running.answer.body)
-        stored = find(request, response_id)
+        stored = kept.find(request, response_id)
         if not stored.in_background:
             raise invalid_request(
                 "Cannot cancel a synchronous response: it was not made in the background", param="response_id"
             )
         return Response(stored.body, media_type="application/json")
-
-
-def _before(
-    store: ResponseStore, background: BackgroundResponses, owner: str, response_id: str | None
-) -> list[dict[str, Any]]:
-    """The conversation up to the end of the response that is gone on from."""
-    if response_id is None:
-        return []
-    found = store.find(owner, response_id)
-    if background.find(owner, response_id) is not None or (found is not None and not found.can_continue):
-        raise invalid_request(f"the response {response_id!r} has not come to its end", param="previous_response_id")
-    if found is None:
-        raise _not_found(response_id, "previous_response_id", "previous_response_not_found")
-    return found.conversation()
-
-
-def _resolve(store: ResponseStore, owner: str, items: list[InputItem]) -> list[InputItem]:
-    """The items with those that item_references stand for."""
-    found = []
-    for index, item in enumerate(items):
-        if item.type == "item_reference":
-            assert item.id is not None
-            response = store.find(owner, response_of_item(item.id))
-            meant = [each for each in response.conversation() if each["id"] == item.id] if response else []
-            if not meant:
-                message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
-                raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
-            item = msgspec.convert(meant[0], InputItem)
-        found.append(item)
-    return found
 
 
 def _not_found(response_id: str, param: str, code: str | None) -> ApiError:
