@@ -50,11 +50,6 @@ class ChatAnswer(Answer[ChatRequest]):
             logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
         )
         self._format = context.formats.answer(body)
-        if body.chat_template is not None and not context.settings.trust_request_chat_template:
-            raise UserError(
-                "chat_template is not taken from requests: the server needs --trust-request-chat-template",
-                param="chat_template",
-            )
         self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
 
