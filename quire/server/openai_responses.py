@@ -18,6 +18,7 @@ from quire.server.errors import ApiError, invalid_request, to_api_error
 from quire.server.protocol.responses import (
     NAMES,
     IncompleteDetails,
+    InputTokens,
     InputTokensDetails,
     OutputCall,
     OutputItem,
@@ -38,7 +39,7 @@ from quire.server.protocol.responses import (
 from quire.server.response_store import ResponseStore
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body
+from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, count_prompt_tokens
 
 _PATH = "/v1/responses"
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
@@ -51,22 +52,33 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
     settings = context.settings
     store = ResponseStore(settings.max_stored_responses, settings.response_store_bytes)
 
+    def history_of(body: ResponsesRequest, owner: str) -> list[dict[str, Any]]:
+        """The messages before the request's own."""
+        if body.previous_response_id is None:
+            return []
+        previous = store.find(owner, body.previous_response_id)
+        if previous is None:
+            raise _not_found(body.previous_response_id, "previous_response_id", "previous_response_not_found")
+        return previous.messages
+
     @app.post(_PATH)
     async def create(request: Request) -> Response:
         body = await read_request(request, context, ResponsesRequest)
         model, owner = context.served_name(body.model), owner_of(request)
-        history: list[dict[str, Any]] = []
-        if body.previous_response_id is not None:
-            previous = store.find(owner, body.previous_response_id)
-            if previous is None:
-                raise _not_found(body.previous_response_id, "previous_response_id", "previous_response_not_found")
-            history = previous.messages
+        history = history_of(body, owner)
         turn = begin_turn(context, request, chat_body(body.to_chat(history), NAMES), NAMES)
         answer = _ResponseAnswer(turn, body, model, history, store if settings.max_stored_responses else None, owner)
         headers = {"X-Request-Id": answer.body.id}
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+
+    @app.post(_PATH + "/input_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await read_request(request, context, ResponsesRequest)
+        context.served_name(body.model)
+        chat = chat_body(body.to_chat(history_of(body, owner_of(request))), NAMES)
+        return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
     @app.get(_PATH + "/{response_id}")
     async def retrieve(

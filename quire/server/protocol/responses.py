@@ -400,3 +400,8 @@ class ResponseDeleted(msgspec.Struct):
     id: str
     object: str = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
