@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
 from quire.server.protocol.models import ModelCard, ModelInfo, ModelList, ModelPage, ModelPermission
+from quire.server.query import whole_number
 from quire.server.responses import json_response
 
 ANTHROPIC_VERSION = "anthropic-version"
@@ -38,9 +39,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
         request: Request, limit: str = "1000", after_id: str | None = None, before_id: str | None = None
     ) -> Response:
         """At most `limit` models behind `after_id`, or the last ones before `before_id`."""
-        most = int(limit) if limit.isdecimal() and len(limit) <= 4 else 0
-        if not 1 <= most <= 1000:
-            raise invalid_request(f"limit must be 1 to 1000, not {limit!r}", param="limit")
+        most = whole_number("limit", limit, 1, 1000)
         names = list(context.model_names)
         if after_id is not None:
             names = names[_place(names, after_id, "after_id") + 1 :]

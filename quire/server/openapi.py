@@ -37,7 +37,13 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from quire.server.protocol.responses import InputTokens, ResponseBody, ResponseDeleted, ResponsesRequest
+from quire.server.protocol.responses import (
+    InputTokens,
+    ItemList,
+    ResponseBody,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -115,14 +121,32 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/responses/{response_id}"): Operation(
         "A stored response",
         ResponseBody,
-        parameters={**_RESPONSE_ID, "stream": "only false", "include": "without effect: all is there"},
+        parameters={
+            **_RESPONSE_ID,
+            "stream": "true: the events of a response made with background and stream",
+            "starting_after": "the number of the last event that is known already",
+            "include": "without effect: all is there",
+            "include_obfuscation": "without effect",
+        },
+        names_model=True,
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Operation(
+        "The conversation that a response answers",
+        ItemList,
+        parameters={
+            **_RESPONSE_ID,
+            "after": "the id of the item that comes before the page",
+            "limit": "how many items, 1 to 100; 20 by default",
+            "order": "desc (default): the last item first; or asc",
+            "include": "without effect: all is there",
+        },
         names_model=True,
     ),
     ("delete", "/v1/responses/{response_id}"): Operation(
         "Forget a stored response", ResponseDeleted, parameters=_RESPONSE_ID, names_model=True
     ),
     ("post", "/v1/responses/{response_id}/cancel"): Operation(
-        "Always 400 or 404: nothing runs in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+        "End a response that is made in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
     ),
     ("post", "/v1/responses/input_tokens"): Operation(
         "Count the tokens of a conversation", InputTokens, ResponsesRequest, names_model=True
