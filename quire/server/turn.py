@@ -21,6 +21,7 @@ from quire.server.body import parse_fields, report_ignored
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
+from quire.server.generation import render_chat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.streaming import DONE
 
@@ -237,6 +238,15 @@ def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
     try:
         return parse_fields({**fields, **_STREAMED}, ChatRequest)[0]
     except (ApiError, UserError) as error:
+        raise in_words(error, names) from None
+
+
+async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
+    """Of what the model would be given. Raises ApiError."""
+    try:
+        tools = context.formats.answer(body).template_tools
+        return len((await render_chat(context, body, tools)).token_ids)
+    except UserError as error:
         raise in_words(error, names) from None
 
 

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
-from quire.server.protocol.common import SamplingFields
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+from quire.server.protocol.sampling import SamplingFields
 
 MAX_TOOLS = 1024
 CHOICES = ("none", "auto", "required")
