@@ -14,14 +14,15 @@ from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import ApiError, invalid_request
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.response_items import InputItem, items_of, response_of_item
-from quire.server.protocol.responses import NAMES, ItemList, ResponseDeleted, ResponsesRequest
+from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
 from quire.server.response_answer import Conversation, ResponseAnswer
 from quire.server.response_store import ResponseStore, StoredResponse
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream, replayed
-from quire.server.turn import begin_turn, chat_body
+from quire.server.turn import begin_turn, chat_body, count_prompt_tokens
 
 _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
@@ -67,6 +68,13 @@ class _Kept(NamedTuple):
             found.append(item)
         return found
 
+    def chat(self, owner: str, body: ResponsesRequest) -> tuple[list[dict[str, Any]], list[InputItem], ChatRequest]:
+        """The items before the request's own, its own, and the chat completion that they mean."""
+        before = self.conversation(owner, body.previous_response_id)
+        given = self.resolve(owner, items_of(body.input))
+        items = [*msgspec.convert(before, list[InputItem]), *given]
+        return before, given, chat_body(body.to_chat(items, len(before)), NAMES)
+
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
     store = ResponseStore(context.settings.max_stored_responses, context.settings.response_store_bytes)
@@ -88,10 +96,8 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        before = kept.conversation(owner, body.previous_response_id)
-        given = kept.resolve(owner, items_of(body.input))
-        items = [*msgspec.convert(before, list[InputItem]), *given]
-        turn = begin_turn(context, request, chat_body(body.to_chat(items, len(before)), NAMES), NAMES)
+        before, given, chat = kept.chat(owner, body)
+        turn = begin_turn(context, request, chat, NAMES)
         stores = body.store and num_stored > 0
 
         def keep(answer: ResponseAnswer) -> None:
@@ -108,6 +114,13 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+
+    @app.post(_PATH + "/input_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await read_request(request, context, ResponsesRequest)
+        context.served_name(body.model)
+        chat = kept.chat(owner_of(request), body)[2]
+        return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
 
 def _add_read_routes(app: FastAPI, kept: _Kept) -> None:

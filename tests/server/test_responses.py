@@ -127,6 +127,17 @@ async def test_going_on(client: openai.AsyncOpenAI, fast: Served) -> None:
             await gone
 
 
+async def test_counting(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model="tiny", input="=one", instructions="be brief")
+    count = await client.responses.input_tokens.count(model="tiny", input="=one", instructions="be brief")
+    assert (count.object, count.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    goes_on: dict[str, Any] = {"model": "tiny", "input": "=two", "previous_response_id": first.id}
+    second = await client.responses.create(**goes_on)
+    assert (await client.responses.input_tokens.count(**goes_on)).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="tiny", input="a", previous_response_id="resp_none")
+
+
 async def test_errors(client: openai.AsyncOpenAI) -> None:
     create = client.responses.create
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -270,6 +270,11 @@ class ResponseDeleted(msgspec.Struct):
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class ItemList(msgspec.Struct):
     """A page of the items that a response was made from. first_id, last_id: of the page; null where it is empty."""
 

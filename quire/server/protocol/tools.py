@@ -27,6 +27,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
 
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
+
 
 class Tool(msgspec.Struct, frozen=True):
     function: FunctionDefinition
@@ -116,12 +120,6 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
                     f"the tool specified in tool_choice does not match any of the specified tools: {name!r}",
                     param="tool_choice",
                 )
-
-    @property
-    def ineffective_fields(self) -> list[str]:
-        """Fields that are known and have no effect with the others of this request."""
-        is_strict = any(tool.function.strict is True for tool in self.tools)
-        return ["tools[].function.strict"] if is_strict and self.choice_mode == "auto" else []
 
     @property
     def chosen_names(self) -> list[str]:
