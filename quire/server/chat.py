@@ -135,7 +135,7 @@ class ChatAnswer(Answer[ChatRequest]):
             constraint_field=self._format.constraint_field,
         )
         try:
-            async with aclosing(spaced(running, body.stream_interval)) as outputs:
+            async with aclosing(spaced(running, body.stream_interval or 1)) as outputs:
                 async for _, output in outputs:
                     self._weight.generated(output.outputs)
                     yield output
@@ -232,5 +232,5 @@ class ChatAnswer(Answer[ChatRequest]):
             completion.logprobs or [],
             num_top,
             self._context.tokenizer,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )

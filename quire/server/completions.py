@@ -97,7 +97,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             prompt_field="prompt",
             constraint_field=body.constraint_field,
         )
-        async with aclosing(spaced(running, body.stream_interval)) as outputs:
+        async with aclosing(spaced(running, body.stream_interval or 1)) as outputs:
             async for pair in outputs:
                 yield pair
 
@@ -177,7 +177,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             piece.text = self._tokenizer.decode(token_ids, skips) if text is None else text
         if body.logprobs is not None:
             columns = self._columns[piece.index] = CompletionColumns(
-                self._tokenizer, as_ids=body.return_tokens_as_token_ids
+                self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
             )
             if body.echo:
                 # A request that was ended in its prompt has no more.
