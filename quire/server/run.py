@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import sys
@@ -117,6 +118,9 @@ class _Service:
                 if serving.done():
                     serving.result()
                     raise ConfigError("the HTTP server did not start")
+            # What the start-up made lives for ever: collections need not look at it again.
+            gc.collect()
+            gc.freeze()
             announce()
             status = await self._until_over()
             self._context.close()
