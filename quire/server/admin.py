@@ -14,6 +14,7 @@ from quire.errors import UserError
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
+from quire.server.query import truth
 from quire.server.responses import json_response
 from quire.version import __version__
 
@@ -181,11 +182,3 @@ def described(config: EngineConfig) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "keys") else str(value)
-
-
-def truth(name: str, text: str) -> bool:
-    """A query parameter that is true or false. Raises UserError for anything else."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise UserError(f"{name} must be true or false, not {text!r}", param=name)
-    return values[text.lower()]

@@ -135,7 +135,9 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "return_tokens_as_token_ids": {},
     "spaces_between_special_tokens": {},
     "early_stopping": {"use_beam_search": True, "early_stopping": "never"},
-    "tools": {},  # these five: test_tools.py
+    "tools": {},  # these: test_tools.py
+    "functions": {},
+    "function_call": {},
     "thinking_token_budget": {},
     "tool_choice": {},
     "parallel_tool_calls": {},

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
-from quire.server.protocol.common import SamplingFields
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+from quire.server.protocol.sampling import SamplingFields
 
 MAX_TOOLS = 1024
 CHOICES = ("none", "auto", "required")
@@ -26,6 +26,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
     strict: bool | UnsetType | None = UNSET
 
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -113,12 +117,6 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
                     f"the tool specified in tool_choice does not match any of the specified tools: {name!r}",
                     param="tool_choice",
                 )
-
-    @property
-    def ineffective_fields(self) -> list[str]:
-        """Fields that are known and have no effect with the others of this request."""
-        is_strict = any(tool.function.strict is True for tool in self.tools)
-        return ["tools[].function.strict"] if is_strict and self.choice_mode == "auto" else []
 
     @property
     def chosen_names(self) -> list[str]:
