@@ -16,7 +16,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat, spaced
+from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -137,9 +137,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self._engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            prompt_field="messages",
-            constraint_field=self._format.constraint_field,
-            wording=body.in_wire_words,
+            names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
         )
         return spaced(outputs, body.stream_interval)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -70,6 +70,22 @@ async def render_chat(
     )
 
 
+class FieldNames(NamedTuple):
+    """What a request calls its prompt and its constraint. wording: says an error as the request's API does."""
+
+    prompt: str
+    constraint: str = "structured_outputs"
+    wording: Callable[[UserError], UserError] | None = None
+
+    def explain(self, error: UserError) -> UserError:
+        """The engine's error in the request's words."""
+        if error.param in ("prompt", "prompt_token_ids"):
+            error.param = self.prompt
+        elif error.param == "structured_outputs":
+            error.param = self.constraint
+        return error if self.wording is None else self.wording(error)
+
+
 async def generate(
     context: ServerContext,
     prompts: list[Prompt],
@@ -78,20 +94,15 @@ async def generate(
     *,
     cache_salt: str | None,
     priority: int,
-    prompt_field: str,
-    constraint_field: str = "structured_outputs",
-    wording: Callable[[UserError], UserError] | None = None,
+    names: FieldNames,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. prompt_field, constraint_field: what
-    the request calls the prompt and its constraint, for the errors about them. wording: says such errors as the
-    request's API does.
+    computes NaN or infinite logits for a prompt. names: for errors about the request.
     """
-
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
         raise UserError(
@@ -103,7 +114,6 @@ async def generate(
     size = params.num_sequences
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
-
     salt = client_salt(cache_salt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -148,13 +158,7 @@ async def generate(
                 async for number, output in merged:
                     yield placed(number, output)
     except UserError as error:
-        if error.param in ("prompt", "prompt_token_ids"):
-            error.param = prompt_field
-        elif error.param == "structured_outputs":
-            error.param = constraint_field
-        if wording is None:
-            raise
-        raise wording(error) from None
+        raise names.explain(error) from None
 
 
 def spaced(
