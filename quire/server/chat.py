@@ -52,11 +52,6 @@ class ChatAnswer(Answer[ChatRequest]):
         self._has_functions = bool(body.functions)
         self._body = body = self._body.with_tools
         self._format = context.formats.answer(body)
-        if body.chat_template is not None and not context.settings.trust_request_chat_template:
-            raise UserError(
-                "chat_template is not taken from requests: the server needs --trust-request-chat-template",
-                param="chat_template",
-            )
         self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
 
