@@ -16,7 +16,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat, spaced
+from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -69,8 +69,9 @@ class ChatAnswer(Answer[ChatRequest]):
         choices: dict[int, ChatChoice] = {}
         texts: defaultdict[int, ChoiceText] = defaultdict(ChoiceText)
         first: RequestOutput | None = None
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
+        async with aclosing(await self._outputs()) as outputs:
+            async for _, output in outputs:
+                self._weigh_answer(output)
                 first = first or output
                 self._counter.count_output(0, output)
                 for completion in output.outputs:
@@ -96,11 +97,11 @@ class ChatAnswer(Answer[ChatRequest]):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                self._counter.count_output(0, output, count_completion=False)  # a role is no token
+        async with aclosing(await self._outputs()) as outputs:
+            async for _, output in outputs:
                 for completion in output.outputs:
                     if completion.index not in begun:
+                        self._counter.count_output(0, output, count_completion=False)  # a role is no token
                         yield self._role_event(completion.index, output, is_first=not begun)
                         if echoed := self._body.echoed(self._role):
                             delta = Delta(content=echoed)
@@ -117,30 +118,23 @@ class ChatAnswer(Answer[ChatRequest]):
             yield encode_event(chunk)
         yield DONE
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
         rendered = await render_chat(self._context, body, self._format.template_tools, body.template_inputs)
         self._prompt_text = rendered.text
         self._params = self._format.settle(self._params, rendered.text)
         self._weigh(len(rendered.token_ids))
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
-        running = generate(
+        outputs = generate(
             self._context,
             [prompt],
             self._params,
             self._engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            prompt_field="messages",
-            constraint_field=self._format.constraint_field,
+            names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
         )
-        try:
-            async with aclosing(spaced(running, body.stream_interval or 1)) as outputs:
-                async for _, output in outputs:
-                    self._weight.generated(output.outputs)
-                    yield output
-        except UserError as error:
-            raise body.in_wire_words(error) from None
+        return spaced(outputs, body.stream_interval or 1)
 
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""
@@ -150,6 +144,13 @@ class ChatAnswer(Answer[ChatRequest]):
         self._weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
         if self._params.max_tokens is not None:
             self._weight.planned(self._params.num_sequences, min(longest, self._params.max_tokens))
+
+    def _weigh_answer(self, output: RequestOutput) -> None:
+        """Refuse to go on with an answer that has become too large."""
+        try:
+            self._weight.generated(output.outputs)
+        except UserError as error:
+            raise self._body.in_wire_words(error) from None
 
     def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
