@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from quire.server.body import IGNORED_FIELDS, read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
@@ -61,8 +61,7 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
 
 def _report(request: Request, context: ServerContext, body: CountTokensRequest) -> None:
     if ignored := body.ignored(reasons=context.formats.reasoning is not None):
-        request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), *ignored]
-        context.log_unknown_fields(MESSAGES_PATH, ignored)
+        report_ignored(request, context, ignored)
 
 
 class _MessageAnswer:

@@ -17,7 +17,7 @@ from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
 from quire.server.auth import client_of
-from quire.server.body import parse_fields
+from quire.server.body import parse_fields, report_ignored
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
@@ -262,7 +262,10 @@ def begin_turn(
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        return Turn(ChatAnswer(context, body, ends_with_context=ends_with_context))
+        answer = ChatAnswer(context, body, ends_with_context=ends_with_context)
+        # Tools are flat in these APIs.
+        report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
+        return Turn(answer)
     except EngineDeadError:
         raise
     except (ApiError, UserError) as error:
