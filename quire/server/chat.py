@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
@@ -44,8 +45,17 @@ class ChatAnswer(Answer[ChatRequest]):
 
     ID_PREFIX = "chatcmpl"
 
-    def __init__(self, context: ServerContext, body: ChatRequest, header_id: str | None = None) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatRequest,
+        header_id: str | None = None,
+        *,
+        ends_with_context: bool = False,
+    ) -> None:
+        """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error."""
         super().__init__(context, body, header_id)
+        self._ends_with_context = ends_with_context
         self._weight = AnswerWeight(
             logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
         )
@@ -123,6 +133,10 @@ class ChatAnswer(Answer[ChatRequest]):
         rendered = await render_chat(self._context, body, self._format.template_tools, body.template_inputs)
         self._prompt_text = rendered.text
         self._params = self._format.settle(self._params, rendered.text)
+        limit = self._params.max_tokens
+        room = self._context.engine.ready.max_model_len - len(rendered.token_ids)
+        if self._ends_with_context and limit is not None and limit > room:
+            self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(len(rendered.token_ids))
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         outputs = generate(
