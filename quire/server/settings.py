@@ -167,15 +167,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("served_model_name", "preload_prefix", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
-            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
-        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
-            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
-        if self.ssl_cert_reqs not in (0, 1, 2):
-            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
-        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
+        self._check_tls()
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r}", param="root_path")
         if not self.response_role:
@@ -219,6 +211,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
             raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
