@@ -25,8 +25,8 @@ class Reply:
 
 @dataclass
 class OpenAIServer:
-    """answer: number of the request (from 0) and its body -> Reply. num_together: answers wait until so many requests
-    are open at once. Everything received is in `requests`."""
+    """answer: number of the request (from 0) and its body -> Reply. num_together: answers wait until that many
+    requests are open at once. Everything received is in `requests`."""
 
     answer: Callable[[int, dict[str, Any]], Reply]
     models: Reply = field(default_factory=lambda: Reply([json.dumps({"data": [{"id": "test-model"}]}).encode()]))

@@ -82,11 +82,10 @@ class _Row:
 class FakeExecutor:
     """See the module's docstring.
 
-    windows: the kind of each layer. latency: seconds a step takes, on its own
-    thread, unless `hurry` is set. fail_at_step: the future of the plan with that number (from 0) fails with
-    RuntimeError.
-    load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
+    windows: the kind of each layer. latency: seconds a step takes, on its own thread, while `hurry` is not set.
+    fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error: of `load`.
+    choose: replaces the rule that picks tokens. verify=False: trust the plans and only make tokens (for benchmarks).
+    record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class FakeExecutor:
         self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
         self.hurry = threading.Event()
-        """While set, steps take no `latency`: for a test that has met requests at work and wants their ends."""
         self._fail_at_step = fail_at_step
         self._load_error = load_error
         self._verify = verify
@@ -117,8 +115,7 @@ class FakeExecutor:
         self.num_drafts = self.num_accepted_drafts = 0
         self.connector: FakeWorkerConnector | None = None
         """The worker's half of the KV connector; set it before the first plan."""
-        self.nonfinite_token: int | None = None
-        """A token behind which a sequence's logits are no numbers."""
+        self.nonfinite_token: int | None = None  # behind it a sequence's logits are no numbers
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
@@ -136,9 +133,9 @@ class FakeExecutor:
         self.num_steps = 0
         self.is_shut_down = False
         self.asleep = 0
+        self.has_woken_weights = False
         self.wake_error: Exception | None = None
-        self.idle_work = self.num_idle_calls = 0
-        """Pieces of work that can wait, and how often was asked for one."""
+        self.idle_work = self.num_idle_calls = 0  # pieces of work that can wait, and how often was asked for one
 
     @property
     def live_seq_ids(self) -> list[int]:
@@ -194,10 +191,14 @@ class FakeExecutor:
     def sleep(self, level: int) -> None:
         """Everything that blocks hold is gone, and so are the rows."""
         self.asleep = level
+        self.has_woken_weights = False
         self._rows.clear()
         self._owners.clear()
         self._slots.clear()
         self._host_slots.clear()
+
+    def wake_weights(self) -> None:
+        self.has_woken_weights = True
 
     def wake_up(self) -> None:
         assert self._layout is not None
