@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,10 @@ from quire.tokenization.tokenizer import Tokenizer
 
 _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
 """What a method's argument is called."""
+
+
+class HasOptions(Protocol):
+    def to_options(self) -> EngineOptions: ...
 
 
 class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
@@ -82,6 +86,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         engine = cls.__new__(cls)
         engine._open(options, _starter(in_process, restart_engine, hung_engine_timeout), executor)
         return engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
+        """As the constructor, of `quire.AsyncEngineArgs`."""
+        return cls.from_options(engine_args.to_options())
 
     def _open(self, options: EngineOptions, start: Callable[..., EngineClient], executor: str) -> None:
         self._front_end: FrontEnd = open_front_end(options, lambda o: start(o, executor=executor))
