@@ -229,6 +229,8 @@ class FakeExecutor:
             self._reorder_beam(fork)
         for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
+        for seq_id, token_ids in plan.appended.items():
+            self._append(seq_id, token_ids)
         self._save_to_host(copies(plan).swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
@@ -410,6 +412,15 @@ class FakeExecutor:
             f"the token chosen for {seq_id} would replace one that was computed",
         )
         row.token_ids[-1] = token_id
+
+    def _append(self, seq_id: int, token_ids: list[int]) -> None:
+        row = self._row(seq_id)
+        _require(bool(token_ids), f"no tokens are appended to {seq_id}")
+        _require(
+            row.num_computed == len(row.token_ids) - 1,
+            f"tokens are appended to {seq_id}, of which {row.num_computed} of {len(row.token_ids)} are computed",
+        )
+        row.token_ids += token_ids
 
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         """Every token is picked before any row grows: a child reads its parent's logits, not its token."""
