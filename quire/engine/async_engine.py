@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,8 +44,12 @@ from quire.stats import EngineStats
 from quire.structured_output.compiler import compiled
 from quire.tokenization.tokenizer import Tokenizer
 
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "pause": "mode"}
+_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
 """What a method's argument is called."""
+
+
+class HasOptions(Protocol):
+    def to_options(self) -> EngineOptions: ...
 
 
 class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
@@ -73,6 +77,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         engine = cls.__new__(cls)
         engine._open(options, in_process, restart_engine, executor)
         return engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
+        """As the constructor, of `quire.AsyncEngineArgs`."""
+        return cls.from_options(engine_args.to_options())
 
     def _open(self, options: EngineOptions, in_process: bool, restart_engine: bool, executor: str) -> None:
         start = _starter(in_process, restart_engine)
@@ -204,7 +213,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
 
     # Requests.
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -231,12 +240,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
-        async with contextlib.aclosing(
-            self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        ) as outputs:
-            async for output in outputs:
-                if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
-                    yield output
+        outputs = self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def run_request(
         self,
@@ -528,6 +533,13 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             return  # no request or call has come yet
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every consumer
             self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
+
+
+async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                yield output
 
 
 def _starter(in_process: bool, restart_engine: bool) -> Callable[..., EngineClient]:

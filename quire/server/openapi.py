@@ -208,7 +208,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         is_admins=True,
     ),
     ("post", "/wake_up"): Operation(
-        "Take requests again", Sleeping, parameters={"tags": "none, or both weights and kv_cache"}, is_admins=True
+        "Take requests again", Sleeping, parameters={"tags": "weights, then kv_cache; none for both"}, is_admins=True
     ),
     ("get", "/is_sleeping"): Operation("Whether the engine sleeps", Sleeping, is_admins=True),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from quire.engine.client import DEFAULT_EXECUTOR
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.logging import set_log_format, tell
 from quire.server.keys import KeyRing
-from quire.server.report import StartReport
+from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
 from quire.utils.text_files import read_text_file
@@ -75,6 +76,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")
+                    app.state.context.start_seconds = report.seconds
                     names, backend = app.state.context.model_names, engine.ready.backend
                     return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
             finally:
@@ -117,7 +119,11 @@ class _Service:
                 if serving.done():
                     serving.result()
                     raise ConfigError("the HTTP server did not start")
+            # What the start-up made lives for ever: collections need not look at it again.
+            gc.collect()
+            gc.freeze()
             announce()
+            tell_systemd("READY=1")
             status = await self._until_over()
             self._context.close()
             self._server.should_exit = True
@@ -129,6 +135,7 @@ class _Service:
 
     async def _until_over(self) -> int:
         await self._first(self._signalled.wait(), self._death())
+        tell_systemd("STOPPING=1")
         if not self._signalled.is_set():
             error = self._engine.dead_error
             tell(f"error {error.error_id}: the engine died: {error}")

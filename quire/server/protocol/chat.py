@@ -39,6 +39,7 @@ UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {
 
 
 MAX_TEMPLATE = 2**20
+TemplateSource = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -67,7 +68,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None

@@ -54,6 +54,9 @@ class Tool(msgspec.Struct, frozen=True):
         return {"type": self.type, "function": function}
 
 
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
@@ -95,7 +98,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
     parallel_tool_calls: false keeps the first call only. include_reasoning: whether the answer shows the model's
     thoughts."""
 
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
+    tools: Tools = msgspec.field(default_factory=list)
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
