@@ -80,7 +80,7 @@ def take_forced(sequence: Sequence) -> list[int]:
     one that ends the sequence; returns them. No step need sample them: the next one computes them all
     (`StepPlan.appended`).
 
-    None for a sequence whose last token has not come yet, and where somebody wants the model's log-probabilities.
+    None for a sequence whose last token has not come yet, and where the request asks for log-probabilities.
     """
     request, matcher, found = sequence.request, sequence.matcher, list[int]()
     params = request.params
