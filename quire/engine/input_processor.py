@@ -92,7 +92,7 @@ class InputProcessor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
-        self._seed = seed
+        self.seed = seed
         self._max_logprobs = max_logprobs
         self._takes_priorities = takes_priorities
         self._pools = pools
@@ -363,7 +363,7 @@ class InputProcessor:
     def _resolve_seed(self, seed: int | None) -> int:
         """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
         number = next(self._request_numbers)
-        return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
+        return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
 
 def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:

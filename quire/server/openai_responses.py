@@ -35,7 +35,7 @@ from quire.server.protocol.responses import (
     TextConfig,
     TextFormat,
 )
-from quire.server.response_store import ResponseStore
+from quire.server.response_store import Responses
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body
@@ -48,8 +48,7 @@ _encoder = msgspec.json.Encoder()
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
     """A client that hangs up ends its request, be it streaming or not; then nothing is stored."""
-    settings = context.settings
-    store = ResponseStore(settings.max_stored_responses, settings.response_store_bytes)
+    settings, store = context.settings, context.responses
 
     @app.post(_PATH)
     async def create(request: Request) -> Response:
@@ -57,7 +56,7 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
         model, owner = context.served_name(body.model), owner_of(request)
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            previous = store.find(owner, body.previous_response_id)
+            previous = await store.find(owner, body.previous_response_id)
             if previous is None:
                 raise _not_found(body.previous_response_id, "previous_response_id", "previous_response_not_found")
             history = previous.messages
@@ -78,21 +77,21 @@ def add_response_routes(app: FastAPI, context: ServerContext) -> None:
         """include: what is there is in the response anyway."""
         if stream.lower() not in ("false", "0"):
             raise invalid_request("a stored response is not streamed again (only stream=false)", param="stream")
-        found = store.find(owner_of(request), response_id)
+        found = await store.find(owner_of(request), response_id)
         if found is None:
             raise _not_found(response_id, "response_id", None)
         return Response(found.body, media_type="application/json")
 
     @app.delete(_PATH + "/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
-        if not store.remove(owner_of(request), response_id):
+        if not await store.remove(owner_of(request), response_id):
             raise _not_found(response_id, "response_id", None)
         return json_response(ResponseDeleted(response_id))
 
     @app.post(_PATH + "/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
         """Only what runs in the background can be cancelled, and nothing does: hanging up ends the others."""
-        if store.find(owner_of(request), response_id) is None:
+        if await store.find(owner_of(request), response_id) is None:
             raise _not_found(response_id, "response_id", None)
         raise invalid_request("the response is complete, and was not made in the background", param="response_id")
 
@@ -109,7 +108,7 @@ class _ResponseAnswer:
         request: ResponsesRequest,
         model: str,
         history: list[dict[str, Any]],
-        store: ResponseStore | None,
+        store: Responses | None,
         owner: str,
     ) -> None:
         self._turn, self._request, self._history, self._owner = turn, request, history, owner
@@ -139,7 +138,7 @@ class _ResponseAnswer:
 
     async def complete(self) -> ResponseBody:
         await self._turn.run()
-        return self._end()
+        return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Once the response has begun, an error is its status."""
@@ -158,7 +157,7 @@ class _ResponseAnswer:
             self.body.error = ResponseError("server_error", failure.detail.message)
             yield self._event("response.failed", response=self.body)
             return
-        body = self._end()
+        body = await self._end()
         yield self._event(f"response.{body.status}", response=body)
 
     def _write(self, event: Event) -> list[bytes]:
@@ -205,7 +204,7 @@ class _ResponseAnswer:
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
-    def _end(self) -> ResponseBody:
+    async def _end(self) -> ResponseBody:
         """The finished response; it is stored now, if it is to be."""
         turn, body, usage = self._turn, self.body, self._turn.usage
         body.completed_at = int(time.time())
@@ -222,7 +221,7 @@ class _ResponseAnswer:
         )
         if self._store is not None:
             messages = [*self._history, *self._request.messages(), *_said(turn)]
-            self._store.put(self._owner, body.id, _encoder.encode(body), messages)
+            await self._store.put(self._owner, body.id, _encoder.encode(body), messages)
         return body
 
     def _status_of(self, segment: Segment) -> str:

@@ -52,8 +52,12 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
         set_log_format(settings.log_format)
     check_certificate(settings)
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
-    prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
+    prefixes = read_prefixes(settings)
     with bind(settings) as listener, _interruptible():
+        if settings.api_server_count > 1:
+            from quire.server.api_processes import serve_with_processes
+
+            return serve_with_processes(options, settings, listener, executor, report)
         engine = AsyncLLM.from_options(options, restart_engine=settings.restart_engine, executor=executor)
         report.phase("load tokenizer, launch engine process")
         try:
@@ -69,9 +73,9 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
             server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
-            url = _url(settings, listener)
+            url = url_of(settings, listener)
             try:
-                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")
@@ -81,8 +85,18 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
                 app.state.context.exit()
         finally:
             engine.shutdown()
-            if settings.uds is not None:
-                Path(settings.uds).unlink(missing_ok=True)
+            remove_socket(settings)
+
+
+def read_prefixes(settings: ServerSettings) -> dict[str, str]:
+    """The texts to be registered at the start, by path. Raises ConfigError for a file that is none."""
+    return {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
+
+
+def remove_socket(settings: ServerSettings) -> None:
+    """Of a server that listened on one in the file system."""
+    if settings.uds is not None:
+        Path(settings.uds).unlink(missing_ok=True)
 
 
 async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
@@ -128,7 +142,7 @@ class _Service:
                 loop.remove_signal_handler(number)
 
     async def _until_over(self) -> int:
-        await self._first(self._signalled.wait(), self._death())
+        await first(self._signalled.wait(), self._death())
         if not self._signalled.is_set():
             error = self._engine.dead_error
             tell(f"error {error.error_id}: the engine died: {error}")
@@ -137,7 +151,7 @@ class _Service:
             return 1
         self._context.draining = True
         tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
-        status = await self._first(self._drain(), self._leave_at_once())
+        status = await first(self._drain(), self._leave_at_once())
         assert status is not None
         return status
 
@@ -174,17 +188,17 @@ class _Service:
         self._signals.append(number)
         (self._signalled_again if self._signalled.is_set() else self._signalled).set()
 
-    @staticmethod
-    async def _first(*works: Coroutine[Any, Any, int | bool | None]) -> int | None:
-        """Run `works` side by side until one is done, and cancel the others. Returns its result."""
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+async def first(*works: Coroutine[Any, Any, int | bool | None]) -> int | None:
+    """Run `works` side by side until one is done, and cancel the others. Returns its result."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -234,7 +248,7 @@ def _answers(path: str) -> bool:
         return client.connect_ex(path) == 0
 
 
-def _url(settings: ServerSettings, listener: socket.socket) -> str:
+def url_of(settings: ServerSettings, listener: socket.socket) -> str:
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     return f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
@@ -278,7 +292,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32":
         return None
     import uvloop
