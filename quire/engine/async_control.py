@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from quire.engine.messages import CallResult
 from quire.engine.shared_state import EngineState
+from quire.engine.sleep import part_of
 from quire.errors import EngineAsleepError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.stats import EngineStats
@@ -113,10 +115,11 @@ class AsyncControl(ABC):
             raise
         control.is_asleep, control.sleep_level = True, int(level)
 
-    async def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
-        await self.ask("wake_up")
-        self._control.is_asleep, self._control.sleep_level = False, 0
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
+        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        if not await self._count("wake_up", part_of(tags)):
+            self._control.is_asleep, self._control.sleep_level = False, 0
 
     async def is_sleeping(self) -> bool:
         """Whether requests are rejected because the engine sleeps."""
@@ -127,8 +130,8 @@ class AsyncControl(ABC):
         if self._control.is_asleep:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
-    async def _count(self, method: str) -> int:
-        value = (await self.ask(method)).value
+    async def _count(self, method: str, argument: str = "") -> int:
+        value = (await self.ask(method, argument)).value
         assert isinstance(value, int)
         return value
 

@@ -46,7 +46,7 @@ from quire.stats import EngineStats
 from quire.structured_output.compiler import compiled
 from quire.tokenization.tokenizer import Tokenizer
 
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "pause": "mode"}
+_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
 """What a method's argument is called."""
 
 

@@ -266,8 +266,8 @@ class EngineCore:
                 self._sleep.fall_asleep(argument)
                 return CallResult(call_id, self._sleep.level)
             case "wake_up":
-                self._sleep.wake_up()
-                return CallResult(call_id, 0)
+                self._sleep.wake_up(argument)
+                return CallResult(call_id, self._sleep.level)
             case "is_sleeping":
                 return CallResult(call_id, int(self._sleep.level > 0))
             case "pause":

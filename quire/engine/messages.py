@@ -27,8 +27,8 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
-    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up`, `is_sleeping`,
-    `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
+    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
+    or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
 
     call_id: int
     method: str

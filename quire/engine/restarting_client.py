@@ -265,12 +265,20 @@ class RestartingClient:
     def _note_result(self, result: CallResult) -> CallResult:
         call = self._calls.pop(result.call_id, None)
         if call is not None and result.error is None and call.method in STATES:
-            self._states.pop(STATES[call.method], None)
-            if call.method in STATES.values():
-                self._states[call.method] = call.argument
+            if call.method == "wake_up" and result.value:
+                self._states["wake_up"] = call.argument  # behind the call that sent it to sleep
+            else:
+                self._end_state(call)
         if isinstance(result.value, EngineStats):
             result.value = carry_over(self._stats_before, result.value)
         return result
+
+    def _end_state(self, call: Call) -> None:
+        self._states.pop(STATES[call.method], None)
+        if STATES[call.method] == "sleep":
+            self._states.pop("wake_up", None)
+        if call.method in STATES.values():
+            self._states[call.method] = call.argument
 
     # From one engine to the next.
 

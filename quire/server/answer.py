@@ -15,13 +15,14 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
 from quire.server.auth import client_of
-from quire.server.body import IGNORED_FIELDS, read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import AnswerTimes, Identifier, StreamOptions
+from quire.server.protocol.common import AnswerTimes, Identifier
 from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 
@@ -47,6 +48,12 @@ class Answer(ABC, Generic[Body]):
         # A proxy repeats a request under the id of the first one, which may still run.
         self._engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
         self._counter = TokenCounter()
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        """Fields of the request that are known and have no effect on this server."""
+        is_idle = self._body.include_metrics and not self._context.settings.enable_per_request_metrics
+        return ["include_metrics"] if is_idle else []
 
     def _times(self) -> AnswerTimes | UnsetType | None:
         """What the phases of the request took, where it asks for that and may; None for several sequences or
@@ -106,8 +113,7 @@ def add_answer_route(
         context.check_priority(body.priority, client_of(request))
         answer = answer_type(context, body, header_id(request))
         headers = {"X-Request-Id": answer.response_id}
-        if body.include_metrics and not context.settings.enable_per_request_metrics:
-            request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), "include_metrics"]
+        report_ignored(request, context, answer.ineffective_fields)
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)

@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from quire.errors import UserError
-from quire.server.body import IGNORED_FIELDS, read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
-from quire.server.generation import render_chat
 from quire.server.protocol.anthropic import (
     NAMES,
     AnswerBlock,
@@ -29,7 +27,7 @@ from quire.server.protocol.anthropic import (
 )
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, in_words
+from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, count_prompt_tokens
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -57,17 +55,12 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, CountTokensRequest)
         context.served_name(body.model)
         chat = chat_body(body.to_chat(reasons=reasons), NAMES)
-        try:
-            tools = context.formats.answer(chat).template_tools
-        except UserError as error:
-            raise in_words(error, NAMES) from None
-        return json_response(TokenCount(len((await render_chat(context, chat, tools)).token_ids)))
+        return json_response(TokenCount(await count_prompt_tokens(context, chat, NAMES)))
 
 
 def _report(request: Request, context: ServerContext, body: CountTokensRequest) -> None:
     if ignored := body.ignored(reasons=context.formats.reasoning is not None):
-        request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), *ignored]
-        context.log_unknown_fields(MESSAGES_PATH, ignored)
+        report_ignored(request, context, ignored)
 
 
 class _MessageAnswer:

@@ -23,8 +23,8 @@ from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.server.keys import KeyRing
+from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
 from quire.server.response_store import ParentsResponses
-from quire.server.run import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
 from quire.server.settings import ServerSettings
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain

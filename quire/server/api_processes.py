@@ -2,7 +2,7 @@
 fewest (docs/decisions/0048-several-api-processes.md).
 
 One event loop drives it. Whatever happens (a packet of a process, the end of one, the engine's, a signal) sets
-`_changed`, and who waits looks again.
+`_changed`, and a waiting task looks again.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from quire.server.api_process import (
     ToParent,
     ToProcess,
 )
+from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
+from quire.server.listener import remove_socket, url_of
 from quire.server.report import StartReport
 from quire.server.response_store import ResponseStore, answer_from
-from quire.server.run import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory, remove_socket, url_of
 from quire.server.settings import ServerSettings
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory

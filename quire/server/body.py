@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -24,19 +25,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse the body of a request; its unknown fields, and known ones without effect in it, are logged once
-    each, and reported in a header.
+    """Read and parse the body of a request; its unknown fields are logged once each, and reported in a header.
 
     Raises as `read_body` and `parse_body`.
     """
     parsed, unknown = parse_body(
         await read_body(request, context.max_body_bytes), kind, strict=context.settings.strict_fields
     )
-    unknown = [*unknown, *getattr(parsed, "ineffective_fields", ())]
-    if unknown:
-        request.scope[IGNORED_FIELDS] = unknown
-        context.log_unknown_fields(request.scope["path"], unknown)
+    report_ignored(request, context, unknown)
     return parsed
+
+
+def report_ignored(request: Request, context: ServerContext, names: Sequence[str]) -> None:
+    """Log fields without effect once each, and report them in a header."""
+    if names:
+        request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, ()), *names]
+        context.log_unknown_fields(request.scope["path"], list(names))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

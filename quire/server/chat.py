@@ -49,14 +49,15 @@ class ChatAnswer(Answer[ChatRequest]):
         self._weight = AnswerWeight(
             logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
         )
+        self._has_functions = bool(body.functions)
+        self._body = body = self._body.with_tools
         self._format = context.formats.answer(body)
-        if body.chat_template is not None and not context.settings.trust_request_chat_template:
-            raise UserError(
-                "chat_template is not taken from requests: the server needs --trust-request-chat-template",
-                param="chat_template",
-            )
         self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        return [*super().ineffective_fields, *self._format.ineffective_fields]
 
     @property
     def _role(self) -> str:
@@ -77,7 +78,7 @@ class ChatAnswer(Answer[ChatRequest]):
                     self._extend(choices, completion)
         assert first is not None
         for index, choice in choices.items():
-            message = choice.message = texts[index].message()
+            message = choice.message = texts[index].message(has_functions=self._has_functions)
             message.role = self._role
             if echoed := self._body.echoed(self._role):
                 message.content = echoed + (message.content or "")
@@ -131,7 +132,7 @@ class ChatAnswer(Answer[ChatRequest]):
             cache_salt=body.cache_salt,
             priority=body.priority,
             prompt_field="messages",
-            constraint_field=body.constraint_field,
+            constraint_field=self._format.constraint_field,
         )
         try:
             async with aclosing(spaced(running, body.stream_interval)) as outputs:
@@ -187,12 +188,16 @@ class ChatAnswer(Answer[ChatRequest]):
             return None
         return ChatChunkChoice(
             index=completion.index,
-            delta=to_delta(delta),
+            delta=to_delta(delta, has_functions=self._has_functions),
             logprobs=self._logprobs(completion),
-            finish_reason=self._format.finish_reason(completion),
+            finish_reason=self._finish_reason(completion),
             stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        reason = self._format.finish_reason(completion)
+        return "function_call" if reason == "tool_calls" and self._has_functions else reason
 
     @property
     def _tells_tokens(self) -> bool:
@@ -210,7 +215,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 logprobs=ChatLogprobs([]) if self._body.logprobs else None,
             )
             choices[completion.index] = choice
-        choice.finish_reason = self._format.finish_reason(completion)
+        choice.finish_reason = self._finish_reason(completion)
         choice.stop_reason = completion.stop_reason
         if choice.token_ids is not None:
             choice.token_ids = choice.token_ids + completion.token_ids

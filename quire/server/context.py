@@ -64,11 +64,11 @@ class ServerContext:
             end()
 
     def log_unknown_fields(self, path: str, names: list[str]) -> None:
-        """Log each unknown field of requests once, MAX_LOGGED_FIELDS of them at most."""
+        """Log each field of requests that has no effect once, MAX_LOGGED_FIELDS of them at most."""
         for name in names:
             if name not in self.logged_fields and len(self.logged_fields) < MAX_LOGGED_FIELDS:
                 self.logged_fields.add(name)
-                logger.warning("%s: the unknown field %.100r of a request has no effect (logged once)", path, name)
+                logger.warning("%s: the field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
         """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""

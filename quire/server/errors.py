@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -71,6 +72,7 @@ MESSAGES_PATH = "/v1/messages"
 class MessagesErrorDetail(msgspec.Struct):
     type: str
     message: str
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class MessagesErrorBody(msgspec.Struct):
@@ -89,6 +91,8 @@ _MESSAGES_ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Field that is wrong -> by what clients know that they have to send the whole conversation instead."""
 
 
 class ApiError(Exception):
@@ -161,7 +165,8 @@ def error_body(error: ApiError, path: str = "") -> bytes:
     """path: of the request, for the shape."""
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
-        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message)))
+        details = _MESSAGES_ERROR_DETAILS.get(error.detail.param or "", UNSET)
+        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
     return msgspec.json.encode(ErrorBody(error.detail))
 
 

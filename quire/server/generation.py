@@ -51,7 +51,13 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Write the conversation with the model's template and tokenise it. Raises UserError where that fails."""
+    """Write the conversation with the model's template and tokenise it. Raises UserError where that fails, and for a
+    template that the request brings to a server that does not trust it."""
+    if inputs.source is not None and not context.settings.trust_request_chat_template:
+        raise UserError(
+            "chat_template is not taken from requests: the server needs --trust-request-chat-template",
+            param="chat_template",
+        )
     engine, messages = context.engine, body.messages or []
     size = sum(message.size for message in messages)
     return await engine.render(

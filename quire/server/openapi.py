@@ -37,7 +37,13 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from quire.server.protocol.responses import ResponseBody, ResponseDeleted, ResponsesRequest
+from quire.server.protocol.responses import (
+    InputTokens,
+    ItemList,
+    ResponseBody,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -63,7 +69,14 @@ ERRORS = {
 """Status -> what it means, on every route of this document unless said otherwise below."""
 
 RENDERING = frozenset(
-    {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize"}
+    {
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+    }
 )
 """Routes that render chat templates, in a process of their own."""
 
@@ -108,21 +121,50 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/responses/{response_id}"): Operation(
         "A stored response",
         ResponseBody,
-        parameters={**_RESPONSE_ID, "stream": "only false", "include": "without effect: all is there"},
+        parameters={
+            **_RESPONSE_ID,
+            "stream": "true: the events of a response made with background and stream",
+            "starting_after": "the number of the last event that is known already",
+            "include": "without effect: all is there",
+            "include_obfuscation": "without effect",
+        },
+        names_model=True,
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Operation(
+        "The conversation that a response answers",
+        ItemList,
+        parameters={
+            **_RESPONSE_ID,
+            "after": "the id of the item that comes before the page",
+            "limit": "how many items, 1 to 100; 20 by default",
+            "order": "desc (default): the last item first; or asc",
+            "include": "without effect: all is there",
+        },
         names_model=True,
     ),
     ("delete", "/v1/responses/{response_id}"): Operation(
         "Forget a stored response", ResponseDeleted, parameters=_RESPONSE_ID, names_model=True
     ),
     ("post", "/v1/responses/{response_id}/cancel"): Operation(
-        "Always 400 or 404: nothing runs in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+        "End a response that is made in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+    ),
+    ("post", "/v1/responses/input_tokens"): Operation(
+        "Count the tokens of a conversation", InputTokens, ResponsesRequest, names_model=True
     ),
     ("post", "/v1/embeddings"): _generating("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
     **{("post", path): _SCORE for path in ("/score", "/v1/score")},
     **{("post", path): _RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("post", "/classify"): _generating("Labels of texts", ClassificationRequest, ClassificationResponse),
     ("post", "/pooling"): _generating("What the model makes of texts", PoolingRequest, PoolingResponse),
-    ("get", "/v1/models"): Operation("List the models", ModelList),
+    ("get", "/v1/models"): Operation(
+        "List the models; Anthropic's words for requests with anthropic-version",
+        ModelList,
+        parameters={
+            "limit": "most models: 1 to 1000 (default)",
+            "after_id": "only models behind this one",
+            "before_id": "only models before this one",
+        },
+    ),
     ("get", "/v1/models/{name}"): Operation(
         "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
     ),
@@ -166,7 +208,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         is_admins=True,
     ),
     ("post", "/wake_up"): Operation(
-        "Take requests again", Sleeping, parameters={"tags": "none, or both weights and kv_cache"}, is_admins=True
+        "Take requests again", Sleeping, parameters={"tags": "weights, then kv_cache; none for both"}, is_admins=True
     ),
     ("get", "/is_sleeping"): Operation("Whether the engine sleeps", Sleeping, is_admins=True),
 }

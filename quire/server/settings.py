@@ -140,8 +140,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        for name, low, high in (("port", 0, MAX_PORT), ("api_server_count", 1, MAX_API_SERVERS)):
+            if not low <= getattr(self, name) <= high:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be between {low} and {high}, not {value}", param=name)
         for name in ("api_key", "admin_api_key"):
             if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
                 raise ConfigError(f"{name} must be a list of keys", param=name)
@@ -151,11 +153,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} must be at least 1, not {limit}", param=name)
-        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
-            raise ConfigError(
-                f"api_server_count must be from 1 to {MAX_API_SERVERS}, not {self.api_server_count}",
-                param="api_server_count",
-            )
         if not 0 <= self.shutdown_timeout < float("inf"):
             raise ConfigError(
                 f"shutdown_timeout must be a number of seconds >= 0, not {self.shutdown_timeout}",

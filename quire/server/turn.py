@@ -17,10 +17,11 @@ from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
 from quire.server.auth import client_of
-from quire.server.body import parse_fields
+from quire.server.body import parse_fields, report_ignored
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
+from quire.server.generation import render_chat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.streaming import DONE
 
@@ -240,12 +241,24 @@ def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
         raise in_words(error, names) from None
 
 
+async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
+    """Of what the model would be given. Raises ApiError."""
+    try:
+        tools = context.formats.answer(body).template_tools
+        return len((await render_chat(context, body, tools)).token_ids)
+    except UserError as error:
+        raise in_words(error, names) from None
+
+
 def begin_turn(context: ServerContext, request: Request, body: ChatRequest, names: dict[str, str]) -> Turn:
     """Admit the request. Raises ApiError."""
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        return Turn(ChatAnswer(context, body))
+        answer = ChatAnswer(context, body)
+        # Tools are flat in these APIs.
+        report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
+        return Turn(answer)
     except EngineDeadError:
         raise
     except (ApiError, UserError) as error:

@@ -250,7 +250,8 @@ def test_an_engine_that_slept_sleeps_again(small: EngineOptions) -> None:
     while len(engines) < 2:
         client.receive(0.01)
     assert call(client, "is_sleeping").value == 1
-    client.send(Call(2, "wake_up"))
+    assert call(client, "wake_up", "weights").value == 1
+    client.send(Call(2, "wake_up", "kv_cache"))
     outputs = client.receive(5)
     assert outputs is not None
     assert outputs.results[0].error is None

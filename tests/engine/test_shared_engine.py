@@ -35,7 +35,7 @@ def fail(payload: bytes) -> bytes:
 class Shared:
     """An engine and its sessions, all in this process."""
 
-    def __init__(self, options: EngineOptions, directory: RuntimeDirectory, executor: str = "plain") -> None:
+    def __init__(self, options: EngineOptions, directory: RuntimeDirectory, executor: str = "slow") -> None:
         self.directory = directory
         self.numbers = Numbers.create(directory.path / "numbers", 2)
         self.state = SharedState(self.numbers)
@@ -96,7 +96,7 @@ def test_calls_are_answered_where_they_were_made(shared: Shared) -> None:
 
 def test_a_request_id_belongs_to_one_session_until_its_request_ends(shared: Shared) -> None:
     first, second = shared.open(), shared.open()
-    first.send(add("same#1.1", max_tokens=10**6))
+    first.send(add("same#1.1", max_tokens=2000))
     assert stats(first).num_running + stats(first).num_waiting == 1, "the engine has it"
     second.send(add("same#2.1"))
     [rejected] = wait_for(second, lambda outputs: outputs.rejections)
@@ -112,7 +112,7 @@ def test_a_request_id_belongs_to_one_session_until_its_request_ends(shared: Shar
 def test_a_session_that_ends_leaves_no_request_and_the_engines_true_state(shared: Shared) -> None:
     first, second = shared.open(), shared.open()
     for number in range(3):
-        first.send(add(f"{number}#1.{number}", max_tokens=10**6))
+        first.send(add(f"{number}#1.{number}", max_tokens=2000))
     second.send(add("other#2.1", max_tokens=20))
     first.send(Call(5, "pause", "new"))
     call_result(first)
@@ -129,7 +129,7 @@ def test_a_session_that_ends_leaves_no_request_and_the_engines_true_state(shared
 def test_sessions_without_requests_hear_of_the_engine(shared: Shared) -> None:
     busy, idle = shared.open(), shared.open()
     assert idle.ready.num_blocks == 256
-    busy.send(add("a#1.1", max_tokens=10**6))
+    busy.send(add("a#1.1", max_tokens=2000))
     wait_for(idle, lambda outputs: outputs.stats is not None and outputs.stats.num_running == 1)
     assert shared.state.engine.num_running == 1
 
@@ -144,7 +144,7 @@ async def test_services_of_the_parent(shared: Shared) -> None:
         asked = [asyncio.ensure_future(client.ask("echo", bytes([number]))) for number in range(20)]
         assert await asyncio.gather(*asked) == [bytes([number]) for number in range(20)]
         shared.engine.shutdown()
-        assert "was shut down" in await asyncio.wrap_future(receiving)
+        assert "was shut down" in str(await asyncio.wrap_future(receiving))
     with pytest.raises(EngineDeadError):
         await client.ask("echo", b"")
 
@@ -157,16 +157,14 @@ def test_all_sessions_hear_of_the_engines_death(options: EngineOptions, tmp_path
     clients[0].send(add("a#1.1"))
     errors = []
     for client in clients:
-        with pytest.raises(EngineDeadError, match="injected") as caught:
-            while True:
-                client.receive()
-        errors.append(caught.value.error_id)
+        errors.append(wait_for_death(client))
         with pytest.raises(EngineDeadError):
             client.send(Abort("a#1.1"))
         client.shutdown()
     failure = shared.engine.failure
     assert isinstance(failure, EngineDeadError)
-    assert errors == [failure.error_id] * 2
+    assert [error.error_id for error in errors] == [failure.error_id] * 2
+    assert "injected" in str(errors[0])
     shared.engine.shutdown()
     directory.remove()
 
@@ -202,9 +200,9 @@ def call_result(client: SharedClient) -> CallResult:
     return result
 
 
-def wait_for_death(client: SharedClient) -> str:
+def wait_for_death(client: SharedClient) -> EngineDeadError:
     try:
         while True:
             client.receive()
     except EngineDeadError as error:
-        return str(error)
+        return error

@@ -133,6 +133,7 @@ class FakeExecutor:
         self.num_steps = 0
         self.is_shut_down = False
         self.asleep = 0
+        self.has_woken_weights = False
         self.wake_error: Exception | None = None
         self.idle_work = self.num_idle_calls = 0
         """Pieces of work that can wait, and how often was asked for one."""
@@ -191,10 +192,14 @@ class FakeExecutor:
     def sleep(self, level: int) -> None:
         """Everything that blocks hold is gone, and so are the rows."""
         self.asleep = level
+        self.has_woken_weights = False
         self._rows.clear()
         self._owners.clear()
         self._slots.clear()
         self._host_slots.clear()
+
+    def wake_weights(self) -> None:
+        self.has_woken_weights = True
 
     def wake_up(self) -> None:
         assert self._layout is not None

@@ -18,7 +18,7 @@ from quire.engine.async_engine import AsyncLLM
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_protocol import HttpServer, make_http_server
-from quire.server.run import bind
+from quire.server.listener import bind
 from quire.server.settings import ServerSettings
 from tests.server.model_directory import write_model
 from tests.server.serve_process import Process

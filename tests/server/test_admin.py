@@ -56,8 +56,12 @@ async def test_it_ends_requests_to_sleep(model_path: Path) -> None:
         await served.until_running(1)
         assert (await served.client.post("/sleep")).status_code == 200
         assert (await running).json()["choices"][0]["finish_reason"] == "abort"
-        for tags, status in (("weights", 400), ("scales", 400), ("weights&tags=kv_cache", 200)):
-            assert (await served.client.post(f"/wake_up?tags={tags}")).status_code == status
+        for tags, status in (("kv_cache", 400), ("scales", 400), ("weights", 200)):
+            response = await served.client.post(f"/wake_up?tags={tags}")
+            assert response.status_code == status
+        assert response.json() == {"is_sleeping": True}
+        assert (await served.client.post("/v1/completions", json=BODY)).status_code == 503
+        assert (await served.client.post("/wake_up?tags=kv_cache")).json() == {"is_sleeping": False}
         assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
 
 

@@ -136,6 +136,17 @@ async def test_errors(client: anthropic.AsyncAnthropic, fast: Served) -> None:
     assert (answer.status_code, answer.json()["type"]) == (415, "error")
 
 
+async def test_a_conversation_that_the_server_should_hold_is_refused(fast: Served) -> None:
+    """By the details of the error the client's runner of tools knows that it has to send the whole conversation."""
+    body = {"model": "tiny", "max_tokens": 2, "messages": says("a"), "thread": {"type": "create"}}
+    answer = await fast.client.post("/v1/messages", json=body, headers={"x-api-key": "key"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["details"]) == (400, {"error_code": "thread_unsupported_request"})
+    assert "thread is not supported" in error["message"]
+    body["thread"] = None
+    assert (await fast.client.post("/v1/messages", json=body, headers={"x-api-key": "key"})).status_code == 200
+
+
 async def test_an_error_in_the_middle_of_a_stream(model_path: Path) -> None:
     settings = ServerSettings(port=0, served_model_name=["tiny"])
     async with (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,6 +43,29 @@ async def test_models(served: Served, model_path: Path) -> None:
     assert (permission["allow_sampling"], permission["is_blocking"]) == (True, False)
     assert (await served.client.get("/v1/models/tiny")).json() == card
     assert (await served.client.get("/v1/models/not/there")).status_code == 404
+
+
+async def test_models_in_anthropics_words(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings(served_model_name=["a", "b", "c"])) as served:
+
+        async def page(query: str, **headers: str) -> dict[str, Any]:
+            return (await served.client.get(f"/v1/models{query}", headers=headers)).json()
+
+        version = {"anthropic-version": "2023-06-01"}
+        whole = await page("", **version)
+        assert [model["id"] for model in whole["data"]] == ["a", "b", "c"]
+        assert (whole["has_more"], whole["first_id"], whole["last_id"]) == (False, "a", "c")
+        model = whole["data"][0]
+        assert (model["type"], model["display_name"], model["max_tokens"]) == ("model", "a", 256)
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == served.context.created
+        assert await page("/a", **version) == model
+        first = await page("?limit=2", **version)
+        assert ([each["id"] for each in first["data"]], first["has_more"]) == (["a", "b"], True)
+        last = await page("?before_id=c&limit=1", **version)
+        assert ([each["id"] for each in last["data"]], last["has_more"]) == (["b"], True)
+        assert [each["id"] for each in (await page("?after_id=a"))["data"]] == ["b", "c"]
+        for query in ("limit=0", "limit=x", "limit=1001", "after_id=d"):
+            assert (await page(f"?{query}"))["error"]["param"] == query.partition("=")[0]
 
 
 async def test_the_models_own_name_is_the_default(model_path: Path) -> None:
@@ -160,7 +185,7 @@ async def test_openapi_lists_the_error_statuses(served: Served) -> None:
             more = {401} if path not in public else set()
             more |= {404} if "{" in path else set()
             if method == "post" and path != "/ping" and "{" not in path:
-                converting = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+                converting = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
                 more |= {404, 413} | ({429} if path not in converting else set())
             assert listed == all_routes | more, path
             for status in listed:

@@ -17,7 +17,8 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
-from quire.server.run import bind, check_certificate, serve
+from quire.server.listener import bind, check_certificate
+from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from tests.processes import has_ended
 from tests.server.serve_process import LONG, Process

@@ -44,6 +44,7 @@ class ScriptedAnswer:
     finish: ClassVar[str] = "tool_calls"
     deltas: ClassVar[list[dict[str, Any]]] = DELTAS
     bodies: ClassVar[list[Any]] = []
+    ineffective_fields: ClassVar[list[str]] = []
     response_id = "chatcmpl-1"
 
     def __init__(self, context: object = None, body: object = None) -> None:

@@ -220,6 +220,13 @@ async def test_templates_of_requests(trusting: Served, served: Served) -> None:
     kwargs = {"enable_thinking": 7}
     answer = await chat(trusting, **body, reasoning_effort="none", chat_template_kwargs=kwargs)
     assert answer["prompt_text"] == "none/7=hi"
+    counted = {
+        "messages": [HI],
+        "chat_template": "-{{ tools[0].function.name if tools }}{{ documents[0].title if documents }}",
+    }
+    for more, text in (({}, "-"), ({"tools": [{"function": {"name": "f"}}], "documents": documents}, "-fa")):
+        response = await trusting.client.post("/tokenize", json={**counted, **more, "return_token_strs": True})
+        assert "".join(response.json()["token_strs"]) == text
     for wrong in ({"chat_template": "{% for"}, {"reasoning_effort": "huge"}):
         response = await trusting.client.post("/v1/chat/completions", json={"messages": [HI], **wrong})
         assert response.status_code == 400

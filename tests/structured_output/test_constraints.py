@@ -56,7 +56,7 @@ def takes(sampler: Sampler, structured: StructuredOutputsParams, text: str) -> b
         if matcher.is_finished or token not in sampler.allowed(matcher):
             return False
         assert matcher.accept(token)
-    return matcher.is_finished or 0 in sampler.allowed(matcher)
+    return matcher.is_finished or sampler.eos_token_ids[0] in sampler.allowed(matcher)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -133,6 +133,9 @@ def test_recursive_schemas(sampler: Sampler) -> None:
 def test_options_of_json(sampler: Sampler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert takes(sampler, params(json=json.dumps(schema)), '{"a":\n 1, "b": []}')
+    assert takes(sampler, params(json=schema), '{"a":' + 40 * " " + "\n" + 40 * "\t" + "1}")
+    assert not takes(sampler, params(json=schema), '{"a":' + 41 * " ")
+    assert not takes(sampler, params(json=schema), '{"a":\n \n')
     assert not takes(sampler, params(json=schema, disable_any_whitespace=True), '{"a": 1}')
     assert takes(sampler, params(json=schema, disable_any_whitespace=True), '{"a":1}')
     assert takes(sampler, params(json=schema, whitespace_pattern=" ?"), '{"a": 1}')

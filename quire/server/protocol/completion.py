@@ -16,10 +16,10 @@ from quire.server.protocol.common import (
     AnswerTimes,
     Int32,
     PromptLogprobs,
-    SamplingFields,
     TokenId,
     Usage,
 )
+from quire.server.protocol.sampling import SamplingFields
 
 Prompt = str | list[int]
 
