@@ -156,7 +156,9 @@ class SharedEngine:
         self._state.num_ticks += 1
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the engine, as EngineClient.shutdown, and the threads."""
+        """Stop the engine, as EngineClient.shutdown, and the threads. Idempotent."""
+        if self._context.closed:
+            return
         self._client.shutdown(timeout)
         if self._threads[0].ident is not None:
             with self._context.socket(zmq.PUSH) as stop:

@@ -18,6 +18,7 @@ from quire.engine.shared_client import SharedClient
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, InternalError, UserError
+from quire.request import FinishReason
 from quire.stats import EngineStats
 from quire.utils.heartbeat import Heartbeat
 from quire.utils.runtime_directory import RuntimeDirectory
@@ -97,7 +98,7 @@ def test_calls_are_answered_where_they_were_made(shared: Shared) -> None:
 def test_a_request_id_belongs_to_one_session_until_its_request_ends(shared: Shared) -> None:
     first, second = shared.open(), shared.open()
     first.send(add("same#1.1", max_tokens=2000))
-    assert stats(first).num_running + stats(first).num_waiting == 1, "the engine has it"
+    wait_for(first, lambda outputs: outputs.updates)
     second.send(add("same#2.1"))
     [rejected] = wait_for(second, lambda outputs: outputs.rejections)
     error = rejected.error()
@@ -114,11 +115,12 @@ def test_a_session_that_ends_leaves_no_request_and_the_engines_true_state(shared
     for number in range(3):
         first.send(add(f"{number}#1.{number}", max_tokens=2000))
     second.send(add("other#2.1", max_tokens=20))
+    wait_for(second, lambda outputs: outputs.updates)
     first.send(Call(5, "pause", "new"))
     call_result(first)
     shared.state.engine.is_asleep = True  # as a process leaves it that dies before its call to sleep
     shared.engine.close_session(first.session)
-    assert len(tokens_until_finished(second, "other#2.1")["other#2.1"]) == 20
+    wait_for(second, lambda outputs: [each for each in outputs.updates if each.finish_reason == FinishReason.LENGTH])
     assert stats(second).num_running == stats(second).num_waiting == 0
     assert (shared.state.engine.is_asleep, shared.state.engine.pauses) == (False, True)
     first.send(add("late#1.9"))  # what was still on its way
