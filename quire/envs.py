@@ -119,6 +119,13 @@ def runtime_directory() -> Path:
     return Path(os.environ.get("QUIRE_RUNTIME_DIR") or tempfile.gettempdir())
 
 
+def notify_socket() -> str | None:
+    """`NOTIFY_SOCKET`, systemd's own: where a service of `Type=notify` says that it serves. A leading `@` stands for
+    the NUL of an abstract address."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    return path.replace("@", "\0", 1) if path and path.startswith("@") else path or None
+
+
 def affinity_cores() -> int:
     """Cores that this process may run on (honours taskset and cgroup cpusets)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

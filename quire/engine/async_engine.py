@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -50,6 +50,10 @@ _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "t
 """What a method's argument is called."""
 
 
+class HasOptions(Protocol):
+    def to_options(self) -> EngineOptions: ...
+
+
 class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
@@ -78,6 +82,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         start = _starter(in_process, restart_engine)
         engine._open(options, lambda options: start(options, executor=executor))
         return engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
+        """As the constructor, of `quire.AsyncEngineArgs`."""
+        return cls.from_options(engine_args.to_options())
 
     @classmethod
     def of_session(cls, options: EngineOptions, client: SharedClient) -> AsyncLLM:
@@ -239,7 +248,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
 
     # Requests.
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -266,12 +275,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
-        async with contextlib.aclosing(
-            self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        ) as outputs:
-            async for output in outputs:
-                if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
-                    yield output
+        outputs = self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def run_request(
         self,
@@ -570,6 +575,13 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             return  # no request or call has come yet
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every consumer
             self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
+
+
+async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                yield output
 
 
 def _starter(in_process: bool, restart_engine: bool) -> Callable[..., EngineClient]:

@@ -139,9 +139,8 @@ class InputProcessor:
             )
         if params.max_tokens is not None and params.max_tokens > room and not self.clips_max_tokens:
             raise PromptTooLongError(
-                f"{len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
-                f"{len(token_ids) + params.max_tokens} tokens, but the model's context (max_model_len) is "
-                f"{self.max_model_len} tokens: ask for at most {room}, or for a shorter prompt",
+                f"{self._longest}, but {len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
+                f"{len(token_ids) + params.max_tokens} tokens: ask for at most {room}, or for a shorter prompt",
                 param="max_tokens",
             )
         constraint, constraint_start = "", []
@@ -274,11 +273,16 @@ class InputProcessor:
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, but the model's context is {self.max_model_len} tokens, "
-                "prompt and at least one new token together",
+                f"{self._longest}, prompt and at least one new token together, but the prompt has "
+                f"{len(token_ids)} tokens",
                 param="prompt",
             )
         return token_ids
+
+    @property
+    def _longest(self) -> str:
+        """The beginning of errors about length; clients know them by OpenAI's words, which these are."""
+        return f"this model's maximum context length is {self.max_model_len} tokens"
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
         """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
@@ -296,8 +300,7 @@ class InputProcessor:
         limit = self.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
             raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, far more than the model's context of "
-                f"{self.max_model_len} tokens holds",
+                f"{self._longest}, far fewer than the prompt's {len(text)} characters make",
                 param=param,
             )
 

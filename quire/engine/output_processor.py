@@ -167,6 +167,7 @@ class _RequestState:
         "_prompt_logprobs",
         "_prompt_text",
         "_queue_time",
+        "_ranks_samples",
         "_request",
         "_tokenizer",
         "num_live",
@@ -183,6 +184,7 @@ class _RequestState:
         final_only: bool,
     ) -> None:
         self._request = request
+        self._ranks_samples = request.params.ranks_samples
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._delta = delta
@@ -265,13 +267,14 @@ class _RequestState:
 
     def _reported_sequences(self) -> list[_SequenceState]:
         """All, but of samples that are ranked the best `n`, and of hypotheses those that exist."""
-        params = self._request.params
-        if params.ranks_samples:
-            ranked = sorted(self.sequences, key=_SequenceState.rank)[: params.n]
+        if self._ranks_samples:
+            ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):
                 sequence.index = index
             return ranked
-        return [sequence for sequence in self.sequences if not sequence.is_missing]
+        if self._request.params.use_beam_search:
+            return [sequence for sequence in self.sequences if not sequence.is_missing]
+        return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
         """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
@@ -294,6 +297,7 @@ class _SequenceState:
     __slots__ = (
         "_cumulative_logprob",
         "_detokenizer",
+        "_is_scored",
         "_logprobs",
         "_num_tokens",
         "_num_unchecked",
@@ -334,6 +338,8 @@ class _SequenceState:
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._is_scored = self._logprobs is not None or params.ranks_samples
+        """Whether the sum of the log-probabilities is told, even of a completion without a score."""
         self._score: float | None = None
         self.is_missing = False
         """The search found fewer hypotheses."""
@@ -427,16 +433,12 @@ class _SequenceState:
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=self._cumulative_logprob if logprobs is not None or self._is_ranked else None,
+            cumulative_logprob=None if self._score is None and not self._is_scored else self._cumulative_logprob,
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
             score=self._score,
         )
-
-    @property
-    def _is_ranked(self) -> bool:
-        return self._score is not None or self._params.ranks_samples
 
 
 def _internal_error(request_id: str, error: BaseException) -> InternalError:

@@ -43,12 +43,13 @@ class PrefixCacheReset(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: the engine's, as text where the request asks for that."""
+    """config: the engine's, as text where the request asks for that. start_seconds: phase of the start -> seconds."""
 
     version: str
     config: dict[str, Any] | str
     server: dict[str, Any]
     engine: dict[str, Any]
+    start_seconds: dict[str, float]
 
 
 class TokenizerInfo(msgspec.Struct):
@@ -117,7 +118,8 @@ def _add_info_routes(app: FastAPI, context: ServerContext) -> None:
         settings = {name: value for name, value in msgspec.to_builtins(context.settings).items() if name not in SECRETS}
         text = "\n".join(f"{name}: {value}" for name, value in config.items())
         engine = msgspec.structs.asdict(context.engine.ready)
-        return json_response(ServerInfo(__version__, text if config_format == "text" else config, settings, engine))
+        shown = text if config_format == "text" else config
+        return json_response(ServerInfo(__version__, shown, settings, engine, dict(context.start_seconds)))
 
 
 def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from quire.errors import EngineDeadError, QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.server.keys import KeyRing
 from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
+from quire.server.report import StartReport
 from quire.server.response_store import ParentsResponses
 from quire.server.settings import ServerSettings
 from quire.utils.child_process import watch_parent
@@ -123,6 +125,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
     from quire.server.app import Common, create_app
     from quire.server.http_protocol import make_http_server
 
+    report = StartReport()
     directory, settings = Path(launch.directory), launch.settings
     numbers = Numbers.open(directory / NUMBERS_FILE, launch.num_slots, launch.slot)
     state = SharedState(numbers)
@@ -136,6 +139,9 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         common = Common(numbers, lambda: KeyRing.of(keys, numbers), responses, lambda: state.loads.pids)
         app = create_app(engine, settings, common)
         limited = msgspec.structs.replace(settings, max_connections=make_room_for_connections(settings.max_connections))
+        report.phase("start API process, wait for engine")
+        report.engine_phases(engine.ready.seconds)
+        app.state.context.start_seconds = report.seconds
         server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             if launch.preloads:
@@ -166,6 +172,9 @@ class _Process:
             if serving.done():
                 serving.result()
                 raise QuireError("the HTTP server did not start")
+        # What the start-up made lives for ever: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         self._control.setblocking(False)
         asyncio.get_running_loop().add_reader(self._control, self._hear)
         self._say(Serving())

@@ -48,7 +48,7 @@ from quire.server.api_process import (
 )
 from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
 from quire.server.listener import remove_socket, url_of
-from quire.server.report import StartReport
+from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore, answer_from
 from quire.server.settings import ServerSettings
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
@@ -168,7 +168,9 @@ class _Parent:
             report.engine_phases(self._engine.ready.seconds)
             self._begin()
             report.show(model_names, url_of(self._settings, self._listener), self._engine.ready.backend)
+            tell_systemd("READY=1")
             await self._until(lambda: bool(self._signals) or self._is_over)
+            tell_systemd("STOPPING=1")
             status = await (self._drain() if self._signals else self._tell_end())
             if len(self._signals) < 2:
                 await self._leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -46,6 +46,8 @@ class ServerContext:
     responses: Responses
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase of the start -> seconds."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
     """Ends what would hold connections open for ever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)

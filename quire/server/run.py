@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from quire.server.lifecycle import (
     read_prefixes,
 )
 from quire.server.listener import bind, check_certificate, remove_socket, url_of
-from quire.server.report import StartReport
+from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
 
@@ -80,6 +81,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")
+                    app.state.context.start_seconds = report.seconds
                     names, backend = app.state.context.model_names, engine.ready.backend
                     return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
             finally:
@@ -112,7 +114,11 @@ class _Service:
                 if serving.done():
                     serving.result()
                     raise ConfigError("the HTTP server did not start")
+            # What the start-up made lives for ever: collections need not look at it again.
+            gc.collect()
+            gc.freeze()
             announce()
+            tell_systemd("READY=1")
             status = await self._until_over()
             self._context.close()
             self._server.should_exit = True
@@ -124,6 +130,7 @@ class _Service:
 
     async def _until_over(self) -> int:
         await first(self._signalled.wait(), self._death())
+        tell_systemd("STOPPING=1")
         if not self._signalled.is_set():
             error = self._engine.dead_error
             tell(f"error {error.error_id}: the engine died: {error}")

@@ -11,7 +11,7 @@ from tests.architecture.source import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
 QUOTED = re.compile(r"`([^`\n]+)`")
-TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|\.ci)/[\w./*-]*")
+TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|deploy|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import uuid
 from pathlib import Path
 
 import httpx
@@ -24,16 +25,28 @@ from tests.processes import has_ended
 from tests.server.serve_process import LONG, Process
 
 
-def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Process]) -> None:
-    process = Process(model_path, "readable", served_model_name=["tiny"], access_log=True)
+def test_ready_line_phases_and_a_clean_end(
+    model_path: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what systemd hears of them, at an abstract address."""
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.settimeout(120)
+    systemd.bind(f"\0quire-{uuid.uuid4().hex}")
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname().decode().replace("\0", "@"))
+    settings = {"served_model_name": ["tiny"], "access_log": True, "enable_admin_routes": True}
+    process = Process(model_path, "readable", **settings)
     processes.append(process)
     process.wait_ready()
+    assert systemd.recv(100) == b"READY=1"
     engine = process.engine
     with httpx.Client(base_url=process.url, timeout=60) as client:
         assert client.get("/health").status_code == 200
+        start_seconds = client.get("/server_info").json()["start_seconds"]
         answer = client.post("/v1/completions", json={"prompt": "=abc"}).json()
         assert answer["choices"][0]["text"] == "abc"
     process.signal(signal.SIGTERM)
+    assert systemd.recv(100) == b"STOPPING=1"
+    systemd.close()
     status, error = process.finish()
     assert status == 0, error
     assert has_ended(engine)
@@ -44,7 +57,8 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     assert "tiny" in first
     assert "ready in" in first
     assert backend.strip() == "fake executor"
-    assert {"import web server", "engine: load model"} <= {row.split(" s  ")[1] for row in phases}
+    assert {"import web server", "engine: load model"} <= start_seconds.keys()
+    assert [row.split(" s  ")[1] for row in phases] == list(start_seconds)
 
 
 async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> None:
