@@ -23,6 +23,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.async_control import AsyncControl, ControlState
+from quire.engine.async_load import AsyncLoad
 from quire.engine.async_pooling import AsyncPooling
 from quire.engine.async_text import AsyncText
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
@@ -34,10 +35,10 @@ from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOut
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import CLIENT_NAME, Backlog, Preparations, RequestPart, turn_of
+from quire.engine.request_part import CLIENT_NAME, Preparations, RequestPart, turn_of
 from quire.engine.restarting_client import start_restarting
 from quire.engine.shared_client import SharedClient
-from quire.engine.shared_state import EngineState, Loads
+from quire.engine.shared_state import EngineState
 from quire.errors import ConfigError, EngineDeadError, InternalError, QuireError, UserError
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
@@ -54,7 +55,7 @@ class HasOptions(Protocol):
     def to_options(self) -> EngineOptions: ...
 
 
-class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
+class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
     The constructor returns while the engine process is still starting; `ready` waits for it.
@@ -105,8 +106,6 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         self._namespace = ""
         """What tells the keys of our requests from those of other processes."""
         self._control: ControlState | EngineState = ControlState()
-        self._loads: Loads | None = None
-        """What the processes that share the engine have to do; None where it is ours alone."""
         self._listeners: list[StatsListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         # Guards the output processor and the fields below, which the loop and the receiver thread share.
@@ -117,9 +116,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
-        self._num_unfinished = 0
-        self._preparations = Preparations()
-        self._backlog = Backlog()
+        AsyncLoad.__init__(self)
         self._draining = False
         self._all_finished = asyncio.Event()
         AsyncText.__init__(self)
@@ -203,44 +200,6 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
     def _check_alive(self) -> None:
         if self.errored:
             raise self.dead_error
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
-        yet to take what is there."""
-        return self._num_unfinished
-
-    @property
-    def num_pending(self) -> int:
-        """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
-        whose consumer is slow to read its end is not among them; parts of a request that wait for their turns are one
-        together. This, and the figures below, are of all processes that share the engine."""
-        return self._own_num_pending if self._loads is None else self._loads.num_pending
-
-    @property
-    def num_running(self) -> int:
-        """Requests that the engine computes, as it said last."""
-        return self._control.num_running
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that the engine has and that have got no token yet."""
-        return self._backlog.num_tokens if self._loads is None else self._loads.num_tokens
-
-    @property
-    def queue_seconds(self) -> float:
-        """How long the engine will take for them, by its rate of the last seconds; infinite when it computed none."""
-        return self._backlog.seconds if self._loads is None else self._loads.queue_seconds
-
-    @property
-    def _own_num_pending(self) -> int:
-        return len(self._preparations) + len(self._streams)
-
-    def _publish(self) -> None:
-        """Let other processes know what this one has to do."""
-        if self._loads is not None:
-            backlog = self._backlog
-            self._loads.publish(self._num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)
 
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
