@@ -321,6 +321,7 @@ class InputProcessor:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_token_ids(params.logprob_token_ids or (), "logprob_token_ids")
         self.check_token_ids(params.logit_bias or (), "logit_bias")
         if params.structured_outputs is not None:
             self.check_token_ids(params.structured_outputs.start_after_token_ids or (), "structured_outputs")
@@ -347,6 +348,12 @@ class InputProcessor:
                     param=name,
                 )
             changes[name] = number
+        if len(params.logprob_token_ids or ()) > most:
+            raise UserError(
+                f"logprob_token_ids has {len(params.logprob_token_ids or ())} tokens, and at most {most} are reported "
+                "(max_logprobs)",
+                param="logprob_token_ids",
+            )
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
