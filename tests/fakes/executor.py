@@ -14,38 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import (
-    NewSequence,
-    PromptLogprobs,
-    SequenceFork,
-    SequenceSampling,
-    StepPlan,
-    StepResult,
-)
-from quire.transfers import TransferReport
+from quire.step import NewSequence, PromptLogprobs, SequenceFork, SequenceSampling, StepPlan, StepResult
 from tests.fakes.groups import Kind, first_read, layer_spec, read_by, written_by
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
-from tests.fakes.transfers import copies
+from tests.fakes.transfers import FakeWorkerConnector, copies
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
 """(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
-
-
-class FakeWorkerConnector(Protocol):
-    """The worker's half of a KV connector over the executor's numbers."""
-
-    def run(
-        self, plan: StepPlan, host: dict[int, list[int | None]], device: dict[int, list[int | None]]
-    ) -> TransferReport | None:
-        """The transfers of one plan, behind its copies and its model. Returns what has ended."""
-        ...
 
 
 class ContractViolationError(AssertionError):
