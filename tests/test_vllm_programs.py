@@ -15,8 +15,12 @@ import pytest
 import quire
 from quire import (
     LLM,
+    AsyncEngineArgs,
     AsyncLLM,
+    AsyncLLMEngine,
     BeamSearchParams,
+    EngineArgs,
+    FlexibleArgumentParser,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -192,6 +196,58 @@ def test_embed_classify_and_score(tmp_path: Path) -> None:
         [output] = llm.classify("w1 w2", use_tqdm=False)
         assert sum(output.outputs.probs) == pytest.approx(1.0)
         assert output.outputs.num_classes == len(output.outputs.probs)
+
+
+def test_a_program_with_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM's examples of generation, classification and embedding read theirs."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.set_defaults(model="bundled", max_model_len=128)
+    group = parser.add_argument_group("Sampling parameters")
+    group.add_argument("--max-tokens", type=int)
+    line = ["--max_tokens", "3", "--num-gpu-blocks-override=64", "--hf-overrides.rope_theta", "7", "--dtype", "float"]
+    found = parser.parse_args(line)
+    arguments: dict[str, Any] = vars(found).copy()
+    max_tokens = arguments.pop("max_tokens")
+    with LLM(**arguments, num_threads=1) as llm:
+        params = llm.get_default_sampling_params()
+        params = SamplingParams(max_tokens=max_tokens, temperature=params.temperature)
+        [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 3
+        assert (llm.ready.num_blocks, llm.ready.max_model_len) == (64, 128)
+    options = EngineArgs.from_cli_args(found).to_options()
+    assert (options.hf_overrides, options.dtype) == ({"rope_theta": 7}, "float32")
+    for wrong in (["--max-model-len", "long"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(wrong)
+        assert left.value.code == 2
+    assert "unknown option '--no-such-flag'" in capsys.readouterr().err
+
+
+def test_an_asynchronous_engine_of_gathered_arguments() -> None:
+    assert AsyncLLMEngine is AsyncLLM
+
+    async def run() -> str:
+        args = AsyncEngineArgs(model="bundled", max_model_len=128, num_threads=1)
+        args.num_gpu_blocks_override = 16
+        engine = AsyncLLMEngine.from_engine_args(args)
+        try:
+            assert engine.ready.num_blocks == 16
+            params = SamplingParams(max_tokens=4, temperature=0.0, output_kind=RequestOutputKind.DELTA)
+            pieces = [
+                completion.text
+                async for output in engine.generate(request_id="a", prompt=PROMPTS[0], sampling_params=params)
+                for completion in output.outputs
+            ]
+            return "".join(pieces)
+        finally:
+            engine.shutdown()
+
+    text = asyncio.run(run())
+    with LLM(**vars(EngineArgs(max_model_len=128, num_gpu_blocks_override=16, num_threads=1))) as llm:
+        [output] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
+    assert output.outputs[0].text == text
+    with pytest.raises(UserError, match="enable_lora is not supported"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(enable_lora=True))
 
 
 def test_kinds_of_output_of_the_asynchronous_engine() -> None:

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -48,6 +48,10 @@ _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "t
 """What a method's argument is called."""
 
 
+class HasOptions(Protocol):
+    def to_options(self) -> EngineOptions: ...
+
+
 class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
@@ -73,6 +77,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         engine = cls.__new__(cls)
         engine._open(options, in_process, restart_engine, executor)
         return engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
+        """As the constructor, of `quire.AsyncEngineArgs`."""
+        return cls.from_options(engine_args.to_options())
 
     def _open(self, options: EngineOptions, in_process: bool, restart_engine: bool, executor: str) -> None:
         start = _starter(in_process, restart_engine)

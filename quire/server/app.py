@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.errors import ModelLoadError
@@ -83,6 +86,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         ],
     )
     app.state.context = context
+    app.router.route_class = DirectRoute
     add_completion_routes(app, context)
     add_chat_routes(app, context)
     add_message_routes(app, context)
@@ -102,6 +106,30 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     add_middleware(app, settings, metrics)
     add_observers(app, context)
     return app
+
+
+class DirectRoute(APIRoute):
+    """A route that calls an endpoint of the request alone, or of nothing, as it is: to work out what such an endpoint
+    takes and how its Response becomes one takes FastAPI a tenth of the time of a short request.
+
+    The application's dependencies are awaited first, in their order; all of them take the request.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        takes = self.dependant
+        parameters = takes.path_params + takes.query_params + takes.header_params + takes.cookie_params
+        if parameters or takes.body_params or self.response_field or not inspect.iscoroutinefunction(self.endpoint):
+            return super().get_route_handler()
+        endpoint, keywords = self.endpoint, [name] if (name := takes.request_param_name) else []
+        checks = [each.dependency for each in self.dependencies if each.dependency is not None]
+
+        async def handle(request: Request) -> Response:
+            for check in checks:
+                await check(request)
+            response: Response = await endpoint(**dict.fromkeys(keywords, request))
+            return response
+
+        return handle
 
 
 def add_observers(app: FastAPI, context: ServerContext) -> None:

@@ -148,7 +148,7 @@ class ChatAnswer(Answer[ChatRequest]):
             priority=body.priority,
             names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
         )
-        return spaced(outputs, body.stream_interval)
+        return spaced(outputs, body.stream_interval or 1)
 
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""
@@ -247,5 +247,5 @@ class ChatAnswer(Answer[ChatRequest]):
             completion.logprobs or [],
             num_top,
             self._context.tokenizer,
-            as_ids=self._body.return_tokens_as_token_ids,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )

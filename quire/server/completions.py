@@ -96,7 +96,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             priority=body.priority,
             names=FieldNames("prompt", body.constraint_field),
         )
-        return spaced(outputs, body.stream_interval)
+        return spaced(outputs, body.stream_interval or 1)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
         """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""
@@ -174,7 +174,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             piece.text = self._tokenizer.decode(token_ids, skips) if text is None else text
         if body.logprobs is not None:
             columns = self._columns[piece.index] = CompletionColumns(
-                self._tokenizer, as_ids=body.return_tokens_as_token_ids
+                self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
             )
             if body.echo:
                 # A request that was ended in its prompt has no more.

@@ -68,6 +68,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     uds: path of a Unix socket to listen on in place of `host` and `port`.
     root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
     response_role: the role of answers in chats.
+    return_tokens_as_token_ids, stream_interval: for requests that do not say it.
     enable_force_include_usage: whether every stream ends with the usage.
     default_chat_template_kwargs: what chat templates get that requests do not say.
     enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
@@ -108,6 +109,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     root_path: str = ""
     response_role: str = "assistant"
     enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream_interval: int = 1
     default_chat_template_kwargs: dict[str, Any] = {}
     enable_log_requests: bool = False
     max_log_len: int | None = None
@@ -164,15 +167,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("served_model_name", "preload_prefix", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
-            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
-        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
-            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
-        if self.ssl_cert_reqs not in (0, 1, 2):
-            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
-        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
+        self._check_tls()
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r}", param="root_path")
         if not self.response_role:
@@ -181,6 +176,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"default_chat_template_kwargs must not set {', '.join(sorted(taken))}",
                 param="default_chat_template_kwargs",
+            )
+        if self.stream_interval < 1:
+            raise ConfigError(
+                f"stream_interval must be at least 1, not {self.stream_interval}", param="stream_interval"
             )
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"max_log_len must be at least 0, not {self.max_log_len}", param="max_log_len")
@@ -212,6 +211,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
             raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
@@ -340,6 +350,8 @@ HELP: dict[str, str] = {
     "root_path": "path that a proxy in front of the server takes off, such as /llm",
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "end every stream with the usage, asked for or not",
+    "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
+    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says otherwise",
     "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
     "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
     "max_log_len": "most characters and tokens of a prompt in the log (default: all)",

@@ -17,7 +17,7 @@ _CHAT: tuple[VllmFlag, ...] = (
     to("trust_request_chat_template", "flag"),
     to("default_chat_template_kwargs", "json"),
     to("response_role", "text"),
-    refused("return_tokens_as_token_ids", "flag", "log-probabilities name tokens by their text", False),
+    to("return_tokens_as_token_ids", "flag"),
     to("enable_auto_tool_choice", "flag"),
     to("exclude_tools_when_tool_choice_none", "flag"),
     to("tool_call_parser", "text"),

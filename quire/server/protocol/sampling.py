@@ -24,7 +24,8 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     """Fields of completions and chats.
 
     stream_interval: tokens of each chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as
-    token_id:N. spaces_between_special_tokens: where there are none, there is nothing to leave out.
+    token_id:N. Both as the server is set where they are None. spaces_between_special_tokens: where there are none,
+    there is nothing to leave out.
     """
 
     n: Int32 | None = None
@@ -43,9 +44,9 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     thinking_token_budget: Int32 | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 1
+    stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
     spaces_between_special_tokens: bool = True
     include_metrics: bool = False
 
