@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.clients.environments import Environment, NodeEnvironment, PythonEnvironment
+from benchmarks.clients.environments import Environment, NodeEnvironment, PythonEnvironment, VllmEnvironment
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ CLIENTS = (
     _python("litellm", "litellm==1.106.2", "mcp==2.3.0", litellm_cases="scripted", litellm_embeddings="pooling"),
     _python("instructor", "instructor[anthropic]==1.17.0", instructor_cases="scripted"),
     _python("pydantic-ai", "pydantic-ai-slim[anthropic,openai]==2.68.0", pydantic_ai_cases="scripted"),
-    _python("open-webui", open_webui="scripted"),
+    _python("open-webui", "aiohttp==3.14.5", open_webui="scripted"),
     _python("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0", lm_eval_cases="bundled"),
     _python("guidellm", "guidellm==0.8.1", guidellm_cases="bundled"),
+    Client("vllm-bench", VllmEnvironment(), {"vllm_bench.py": "bundled"}),
     _python("aiperf", "aiperf==0.13.0", aiperf_cases="bundled"),
 )

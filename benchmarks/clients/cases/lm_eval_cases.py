@@ -55,9 +55,7 @@ def evaluate(model: str, route: str, task: str, *arguments: str, **more: object)
 
 
 def completions(task: str) -> dict[str, Any]:
-    return evaluate(
-        "local-completions", "/completions", task, tokenizer_backend="huggingface", tokenizer=str(BUNDLED)
-    )
+    return evaluate("local-completions", "/completions", task, tokenizer_backend="huggingface", tokenizer=str(BUNDLED))
 
 
 @case
