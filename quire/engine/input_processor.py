@@ -93,7 +93,7 @@ class InputProcessor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
-        self._seed = seed
+        self.seed = seed
         self._max_logprobs = max_logprobs
         self._takes_priorities = takes_priorities
         self._pools = pools
@@ -322,6 +322,7 @@ class InputProcessor:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_token_ids(params.logprob_token_ids or (), "logprob_token_ids")
         self.check_token_ids(params.logit_bias or (), "logit_bias")
         if params.structured_outputs is not None:
             self.check_token_ids(params.structured_outputs.start_after_token_ids or (), "structured_outputs")
@@ -348,6 +349,12 @@ class InputProcessor:
                     param=name,
                 )
             changes[name] = number
+        if len(params.logprob_token_ids or ()) > most:
+            raise UserError(
+                f"logprob_token_ids has {len(params.logprob_token_ids or ())} tokens, and at most {most} are reported "
+                "(max_logprobs)",
+                param="logprob_token_ids",
+            )
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
@@ -368,7 +375,7 @@ class InputProcessor:
     def _resolve_seed(self, seed: int | None) -> int:
         """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
         number = next(self._request_numbers)
-        return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
+        return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
 
 def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:
