@@ -18,6 +18,7 @@ from quire.tokenization.template_messages import RESERVED_OPTIONS, ContentFormat
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
+MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
@@ -39,6 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
     hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
         one; 0: only an engine that has died is followed by another one.
+    api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
@@ -92,6 +94,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority_range: str = "0,100"
     restart_engine: bool = False
     hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
+    api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
@@ -144,8 +147,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        for name, low, high in (("port", 0, MAX_PORT), ("api_server_count", 1, MAX_API_SERVERS)):
+            if not low <= getattr(self, name) <= high:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be between {low} and {high}, not {value}", param=name)
         for name in ("api_key", "admin_api_key"):
             if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
                 raise ConfigError(f"{name} must be a list of keys", param=name)
@@ -342,6 +347,7 @@ HELP: dict[str, str] = {
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
     "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
     "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
+    "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,8 +17,8 @@ from quire.errors import ConfigError
 from tests.fakes.fates import Fates
 from tests.processes import has_ended
 from tests.server.conftest import Served, serving_apart
+from tests.server.serve_process import Process
 from tests.server.sse import events
-from tests.server.test_serve import Process
 
 GUARD_SECONDS = 60
 """Against a test that hangs; nothing here takes so long."""
@@ -125,17 +125,6 @@ async def test_clients_that_leave_while_an_engine_starts(apart: Served, fates: F
         fates.open_gate()
         assert await running[0] == stays
         await apart.until_idle()
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    """Started servers, ended whatever happens."""
-    started: list[Process] = []
-    yield started
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.communicate()
 
 
 @pytest.mark.parametrize(("shutdown_timeout", "reason"), [(1000.0, "length"), (0.1, "abort")])
