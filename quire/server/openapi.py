@@ -275,7 +275,7 @@ def api_description(
     schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
     for (method, path), each in operations.items():
-        answer = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
+        answer: dict[str, Any] = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
         if each.request is not None and "stream" in each.request.__struct_fields__:
             answer["200"]["content"]["text/event-stream"] = {}
         error = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
