@@ -148,12 +148,14 @@ class SamplingInputs(msgspec.Struct, array_like=True):
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first.
 
-    `rank` is the 1-based rank of the chosen token in the vocabulary.
+    `rank` is the 1-based rank of the chosen token in the vocabulary. The last `num_listed` entries are tokens that the
+    request names, in its order; some may be among the entries before.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    num_listed: int = 0
 
 
 class Candidates(msgspec.Struct, array_like=True):

@@ -43,8 +43,9 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, MessagesRequest)
         _report(request, context, body)
         model = context.served_name(body.model)
-        turn = begin_turn(context, request, chat_body(body.to_chat(reasons=reasons), NAMES), NAMES)
-        answer = _MessageAnswer(turn, model)
+        chat = chat_body(body.to_chat(reasons=reasons), NAMES)
+        turn = begin_turn(context, request, chat, NAMES, ends_with_context=True)
+        answer = _MessageAnswer(turn, model, body.max_tokens)
         headers = {"X-Request-Id": turn.response_id, "request-id": turn.response_id}
         if body.stream:
             return EventStream(answer.stream(), headers, error_event=_error_event)
@@ -64,10 +65,11 @@ def _report(request: Request, context: ServerContext, body: CountTokensRequest) 
 
 
 class _MessageAnswer:
-    def __init__(self, turn: Turn, model: str) -> None:
+    def __init__(self, turn: Turn, model: str, max_tokens: int) -> None:
         self._turn = turn
         self._message_id = "msg_" + turn.response_id.partition("-")[2]
         self._model = model
+        self._max_tokens = max_tokens
 
     async def complete(self) -> MessageResponse:
         await self._turn.run()
@@ -112,6 +114,8 @@ class _MessageAnswer:
             return "stop_sequence", turn.stop_string
         if turn.finish_reason == "stop" and any(segment.kind is Kind.CALL for segment in turn.segments):
             return "tool_use", None  # of a tool that the request named
+        if turn.finish_reason == "length" and turn.usage.completion_tokens < self._max_tokens:
+            return "model_context_window_exceeded", None
         return STOP_REASONS.get(turn.finish_reason, "end_turn"), None
 
     def _usage(self) -> MessageUsage:

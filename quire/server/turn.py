@@ -250,12 +250,19 @@ async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: 
         raise in_words(error, names) from None
 
 
-def begin_turn(context: ServerContext, request: Request, body: ChatRequest, names: dict[str, str]) -> Turn:
-    """Admit the request. Raises ApiError."""
+def begin_turn(
+    context: ServerContext,
+    request: Request,
+    body: ChatRequest,
+    names: dict[str, str],
+    *,
+    ends_with_context: bool = False,
+) -> Turn:
+    """Admit the request. ends_with_context: as ChatAnswer has it. Raises ApiError."""
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        answer = ChatAnswer(context, body)
+        answer = ChatAnswer(context, body, ends_with_context=ends_with_context)
         # Tools are flat in these APIs.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
         return Turn(answer)

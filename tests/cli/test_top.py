@@ -21,7 +21,7 @@ from quire.dashboard.frame import Frame
 from quire.errors import QuireError
 from tests.fakes.panic import Panic
 from tests.server.model_directory import write_model
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 KEY = "schlüssel"
 

@@ -16,7 +16,7 @@ from quire.dashboard.page import SCRIPTS, content_policy, load_page, load_refere
 from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
 from tests.server.conftest import Served, serving
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 COUNTS = "({...document.querySelector('#map').dataset})"
 

@@ -120,7 +120,12 @@ def test_a_request_id_must_be_able_to_cross_the_wire(processor: InputProcessor) 
 
 def test_a_prompt_that_is_too_long_says_both_numbers(processor: InputProcessor) -> None:
     assert len(process(processor, [5] * (CONTEXT - 1)).prompt_token_ids) == CONTEXT - 1
-    error = refused(processor, [5] * CONTEXT, "has 32 tokens, but the model's context is 32", "prompt")
+    error = refused(
+        processor,
+        [5] * CONTEXT,
+        "maximum context length is 32 tokens, prompt and at least one new token together, but the prompt has 32 tokens",
+        "prompt",
+    )
     assert isinstance(error, PromptTooLongError)
 
 
@@ -128,7 +133,7 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenised"))
-    error = refused(processor, "x" * 10_000_000, "has 10000000 characters, far more", "prompt")
+    error = refused(processor, "x" * 10_000_000, "far fewer than the prompt's 10000000 characters make", "prompt")
     assert isinstance(error, PromptTooLongError)
 
 

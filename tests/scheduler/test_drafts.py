@@ -166,7 +166,7 @@ def test_random_schedules_with_drafts() -> None:
     run_state_machine_as_test(
         DraftingMachine,
         settings=settings(
-            max_examples=40,
+            max_examples=30,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,

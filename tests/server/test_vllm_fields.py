@@ -30,7 +30,7 @@ BOTH: dict[str, Outcome] = {
     "kv_transfer_params": "refused",
     "length_penalty": "effect",
     "logit_bias": "effect",
-    "logprob_token_ids": "refused",
+    "logprob_token_ids": "effect",
     "logprobs": "effect",
     "max_tokens": "effect",
     "min_p": "effect",
@@ -151,6 +151,20 @@ async def test_repetition_ends_a_completion(served: Served) -> None:
 async def test_truncation(served: Served, fields: dict[str, Any], kept: list[int]) -> None:
     answer = await complete(served, **{"prompt": "abcd", "max_tokens": 2, "return_token_ids": True, **fields})
     assert answer["choices"][0]["prompt_token_ids"] == kept
+
+
+async def test_what_the_server_says_where_requests_do_not(model_path: Path) -> None:
+    settings = ServerSettings(return_tokens_as_token_ids=True, stream_interval=4)
+    async with serving(model_path, settings) as served:
+        body = {"prompt": "=abcdefgh", "logprobs": 0, "stream": True}
+        found = chunks((await served.client.post("/v1/completions", json=body)).text)
+        tokens = [chunk["choices"][0]["logprobs"]["tokens"] for chunk in found]
+        assert [len(each) for each in tokens] == [1, 4, 4]
+        assert all(token.startswith("token_id:") for each in tokens for token in each)
+        body |= {"stream_interval": 1, "return_tokens_as_token_ids": False}
+        found = chunks((await served.client.post("/v1/completions", json=body)).text)
+        assert found[0]["choices"][0]["logprobs"]["tokens"] == ["a"]
+        assert len(found) == 9
 
 
 async def test_stream_interval(served: Served) -> None:
