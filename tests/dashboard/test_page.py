@@ -211,7 +211,7 @@ def test_a_key_is_asked_for(tab: Chromium, model_path: Path) -> None:
         tab.evaluate(f"document.querySelector('#key').value = {key!r}")
         tab.evaluate("document.querySelector('#key-form').requestSubmit()")
         if key == "wrong":
-            tab.wait_for("document.querySelector('#key-error').innerText === 'incorrect API key'")
+            tab.wait_for("document.querySelector('#key-error').innerText === 'Incorrect API key provided'")
     tab.wait_for("document.querySelector('#link').dataset.state === 'live'")
     assert tab.evaluate("document.querySelector('#key-form').hidden")
     run(tab, n=4)
