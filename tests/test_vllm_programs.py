@@ -152,6 +152,30 @@ def test_logprobs_and_the_whole_vocabulary(llm: LLM) -> None:
         assert [few[each].logprob for each in few] == pytest.approx([many[each].logprob for each in few], abs=1e-5)
 
 
+def test_logprobs_of_given_tokens(llm: LLM) -> None:
+    """Bit by bit the same beside other requests, and those of the whole vocabulary but for rounding."""
+    given = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=[5, 900, 5, 17])
+    both = SamplingParams(temperature=0, max_tokens=3, logprobs=2, logprob_token_ids=[900])
+    wide = SamplingParams(temperature=0, max_tokens=3, logprobs=-1)
+    [alone] = llm.generate([PROMPTS[0]], given, use_tqdm=False)
+    [first, second, third, _] = llm.generate([*PROMPTS[:1] * 3, PROMPTS[1]], [given, both, wide, both], use_tqdm=False)
+    assert alone.outputs[0].logprobs == first.outputs[0].logprobs
+    for chosen, few, mixed, many in zip(
+        first.outputs[0].token_ids,
+        *(each.outputs[0].logprobs or [] for each in (first, second, third)),
+        strict=True,
+    ):
+        assert list(few) == list(dict.fromkeys([chosen, 5, 900, 17]))
+        assert list(mixed) == list(dict.fromkeys([*list(many)[:2], 900]))
+        assert few[chosen].rank == 1
+        for token_id, entry in (*few.items(), *mixed.items()):
+            assert entry.rank in (None, many[token_id].rank)
+            assert entry.decoded_token == many[token_id].decoded_token
+            assert entry.logprob == pytest.approx(many[token_id].logprob, abs=1e-5)
+    with pytest.raises(UserError, match="logprob_token_ids"):
+        llm.generate("a", SamplingParams(logprob_token_ids=[10**6]))
+
+
 def test_prefix_caching(llm: LLM) -> None:
     prefix = "# a long beginning that several prompts share, line after line, so that blocks fill\n" * 4
     params = SamplingParams(temperature=0.0, max_tokens=2)
@@ -272,7 +296,8 @@ def test_kinds_of_output_of_the_asynchronous_engine() -> None:
     [
         ({"extra_args": {"a": 1}}, "extra_args"),
         ({"flat_logprobs": True}, "flat_logprobs"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),
         ({"output_kind": 7}, "output_kind"),
     ],
 )

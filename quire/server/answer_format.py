@@ -10,7 +10,7 @@ import msgspec
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput
-from quire.parsers.call_forms import Form, behind_thoughts, calls_schema
+from quire.parsers.call_forms import Form, behind_thoughts, calls_or, calls_schema, schema_form
 from quire.parsers.output import OutputDelta, call_id
 from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
 from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
@@ -95,13 +95,17 @@ class AnswerFormat:
             raise UserError(NO_PARSER, param="tool_choice")
         self._is_forced = self._mode in ("required", "function")
         has_constraint = body.to_structured_outputs() is not None
-        if self._is_forced and has_constraint:
+        is_format = body.constraint_field == "response_format"  # of the content, which forced calls have none of
+        if self._is_forced and has_constraint and not is_format:
             raise UserError(
                 f"tool_choice {self._mode!r} and {body.constraint_field} exclude one another", param="tool_choice"
             )
+        can_hold = self._mode == "auto" and tools is not None and tools.held is not None
         is_strict = self._mode == "auto" and any(tool.function.strict is True for tool in self._tools)
-        self._is_held = is_strict and not has_constraint and tools is not None and tools.held is not None
-        self.ineffective_fields = ["tools[].function.strict"] if is_strict and not self._is_held else []
+        self._is_held = is_strict and can_hold and not has_constraint
+        self._calls_or_answers = can_hold and has_constraint and is_format and not self._reasons_itself
+        is_weak = is_strict and not (self._is_held or self._calls_or_answers)
+        self.ineffective_fields = ["tools[].function.strict"] if is_weak else []
         """Fields that are known and have no effect here."""
         self.constraint_field = "tools" if self._is_forced or self._is_held else body.constraint_field
         """What the client calls the constraint on the answer."""
@@ -208,6 +212,10 @@ class AnswerFormat:
             assert tools is not None
             assert tools.held is not None
             return self._behind_thoughts(tools.held(self._schemas(), parallel))
+        if self._calls_or_answers and found is not None and (answer := _content_form(found)) is not None:
+            assert tools is not None
+            assert tools.held is not None
+            return self._behind_thoughts(calls_or(tools.held(self._schemas(), parallel), answer), found)
         if self._mode == "required":
             found = StructuredOutputsParams(json=calls_schema(self._schemas(), "parameters", parallel=parallel))
         elif self._mode == "function":
@@ -222,14 +230,15 @@ class AnswerFormat:
         mark = "<|channel|>final<|message|>" if self._reasons_itself else reasoning.ends[0]
         return msgspec.structs.replace(found, start_after_token_ids=self._ids(mark))
 
-    def _behind_thoughts(self, form: Form) -> StructuredOutputsParams:
-        """The constraint on an answer that the model may reason before, in a format without reasoning of its own."""
+    def _behind_thoughts(self, form: Form, options: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
+        """The constraint on an answer that the model may reason before, in a format without reasoning of its own.
+        options: whose settings count."""
         reasoning = self._formats.reasoning
         if reasoning is None or self._reasons_itself or self._thought is Thought.CLOSED:
-            return _held(form)
+            return _held(form, options)
         if self._thought is Thought.FREE:
-            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends))
-        return msgspec.structs.replace(_held(form), start_after_token_ids=self._ids(reasoning.ends[0]))
+            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends), options)
+        return msgspec.structs.replace(_held(form, options), start_after_token_ids=self._ids(reasoning.ends[0]))
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """What the arguments of each tool follow. A model that chooses is held to those that ask for it."""
@@ -244,8 +253,18 @@ class AnswerFormat:
         return self._formats.tokenizer.encode(mark, add_special_tokens=False)
 
 
-def _held(form: Form) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag={"format": form})
+def _held(form: Form, options: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
+    tag = {"format": form}
+    if options is None:
+        return StructuredOutputsParams(structural_tag=tag)
+    return msgspec.structs.replace(options, json=None, json_object=None, structural_tag=tag)
+
+
+def _content_form(params: StructuredOutputsParams) -> Form | None:
+    """What the content of an answer must be; None for a structural tag, which says that itself."""
+    if params.json is not None:
+        return schema_form(params.json)
+    return schema_form({"type": "object"}) if params.json_object else None
 
 
 class ChoiceText:

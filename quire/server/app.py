@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from quire.errors import ModelLoadError
 from quire.metrics.families import MetricNames
-from quire.metrics.prometheus import EngineMetrics
+from quire.metrics.prometheus import EngineMetrics, ProcessMetrics
 from quire.server.admin import add_admin_routes
 from quire.server.answer_format import AnswerFormats
 from quire.server.anthropic import add_message_routes
@@ -34,19 +37,33 @@ from quire.server.openapi import add_openapi_route
 from quire.server.pooling import add_pooling_routes
 from quire.server.query import check_query
 from quire.server.request_log import RequestLog
+from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
 from quire.server.site import HostRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
+from quire.utils.shared_numbers import Numbers
 from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
 
 
-def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready.
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the API processes of a server have in common: the numbers that they add up, stored responses, and their
+    process ids. keys: makes the ring; called once."""
+
+    numbers: Numbers
+    keys: Callable[[], KeyRing]
+    responses: Responses
+    pids: Callable[[], Sequence[int]]
+
+
+def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None = None) -> FastAPI:
+    """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready. common: None for
+    the only process of a server.
 
     Raises ModelLoadError when the model has no tokenizer, ConfigError as AnswerFormats.of.
     """
@@ -56,24 +73,29 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     cache = engine.engine_config.cache
     metrics = EngineMetrics(
         names[0],
-        block_size=engine.ready.block_size,
-        num_blocks=engine.ready.num_blocks,
-        max_model_len=engine.ready.max_model_len,
+        engine.ready,
         names=MetricNames(settings.metrics_names),
         cache_config={
             "cache_dtype": engine.model_config.kv_cache_dtype,
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         },
         sleep_level=lambda: engine.sleep_level,
+        numbers=None if common is None else common.numbers,
     )
+    if common is None:
+        responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
+        common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()])
     engine.input_processor.clips_max_tokens = False
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
     engine.add_listener(metrics)
+    metrics.registry.register(ProcessMetrics(common.pids))
     metrics.registry.register(SilenceGauge(lambda: engine.silence))
     metrics.registry.register(RestartCounter(lambda: engine.num_restarts))
     formats = AnswerFormats.of(engine.tokenizer, settings)
     engine.input_processor.reasoning = formats.reasoning
-    context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats)
+    context = ServerContext(
+        engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats, common.responses
+    )
 
     app = FastAPI(
         title="Quire",
@@ -81,7 +103,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,  # the address to go to would be made of the client's Host
         dependencies=[
-            Depends(key_check(KeyRing.of(settings), on_unix_socket=settings.uds is not None)),
+            Depends(key_check(common.keys(), on_unix_socket=settings.uds is not None)),
             Depends(check_query),
         ],
     )
@@ -103,7 +125,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         add_openapi_route(app)
 
     install_error_handlers(app)
-    add_middleware(app, settings, metrics)
+    counter = HttpCounter([route.path for route in app.routes if isinstance(route, Route)], common.numbers)
+    metrics.registry.register(counter)
+    add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
 
@@ -146,7 +170,7 @@ def add_observers(app: FastAPI, context: ServerContext) -> None:
         app.add_middleware(TraceParents)
 
 
-def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetrics) -> None:
+def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetrics, counter: HttpCounter) -> None:
     """What every request passes before its route is looked for: the one added last sees it first."""
     app.add_middleware(ReportHeaders, request_ids=settings.enable_request_id_headers)
     app.add_middleware(LoadReports, metrics=metrics)
@@ -160,8 +184,6 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
         )
     hosts = HostRules(settings.host, settings.allowed_hosts)
     app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)
-    counter = HttpCounter()
-    metrics.registry.register(counter)
     app.add_middleware(CountingMiddleware, counter=counter)
     if settings.root_path:
         app.add_middleware(RootPath, prefix=settings.root_path.rstrip("/"))

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from quire.server.errors import ApiError, invalid_request, overloaded
 from quire.server.response_answer import Conversation, ResponseAnswer
-from quire.server.response_store import ResponseStore
+from quire.server.response_store import Responses
 
 RETRY_SECONDS = 10
 
@@ -21,6 +21,8 @@ class BackgroundResponse:
         self.events: list[bytes] | None = [] if keeps_events else None
         self.task = asyncio.ensure_future(self._run())
         self._has_ended = False
+        self.is_kept = asyncio.Event()
+        """Whether the response is stored, where it is to be."""
         self._news = asyncio.Event()
 
     async def _run(self) -> None:
@@ -69,8 +71,10 @@ class BackgroundResponses:
     """The responses that are being made, by owner and id. At their end they move to the store, whose bounds hold for
     those that are being made too: as many of them, and as many bytes of conversations."""
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: Responses, max_entries: int, max_bytes: int) -> None:
         self._store = store
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._keeping: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
     def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
@@ -86,21 +90,34 @@ class BackgroundResponses:
         self._check_room(conversation)
         running = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
         self._running[owner, response_id] = running
-        running.task.add_done_callback(lambda _: self._keep(owner, response_id, running))
+        running.task.add_done_callback(lambda _: self._begin_to_keep(owner, response_id, running))
         return running
 
     def _check_room(self, conversation: Conversation) -> None:
         num_bytes = sum(len(running.conversation.items) for running in self._running.values())
-        store = self._store
-        if len(self._running) >= store.max_entries or num_bytes + len(conversation.items) > store.max_bytes:
+        if len(self._running) >= self._max_entries or num_bytes + len(conversation.items) > self._max_bytes:
             raise overloaded("too many responses are being made in the background", RETRY_SECONDS)
 
-    def _keep(self, owner: str, response_id: str, running: BackgroundResponse) -> None:
+    def _begin_to_keep(self, owner: str, response_id: str, running: BackgroundResponse) -> None:
         running.end()
-        if self._running.get((owner, response_id)) is running:  # else it was deleted
-            del self._running[owner, response_id]
-            stored = running.answer.stored(running.conversation)
-            self._store.put(owner, response_id, stored._replace(in_background=True, events=running.events))
+        keeping = asyncio.ensure_future(self._keep(owner, response_id, running))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+
+    async def _keep(self, owner: str, response_id: str, running: BackgroundResponse) -> None:
+        """Store a response, unless it was deleted, and only then count it no longer among those that are being made."""
+        key = (owner, response_id)
+        try:
+            if self._running.get(key) is running:
+                stored = running.answer.stored(running.conversation)
+                stored = stored._replace(in_background=True, events=running.events)
+                await self._store.put(owner, response_id, stored)
+                if self._running.get(key) is running:
+                    del self._running[key]
+                else:  # deleted meanwhile
+                    await self._store.remove(owner, response_id)
+        finally:
+            running.is_kept.set()
 
     def delete(self, owner: str, response_id: str) -> bool:
         """End a response that is being made, and forget it. Whether there was one."""

@@ -57,7 +57,10 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(context, body, header_id)
         self._ends_with_context = ends_with_context
         self._weight = AnswerWeight(
-            logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+            logprobs=self._params.logprobs,
+            return_token_ids=body.return_token_ids,
+            is_streamed=body.stream,
+            num_listed=len(body.logprob_token_ids or ()),
         )
         self._has_functions = bool(body.functions)
         self._body = body = self._body.with_tools
@@ -143,7 +146,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self._context,
             [prompt],
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
@@ -247,5 +250,6 @@ class ChatAnswer(Answer[ChatRequest]):
             completion.logprobs or [],
             num_top,
             self._context.tokenizer,
+            listed=self._body.logprob_token_ids or (),
             as_ids=bool(self._body.return_tokens_as_token_ids),
         )

@@ -42,7 +42,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def __init__(self, context: ServerContext, body: CompletionRequest, header_id: str | None = None) -> None:
         super().__init__(context, body, header_id)
         self._weight = AnswerWeight(
-            logprobs=body.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+            logprobs=body.logprobs,
+            return_token_ids=body.return_token_ids,
+            is_streamed=body.stream,
+            num_listed=len(body.logprob_token_ids or ()),
         )
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
@@ -91,7 +94,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             self._context,
             prompts,
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("prompt", body.constraint_field),

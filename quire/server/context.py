@@ -14,6 +14,7 @@ from quire.logging import get_logger
 from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
+from quire.server.response_store import Responses
 from quire.server.settings import ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
@@ -42,6 +43,7 @@ class ServerContext:
     model_names: tuple[str, ...]
     max_body_bytes: int
     formats: AnswerFormats
+    responses: Responses
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     start_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class ServerContext:
         """
         self.check_alive()
         self.engine.check_awake()
-        num_waiting = self.engine.num_pending - self.metrics.num_running
+        num_waiting = self.engine.num_pending - self.engine.num_running
         limit = self.settings.max_num_queued
         if limit is not None and num_waiting >= limit:
             self._refuse("max_num_queued_reqs", f"{num_waiting} requests wait (limit {limit})")

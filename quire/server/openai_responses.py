@@ -19,47 +19,51 @@ from quire.server.protocol.response_items import InputItem, items_of, response_o
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
 from quire.server.response_answer import Conversation, ResponseAnswer
-from quire.server.response_store import ResponseStore, StoredResponse
+from quire.server.response_store import Responses, StoredResponse
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream, replayed
 from quire.server.turn import begin_turn, chat_body, count_prompt_tokens
 
 _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
+UNFINISHED = ("queued", "in_progress")
 
 
 class _Kept(NamedTuple):
     """What there is of earlier responses: those that are stored, and those that are being made in the background."""
 
-    store: ResponseStore
+    store: Responses
     background: BackgroundResponses
 
-    def find(self, request: Request, response_id: str) -> StoredResponse:
-        found = self.store.find(owner_of(request), response_id)
+    async def find(self, request: Request, response_id: str) -> StoredResponse:
+        found = await self.store.find(owner_of(request), response_id)
         if found is None:
             raise _not_found(response_id, "response_id", None)
         return found
 
-    def conversation(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
+    async def conversation(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
         """Up to the end of the response that is gone on from."""
         if response_id is None:
             return []
-        found = self.store.find(owner, response_id)
-        is_running = self.background.find(owner, response_id) is not None
-        if is_running or (found is not None and not found.can_continue):
+        running = self.background.find(owner, response_id)
+        if running is not None and running.answer.body.status not in UNFINISHED:
+            await running.is_kept.wait()
+            running = None
+        found = await self.store.find(owner, response_id)
+        if running is not None or (found is not None and not found.can_continue):
             message = f"the response {response_id!r} has not come to its end"
             raise invalid_request(message, param="previous_response_id")
         if found is None:
             raise _not_found(response_id, "previous_response_id", "previous_response_not_found")
         return found.conversation()
 
-    def resolve(self, owner: str, items: list[InputItem]) -> list[InputItem]:
+    async def resolve(self, owner: str, items: list[InputItem]) -> list[InputItem]:
         """The items with those that item_references stand for."""
         found = []
         for index, item in enumerate(items):
             if item.type == "item_reference":
                 assert item.id is not None
-                response = self.store.find(owner, response_of_item(item.id))
+                response = await self.store.find(owner, response_of_item(item.id))
                 meant = [each for each in response.conversation() if each["id"] == item.id] if response else []
                 if not meant:
                     message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
@@ -68,17 +72,20 @@ class _Kept(NamedTuple):
             found.append(item)
         return found
 
-    def chat(self, owner: str, body: ResponsesRequest) -> tuple[list[dict[str, Any]], list[InputItem], ChatRequest]:
+    async def chat(
+        self, owner: str, body: ResponsesRequest
+    ) -> tuple[list[dict[str, Any]], list[InputItem], ChatRequest]:
         """The items before the request's own, its own, and the chat completion that they mean."""
-        before = self.conversation(owner, body.previous_response_id)
-        given = self.resolve(owner, items_of(body.input))
+        before = await self.conversation(owner, body.previous_response_id)
+        given = await self.resolve(owner, items_of(body.input))
         items = [*msgspec.convert(before, list[InputItem]), *given]
         return before, given, chat_body(body.to_chat(items, len(before)), NAMES)
 
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
-    store = ResponseStore(context.settings.max_stored_responses, context.settings.response_store_bytes)
-    kept = _Kept(store, BackgroundResponses(store))
+    settings, store = context.settings, context.responses
+    background = BackgroundResponses(store, settings.max_stored_responses, settings.response_store_bytes)
+    kept = _Kept(store, background)
     context.on_close.append(kept.background.close)
     _add_create_route(app, context, kept)
     _add_read_routes(app, kept)
@@ -96,13 +103,16 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        before, given, chat = kept.chat(owner, body)
+        if body.background and context.settings.api_server_count > 1:
+            message = "responses are made in the background where one API process serves (--api-server-count 1)"
+            raise invalid_request(message, param="background")
+        before, given, chat = await kept.chat(owner, body)
         turn = begin_turn(context, request, chat, NAMES)
         stores = body.store and num_stored > 0
 
-        def keep(answer: ResponseAnswer) -> None:
+        async def keep(answer: ResponseAnswer) -> None:
             conversation = Conversation.of(before, given, answer.body.id)
-            kept.store.put(owner, answer.body.id, answer.stored(conversation))
+            await kept.store.put(owner, answer.body.id, answer.stored(conversation))
 
         keep_at_end = keep if stores and not body.background else None
         answer = ResponseAnswer(turn, body, model, stores=stores, keep=keep_at_end)
@@ -119,7 +129,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
     async def count_tokens(request: Request) -> Response:
         body = await read_request(request, context, ResponsesRequest)
         context.served_name(body.model)
-        chat = kept.chat(owner_of(request), body)[2]
+        _, _, chat = await kept.chat(owner_of(request), body)
         return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
 
@@ -140,7 +150,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         first = 0 if starting_after is None else whole_number("starting_after", starting_after, 0) + 1
         running = kept.background.find(owner_of(request), response_id)
         if running is None:
-            stored = kept.find(request, response_id)
+            stored = await kept.find(request, response_id)
             body, events = stored.body, stored.events
         else:
             body, events = msgspec.json.encode(running.answer.body), running.events
@@ -167,7 +177,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         if running is not None:
             items: list[dict[str, Any]] = msgspec.json.decode(running.conversation.items)
         else:
-            stored = kept.find(request, response_id)
+            stored = await kept.find(request, response_id)
             items = stored.conversation()[: stored.num_input]
         if order == "desc":
             items.reverse()
@@ -186,7 +196,7 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
     async def delete(request: Request, response_id: str) -> Response:
         """A response that is being made ends."""
         owner = owner_of(request)
-        if not kept.background.delete(owner, response_id) and not kept.store.remove(owner, response_id):
+        if not kept.background.delete(owner, response_id) and not await kept.store.remove(owner, response_id):
             raise _not_found(response_id, "response_id", None)
         return json_response(ResponseDeleted(response_id))
 
@@ -197,7 +207,7 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
         if (running := kept.background.find(owner, response_id)) is not None:
             await running.cancel()
             return json_response(running.answer.body)
-        stored = kept.find(request, response_id)
+        stored = await kept.find(request, response_id)
         if not stored.in_background:
             raise invalid_request(
                 "Cannot cancel a synchronous response: it was not made in the background", param="response_id"

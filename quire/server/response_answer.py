@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class ResponseAnswer:
         model: str,
         *,
         stores: bool,
-        keep: Callable[[ResponseAnswer], None] | None = None,
+        keep: Callable[[ResponseAnswer], Awaitable[None]] | None = None,
     ) -> None:
         self._turn, self._request, self._keep = turn, request, keep
         self._number = 0
@@ -93,7 +93,7 @@ class ResponseAnswer:
 
     async def complete(self) -> ResponseBody:
         await self._turn.run()
-        return self._end()
+        return await self._end()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Once the response has begun, an error is its status. One in the background begins at once."""
@@ -112,7 +112,7 @@ class ResponseAnswer:
                 raise
             yield self.failed(error)
             return
-        body = self._end()
+        body = await self._end()
         yield self._event(f"response.{body.status}", response=body)
 
     def _write(self, event: Event) -> list[bytes]:
@@ -158,7 +158,7 @@ class ResponseAnswer:
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
-    def _end(self) -> ResponseBody:
+    async def _end(self) -> ResponseBody:
         """The finished response."""
         body = self.body
         body.completed_at = int(time.time())
@@ -167,7 +167,7 @@ class ResponseAnswer:
             body.status, body.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
         self._add_output()
         if self._keep is not None:
-            self._keep(self)
+            await self._keep(self)
         return body
 
     def failed(self, error: BaseException) -> bytes:

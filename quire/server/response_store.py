@@ -1,10 +1,11 @@
-"""The responses that clients can go on from: in memory, bounded in number and bytes, the oldest leave first."""
+"""The responses that clients can go on from: in memory, bounded in number and bytes, the oldest leave first. Of
+several API processes the parent has them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -63,3 +64,76 @@ class ResponseStore:
             return False
         self.num_bytes -= entry.num_bytes
         return True
+
+
+class Responses(Protocol):
+    """A ResponseStore, wherever it is."""
+
+    async def put(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
+
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None: ...
+
+    async def remove(self, owner: str, response_id: str) -> bool: ...
+
+
+class OwnResponses:
+    """Responses that this process has itself."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        self._store.put(owner, response_id, response)
+
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self._store.find(owner, response_id)
+
+    async def remove(self, owner: str, response_id: str) -> bool:
+        return self._store.remove(owner, response_id)
+
+
+class _Put(msgspec.Struct, tag="put"):
+    owner: str
+    response_id: str
+    response: StoredResponse
+
+
+class _Find(msgspec.Struct, tag="find"):
+    owner: str
+    response_id: str
+
+
+class _Remove(msgspec.Struct, tag="remove"):
+    owner: str
+    response_id: str
+
+
+class ParentsResponses:
+    """Responses that the parent of this process has. ask: sends it a message for `answer_from` and returns the answer.
+    Raises what `ask` raises."""
+
+    def __init__(self, ask: Callable[[bytes], Awaitable[bytes]]) -> None:
+        self._ask = ask
+
+    async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        await self._ask(msgspec.msgpack.encode(_Put(owner, response_id, response)))
+
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
+        answer = await self._ask(msgspec.msgpack.encode(_Find(owner, response_id)))
+        return msgspec.msgpack.decode(answer, type=StoredResponse | None)
+
+    async def remove(self, owner: str, response_id: str) -> bool:
+        return msgspec.msgpack.decode(await self._ask(msgspec.msgpack.encode(_Remove(owner, response_id))), type=bool)
+
+
+def answer_from(store: ResponseStore, message: bytes) -> bytes:
+    """What the parent answers to a message of ParentsResponses."""
+    result: StoredResponse | bool | None = None
+    match msgspec.msgpack.decode(message, type=_Put | _Find | _Remove):
+        case _Put(owner, response_id, response):
+            store.put(owner, response_id, response)
+        case _Find(owner, response_id):
+            result = store.find(owner, response_id)
+        case _Remove(owner, response_id):
+            result = store.remove(owner, response_id)
+    return msgspec.msgpack.encode(result)

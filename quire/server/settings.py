@@ -17,6 +17,7 @@ from quire.tokenization.template_messages import RESERVED_OPTIONS, ContentFormat
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
+MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
@@ -36,6 +37,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
     restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
+    api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
@@ -88,6 +90,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
     restart_engine: bool = False
+    api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
@@ -140,8 +143,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        for name, low, high in (("port", 0, MAX_PORT), ("api_server_count", 1, MAX_API_SERVERS)):
+            if not low <= getattr(self, name) <= high:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be between {low} and {high}, not {value}", param=name)
         for name in ("api_key", "admin_api_key"):
             if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
                 raise ConfigError(f"{name} must be a list of keys", param=name)
@@ -287,7 +292,7 @@ def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
         found = 1, 0
     if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
         raise ConfigError(
-            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text!r}",
+            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text[:100]!r}",
             param=param,
         )
     return found
@@ -328,6 +333,7 @@ HELP: dict[str, str] = {
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
     "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
+    "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",

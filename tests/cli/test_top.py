@@ -21,7 +21,7 @@ from quire.dashboard.frame import Frame
 from quire.errors import QuireError
 from tests.fakes.panic import Panic
 from tests.server.model_directory import write_model
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 KEY = "schlüssel"
 
@@ -71,7 +71,7 @@ def test_the_key_of_the_environment(
 def test_a_wrong_key(server: Process, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main(["top", server.url, "--api-key", "wrong", *flags]) == 2
     error = capsys.readouterr().err
-    assert "401: incorrect API key" in error
+    assert "401: Incorrect API key provided" in error
     assert error.count("\n") == 1
 
 

@@ -16,7 +16,7 @@ from quire.dashboard.page import SCRIPTS, content_policy, load_page, load_refere
 from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
 from tests.server.conftest import Served, serving
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 COUNTS = "({...document.querySelector('#map').dataset})"
 
@@ -211,7 +211,7 @@ def test_a_key_is_asked_for(tab: Chromium, model_path: Path) -> None:
         tab.evaluate(f"document.querySelector('#key').value = {key!r}")
         tab.evaluate("document.querySelector('#key-form').requestSubmit()")
         if key == "wrong":
-            tab.wait_for("document.querySelector('#key-error').innerText === 'incorrect API key'")
+            tab.wait_for("document.querySelector('#key-error').innerText === 'Incorrect API key provided'")
     tab.wait_for("document.querySelector('#link').dataset.state === 'live'")
     assert tab.evaluate("document.querySelector('#key-form').hidden")
     run(tab, n=4)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine import input_processor
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, prompt_text
 from quire.errors import PromptTooLongError, UserError
 from quire.request import EngineRequest
@@ -262,6 +263,19 @@ def test_no_bad_words(processor: InputProcessor) -> None:
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
 )
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1, 5.0, True])
+def test_a_wrong_id_is_found_in_every_piece_of_a_long_list(
+    processor: InputProcessor, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_processor, "PIECE_TOKENS", 4)
+    for place in (0, 3, 4, 9):
+        token_ids = [5] * 10
+        processor.check_token_ids(token_ids, "prompt")
+        token_ids[place] = wrong
+        with pytest.raises(UserError, match="prompt"):
+            processor.check_token_ids(token_ids, "prompt")
 
 
 @pytest.fixture(scope="module")

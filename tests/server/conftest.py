@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from quire.engine.async_engine import AsyncLLM
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_protocol import HttpServer, make_http_server
-from quire.server.run import bind
+from quire.server.listener import bind
 from quire.server.settings import ServerSettings
 from tests.server.model_directory import write_model
+from tests.server.serve_process import Process
 
 NUM_BLOCKS = 64
 HOST = "quire"
@@ -129,3 +130,14 @@ async def live(model_path: Path) -> AsyncIterator[Served]:
     """A server on a socket, whose steps take a while."""
     async with serving(model_path, executor="slow", live=True) as served:
         yield served
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    """Started servers, ended whatever happens."""
+    started: list[Process] = []
+    yield started
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.communicate()

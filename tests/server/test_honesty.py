@@ -132,6 +132,7 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "return_prompt_text": {},
     "use_beam_search": {},
     "stream_interval": {},
+    "logprob_token_ids": {},  # tests/server/test_bundled_model.py
     "return_tokens_as_token_ids": {},
     "spaces_between_special_tokens": {},
     "early_stopping": {"use_beam_search": True, "early_stopping": "never"},

@@ -22,7 +22,7 @@ from quire.server.settings import ServerSettings
 from quire.stats import EngineStats, shares
 from quire.utils.sse import EventParser
 from tests.server.conftest import NUM_BLOCKS, Served, serving
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 LONG = {"prompt": "a" * 40, "max_tokens": 200, "n": 4, "temperature": 1.0}
 

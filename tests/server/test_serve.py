@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -22,75 +18,11 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
-from quire.server.run import bind, check_certificate, serve
-from quire.server.settings import ServerSettings
-from tests.processes import has_ended
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import json, sys
-from quire.config.options import EngineOptions
+from quire.server.listener import bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
-options, settings, executor = json.loads(sys.argv[1])
-sys.exit(serve(EngineOptions(**options), ServerSettings(**settings), executor=executor))
-"""
-LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, model_path: Path, executor: str = "slow", max_num_seqs: int = 4, **settings: Any) -> None:
-        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
-        arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self.output = ""
-        self.url = ""
-
-    def wait_ready(self) -> Process:
-        """Read the line that names the address."""
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        assert " serves " in line, self.popen.communicate()
-        self.output = line
-        self.url = line.split(" on ")[1].split()[0]
-        return self
-
-    @property
-    def engine(self) -> psutil.Process:
-        [engine] = psutil.Process(self.popen.pid).children()
-        return engine
-
-    def signal(self, number: int) -> None:
-        os.kill(self.popen.pid, number)
-
-    def finish(self) -> tuple[int, str]:
-        """Exit status and standard error, once it has ended; the engine must be gone as well."""
-        assert self.popen.stdout is not None
-        assert self.popen.stderr is not None
-        self.output += self.popen.stdout.read()
-        error = self.popen.stderr.read()
-        self.popen.wait()
-        assert "Traceback" not in error, error
-        return self.popen.returncode, error
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    """Started servers, ended whatever happens."""
-    started: list[Process] = []
-    yield started
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.communicate()
+from tests.processes import has_ended
+from tests.server.serve_process import LONG, Process
 
 
 def test_ready_line_phases_and_a_clean_end(
@@ -275,11 +207,15 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str]) -> None:
-        process = Process(model_path, "readable", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]).wait_ready()
-        processes.append(process)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
+        files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+        process = Process(model_path, "readable", api_server_count=count, **files)
+        processes.append(process.wait_ready())
         assert process.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate[0])
+        with pytest.raises(httpx.TransportError):
+            httpx.get(process.url.replace("https", "http"), timeout=60)
         with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
             assert client.get("/health").status_code == 200
         process.signal(signal.SIGTERM)

@@ -311,6 +311,44 @@ async def test_a_strict_answer_ends_with_the_one_call_that_it_may_have(served: S
     assert answer["usage"]["completion_tokens"] < loose["usage"]["completion_tokens"]
 
 
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+async def test_an_answer_with_a_format_beside_tools(served: Served, kind: str) -> None:
+    """The model calls a tool, or its answer has the format; both behind thoughts, and nothing else."""
+    form = {"type": kind} | ({"json_schema": {"name": "x", "schema": NUMBER}} if kind == "json_schema" else {})
+
+    async def message(says: str, **more: Any) -> dict[str, Any]:
+        [choice] = (await ask(served, says, response_format=form, max_tokens=200, **more))["choices"]
+        assert choice["finish_reason"] == ("tool_calls" if choice["message"]["tool_calls"] else "stop")
+        return choice["message"]
+
+    assert call_of(await message(CALL)) == ("get_weather", {"city": "Köln"})
+    assert [call["function"]["name"] for call in (await message(CALLS))["tool_calls"]] == ["get_weather", "get_time"]
+    assert call_of(await message(CALLS, parallel_tool_calls=False)) == ("get_weather", {"city": "Köln"})
+    found = await message('{"n": 7}')
+    assert (found["content"], found["tool_calls"]) == ('{"n": 7}', [])
+    found = await message(THOUGHT + '{"n": 7}')
+    assert (found["reasoning"], found["content"]) == ("hm", '{"n": 7}')
+    assert call_of(await message(THOUGHT + CALL)) == ("get_weather", {"city": "Köln"})
+    opened = await message("hm</think>" + CALL, chat_template_kwargs={"thinking": True})
+    assert (opened["reasoning"], call_of(opened)[0]) == ("hm", "get_weather")
+    # Its "r" is taken for a brace: text is neither a call nor of the format.
+    answer = await ask(served, "rain", response_format=form, max_tokens=1)
+    assert answer["choices"][0]["message"]["content"] != "r"
+
+
+async def test_a_call_that_is_required_has_no_format(served: Served) -> None:
+    calls = '[{"name": "get_weather", "parameters": {"city": "Köln"}}]'
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBER}}
+    answer = await ask(served, calls, response_format=form, tool_choice="required")
+    assert call_of(answer["choices"][0]["message"]) == ("get_weather", {"city": "Köln"})
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    answer = await ask(served, '{"city": "Köln"}', response_format=form, tool_choice=named)
+    assert call_of(answer["choices"][0]["message"]) == ("get_weather", {"city": "Köln"})
+
+
 async def test_where_strict_has_no_effect(served: Served, tool_model: Path) -> None:
     """Forced calls follow the schema anyway. The header names `strict` where the answer is not held to it: beside
     another constraint, and in formats without marks or without JSON."""
@@ -324,7 +362,8 @@ async def test_where_strict_has_no_effect(served: Served, tool_model: Path) -> N
 
     assert await ignored(served, "x") is None
     assert await ignored(served, "[]", tool_choice="required") is None
-    assert await ignored(served, "{}", response_format={"type": "json_object"}) == "tools[].function.strict"
+    assert await ignored(served, "{}", response_format={"type": "json_object"}) is None
+    assert await ignored(served, "{}", structured_outputs={"json_object": True}) == "tools[].function.strict"
     async with serving(tool_model, ServerSettings(tool_call_parser="qwen3_coder")) as tags:
         assert await ignored(tags, "x") == "tools[].function.strict"
         flat = {"name": "f", "strict": True, "input_schema": {"type": "object"}}
@@ -436,7 +475,7 @@ async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -
         ({"tools": [], "functions": [{"name": "f"}], "function_call": "required"}, "must be none, auto or a function"),
         ({"tools": [], "functions": [{"name": "f"}], "function_call": {"name": "g"}}, "which is not in functions"),
         ({"tools": [], "function_call": {"name": "g"}}, "which is not in functions"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude one another"),
+        ({"tool_choice": "required", "structured_outputs": {"json_object": True}}, "exclude one another"),
     ],
 )
 async def test_what_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:

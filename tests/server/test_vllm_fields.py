@@ -30,7 +30,7 @@ BOTH: dict[str, Outcome] = {
     "kv_transfer_params": "refused",
     "length_penalty": "effect",
     "logit_bias": "effect",
-    "logprob_token_ids": "refused",
+    "logprob_token_ids": "effect",
     "logprobs": "effect",
     "max_tokens": "effect",
     "min_p": "effect",

@@ -6,15 +6,19 @@ import asyncio
 import inspect
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 URL = os.environ["QUIRE_URL"]
 KEY = os.environ["QUIRE_API_KEY"]
 MODEL = os.environ["QUIRE_MODEL"]
 OPENAI_URL = URL + "/v1"
+BUNDLED = Path(__file__).parents[3] / "quire" / "bundled" / "quire-python-5m"
+"""The bundled model, whose tokenizer some tools want."""
 MAX_REASON = 500
 
 CITY_SCHEMA = {
@@ -70,6 +74,17 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Ca
     except kind as error:
         return error
     raise AssertionError(f"no {kind} is raised, but {found!r} returned")
+
+
+def tool(name: str, *arguments: object, **environment: str) -> str:
+    """Run a program of the client's environment, and return what it writes. Raises AssertionError when it fails."""
+    command = [str(Path(sys.executable).parent / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        last = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()][-1:]
+        raise AssertionError(f"{name} ends with status {done.returncode}: {last}")
+    return done.stdout + done.stderr
 
 
 def main() -> None:

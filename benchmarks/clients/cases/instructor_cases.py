@@ -71,7 +71,7 @@ def openai_parallel_tools() -> None:
 @case
 def openai_responses_tools() -> None:
     client = of_openai(instructor.Mode.RESPONSES_TOOLS)
-    equal(typed(client, NAMED_CALL), OSLO)
+    equal(typed(client, CITY), OSLO)
 
 
 @case

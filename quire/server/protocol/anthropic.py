@@ -303,8 +303,9 @@ class MessageUsage(msgspec.Struct):
 
 
 class TextBlock(msgspec.Struct, tag="text"):
+    """`citations` are left out, as by Anthropic where there are none: clients want a list, or nothing."""
+
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):

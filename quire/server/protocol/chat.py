@@ -87,6 +87,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         self.check_special_tokens()
         if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs is only allowed together with logprobs", param="top_logprobs")
+        self.check_listed(self.logprobs)
         if self.stream and self.use_beam_search:
             raise UserError("beam search cannot be streamed: its answer is known at its end", param="stream")
         self.check_tools()

@@ -65,7 +65,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "length_penalty": (1.0, 1),
     "logits_processors": ([],),
-    "logprob_token_ids": (),
     "lora_request": (),
     "prompt_embeds": ([],),
     "routed_experts_prompt_start": (0,),

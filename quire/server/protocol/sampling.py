@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
-from quire.sampling_params import RepetitionDetectionParams, SamplingParams
+from quire.sampling_params import MOST_LOGPROBS, RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.common import Int32, ShortString, TokenId
 from quire.server.protocol.structured import StructuredFields
 
@@ -23,9 +23,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     """Fields of completions and chats.
 
-    stream_interval: tokens of each chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as
-    token_id:N. Both as the server is set where they are None. spaces_between_special_tokens: where there are none,
-    there is nothing to leave out.
+    logprob_token_ids: tokens whose log-probabilities are told beside the best ones. stream_interval: tokens of each
+    chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the server
+    is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave out.
     """
 
     n: Int32 | None = None
@@ -36,6 +36,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
     bad_words: Annotated[list[ShortString], Meta(max_length=1024)] | None = None
     logit_bias: dict[TokenId, float] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)] | None = None
     prompt_logprobs: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -61,6 +62,11 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     def check_stream_options(self) -> None:
         if not self.stream and self.stream_options not in (None, StreamOptions()):
             raise UserError("stream_options is only allowed together with stream", param="stream_options")
+
+    def check_listed(self, asks: bool) -> None:
+        """asks: whether the request asks for log-probabilities."""
+        if self.logprob_token_ids and not asks:
+            raise UserError("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
 
     @property
     def max_kept_tokens(self) -> int | None:
