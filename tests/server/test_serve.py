@@ -207,11 +207,15 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str]) -> None:
-        process = Process(model_path, "readable", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]).wait_ready()
-        processes.append(process)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
+        files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+        process = Process(model_path, "readable", api_server_count=count, **files)
+        processes.append(process.wait_ready())
         assert process.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate[0])
+        with pytest.raises(httpx.TransportError):
+            httpx.get(process.url.replace("https", "http"), timeout=60)
         with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
             assert client.get("/health").status_code == 200
         process.signal(signal.SIGTERM)
