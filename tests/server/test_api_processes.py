@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import time
@@ -348,6 +349,20 @@ async def test_requests_go_on_in_the_next_engine(model_path: Path, processes: li
         assert status == 128 + signal.SIGTERM
         await asyncio.gather(*rests, return_exceptions=True)
     assert all(has_ended(each) for each in everyone)
+
+
+def test_processes_that_cannot_be_started_again_end_the_server(
+    tmp_path: Path, model_path: Path, processes: list[Process]
+) -> None:
+    model = Path(shutil.copytree(model_path, tmp_path / "model"))
+    process = Process(model, "readable", api_server_count=2).wait_ready()
+    processes.append(process)
+    (model / "tokenizer.json").write_text("{")
+    process.api_processes[1].kill()
+    status, error = process.finish()
+    assert (status, error.count("another one is started")) == (1, 3)
+    assert "error: API processes cannot be started any more: " in error
+    assert "tokenizer" in error
 
 
 def test_what_a_process_cannot_start_with_is_an_error_of_serve(model_path: Path, tmp_path: Path) -> None:
