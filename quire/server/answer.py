@@ -46,7 +46,7 @@ class Answer(ABC, Generic[Body]):
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)
         # A proxy repeats a request under the id of the first one, which may still run.
-        self._engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
+        self.engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
         self._counter = TokenCounter()
 
     @property

@@ -146,7 +146,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self._context,
             [prompt],
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),

@@ -94,7 +94,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             self._context,
             prompts,
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("prompt", body.constraint_field),

@@ -13,6 +13,7 @@ import msgspec
 from quire.errors import ConfigError
 from quire.server.limits import RateLimit
 from quire.server.settings import ServerSettings, parse_priorities
+from quire.utils.failures import one_line
 from quire.utils.shared_numbers import Numbers
 from quire.utils.text_files import read_text_file
 
@@ -96,19 +97,20 @@ def _digest(key: bytes) -> bytes:
 def _read_keys(path: str, anyone: Client, numbers: Numbers) -> dict[str, Client]:
     """The clients of a TOML file, by key: one table each, with `key` and the optional fields of `_Entry`. Error
     messages name the tables and never a key."""
+    text = read_text_file(path, param=FIELD)
     try:
-        tables: dict[str, Any] = tomllib.loads(read_text_file(path, param=FIELD))
-    except tomllib.TOMLDecodeError:  # its message may quote a key
+        tables: dict[str, Any] = tomllib.loads(text)
+    except (ValueError, RecursionError):  # also numbers without end; the message may quote a key
         raise ConfigError(f"{path}: no valid TOML", param=FIELD) from None
     if not tables:
         raise ConfigError(f"{path}: no table [name] with a key", param=FIELD)
     clients: dict[str, Client] = {}
     for name, table in tables.items():
-        where = f"{path}: [{name}]"
+        where = one_line(f"{path}: [{name}]")
         try:
             entry = msgspec.convert(table, _Entry)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}", param=FIELD) from None
+            raise ConfigError(f"{where}: {one_line(str(error))}", param=FIELD) from None
         if not entry.key.strip():
             raise ConfigError(f"{where}: the key is empty", param=FIELD)
         if entry.key in clients:

@@ -292,7 +292,7 @@ def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
         found = 1, 0
     if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
         raise ConfigError(
-            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text!r}",
+            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text[:100]!r}",
             param=param,
         )
     return found

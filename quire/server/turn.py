@@ -16,6 +16,7 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
+from quire.server.answer import header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
 from quire.server.chat import ChatAnswer
@@ -146,7 +147,8 @@ class Turn:
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer
-        self.response_id = answer.response_id
+        self.response_id = answer.engine_id
+        """Another one for each request, so that a repeated X-Request-Id overwrites no stored response."""
         self.segments: list[Segment] = []
         self.finish_reason = ""
         self.stop_string: str | None = None
@@ -262,7 +264,7 @@ def begin_turn(
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        answer = ChatAnswer(context, body, ends_with_context=ends_with_context)
+        answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context)
         # Tools are flat in these APIs.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
         return Turn(answer)

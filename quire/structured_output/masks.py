@@ -127,6 +127,14 @@ class GrammarMatcher:
             self.is_finished, self.ends_in_text = True, state.stop_reason() != "EndOfSentence"
         return True
 
+    def forced_token(self) -> int | None:
+        if self._start_after or self.is_finished:
+            return None
+        tokens = self._state.compute_ff_tokens()
+        if not tokens or (self._allowed is not None and not self._allowed[tokens[0] // 8] >> tokens[0] % 8 & 1):
+            return None
+        return tokens[0]
+
     def mask(self) -> bytes | None:
         if self._start_after:
             return None

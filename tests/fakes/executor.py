@@ -14,38 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import (
-    NewSequence,
-    PromptLogprobs,
-    SequenceFork,
-    SequenceSampling,
-    StepPlan,
-    StepResult,
-)
-from quire.transfers import TransferReport
+from quire.step import NewSequence, PromptLogprobs, SequenceFork, SequenceSampling, StepPlan, StepResult
 from tests.fakes.groups import Kind, first_read, layer_spec, read_by, written_by
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
-from tests.fakes.transfers import copies
+from tests.fakes.transfers import FakeWorkerConnector, copies
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
 """(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
-
-
-class FakeWorkerConnector(Protocol):
-    """The worker's half of a KV connector over the executor's numbers."""
-
-    def run(
-        self, plan: StepPlan, host: dict[int, list[int | None]], device: dict[int, list[int | None]]
-    ) -> TransferReport | None:
-        """The transfers of one plan, behind its copies and its model. Returns what has ended."""
-        ...
 
 
 class ContractViolationError(AssertionError):
@@ -234,6 +215,8 @@ class FakeExecutor:
             self._reorder_beam(fork)
         for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
+        for seq_id, token_ids in plan.appended.items():
+            self._append(seq_id, token_ids)
         self._save_to_host(copies(plan).swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
@@ -415,6 +398,15 @@ class FakeExecutor:
             f"the token chosen for {seq_id} would replace one that was computed",
         )
         row.token_ids[-1] = token_id
+
+    def _append(self, seq_id: int, token_ids: list[int]) -> None:
+        row = self._row(seq_id)
+        _require(bool(token_ids), f"no tokens are appended to {seq_id}")
+        _require(
+            row.num_computed == len(row.token_ids) - 1,
+            f"tokens are appended to {seq_id}, of which {row.num_computed} of {len(row.token_ids)} are computed",
+        )
+        row.token_ids += token_ids
 
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         """Every token is picked before any row grows: a child reads its parent's logits, not its token."""

@@ -38,7 +38,11 @@ async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
 
 
 async def test_a_response_is_fetched_later(client: openai.AsyncOpenAI) -> None:
-    begun = await client.responses.create(model="tiny", input="=hello", background=True)
+    headers = {"X-Request-Id": "mine"}
+    begun = await client.responses.create(model="tiny", input="=hello", background=True, extra_headers=headers)
+    again = await client.responses.create(model="tiny", input="=again", extra_headers=headers)
+    assert begun.id.startswith("resp_mine-")
+    assert again.id.startswith("resp_mine-")
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
     answer = await ended(client, begun.id)
     assert (answer.status, answer.output_text, answer.usage.output_tokens) == ("completed", "hello", 6)

@@ -174,6 +174,31 @@ async def test_openapi_describes_every_route(model_path: Path) -> None:
         assert "/pause" not in (await served.client.get("/openapi.json")).json()["paths"]
 
 
+async def test_openapi_says_where_a_key_is_asked_for(model_path: Path) -> None:
+    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, admin_api_key=["key"])) as served:
+        for path, operations in api_description()["paths"].items():
+            assert all("security" not in each for each in operations.values()), path
+        paths = (await served.client.get("/openapi.json")).json()["paths"]
+        assert "security" not in paths["/v1/completions"]["post"]
+        assert paths["/pause"]["post"]["security"] == [{"bearer": []}, {"header": []}]
+    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, api_key=["key"])) as served:
+        headers = {"x-api-key": "key"}
+        paths = (await served.client.get("/openapi.json", headers=headers)).json()["paths"]
+        assert "security" in paths["/v1/completions"]["post"]
+        assert "security" not in paths["/health"]["get"]
+
+
+async def test_examples_of_openapi_are_answered(served: Served) -> None:
+    """Those of routes that generate; the others need a model that pools, and say so."""
+    for path, operations in (await served.client.get("/openapi.json")).json()["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        for example in content.get("application/json", {}).get("examples", {}).values():
+            answer = await served.client.post(path, json=example["value"])
+            assert answer.status_code == 200 or "needs a model that pools" in answer.text, (path, answer.text)
+            kind = answer.headers["content-type"].partition(";")[0]
+            assert kind in operations["post"]["responses"][str(answer.status_code)]["content"]
+
+
 async def test_openapi_lists_the_error_statuses(served: Served) -> None:
     """Those of the application; others are made in front of it, and listed for every route."""
     paths = (await served.client.get("/openapi.json")).json()["paths"]
