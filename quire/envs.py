@@ -35,7 +35,8 @@ def keep_log_format(name: str) -> None:
 
 
 def num_threads() -> int | None:
-    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask."""
+    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask,
+    as far as a CPU quota goes."""
     value = os.environ.get("QUIRE_NUM_THREADS")
     if value is None:
         return None

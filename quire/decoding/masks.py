@@ -70,6 +70,10 @@ class MaskSource(Protocol):
         """Begin to compile a constraint; returns at once. Raises UserError when a request may not name it."""
         ...
 
+    def prepare(self) -> None:
+        """Begin what the first constraint would wait for, while the engine has nothing else to do; returns at once."""
+        ...
+
     def close(self) -> None:
         """Compile nothing more. Idempotent."""
         ...
@@ -105,6 +109,9 @@ class NoMasks:
 
     def constraint(self, text: str) -> Constraint:
         raise UserError("this engine has no constraints on tokens", param="constraint")
+
+    def prepare(self) -> None:
+        """Nothing is prepared."""
 
     def close(self) -> None:
         """Nothing is compiled."""

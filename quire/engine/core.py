@@ -198,7 +198,12 @@ class EngineCore:
 
     def idle(self) -> bool:
         """For while nothing else is to do: a piece of the work that can wait. Returns whether there was any."""
-        return not self.has_work and not self._sleep.level and self._executor.idle()
+        if self.has_work or self._sleep.level:
+            return False
+        if self._executor.idle():
+            return True
+        self._masks.prepare()  # on a thread of its own
+        return False
 
     def vital_signs(self) -> VitalSigns:
         """Of the workers. Any thread may ask."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from quire.clock import Clock, SystemClock
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.request_part import decayed
 from quire.utils.shared_numbers import Numbers
 
@@ -50,8 +51,9 @@ class Loads:
     _NUM_CELLS = 8
     _UNFINISHED, _PENDING, _TOKENS, _PROGRESS, _PROGRESS_AT, _CLOSED, _PID, _BEAT = range(_NUM_CELLS)
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, clock: Clock) -> None:
         self._cells = numbers.allocate(self._NUM_CELLS)
+        self._now = clock.now
 
     def publish(self, num_unfinished: int, num_pending: int, num_tokens: int, progress: tuple[float, float]) -> None:
         """Of this process. num_unfinished, num_pending, num_tokens: as in AsyncLLM. progress: `Backlog.progress`."""
@@ -62,21 +64,24 @@ class Loads:
     def publish_connections(self, num_closed: int) -> None:
         """Of this process: how many of the connections that it was given are closed. Also says that it gets on."""
         own = self._cells.own
-        own[self._CLOSED], own[self._BEAT] = num_closed, time.monotonic()
+        own[self._CLOSED], own[self._BEAT] = num_closed, self._now()
 
     def begin(self, slot: int, pid: int) -> None:
         """A new process has the slot: it has nothing to do."""
         cells = self._cells.slots[slot]
         for place in range(self._NUM_CELLS):
             cells[place] = 0.0
-        cells[self._PID], cells[self._BEAT] = pid, time.monotonic()
+        cells[self._PID], cells[self._BEAT] = pid, self._now()
 
-    def num_closed(self, slot: int) -> int:
-        return int(self._cells.slots[slot][self._CLOSED])
+    def by_load(self, num_given: Mapping[int, int]) -> list[int]:
+        """Slots of processes, the one with the fewest open connections first; those that have not got on for
+        SILENCE_LIMIT seconds come last. num_given: connections that the process of a slot was given."""
 
-    def seconds_since_beat(self, slot: int) -> float:
-        """For how long a process has not got on."""
-        return time.monotonic() - self._cells.slots[slot][self._BEAT]
+        def load(slot: int) -> tuple[bool, float]:
+            cells = self._cells.slots[slot]
+            return self._now() - cells[self._BEAT] >= SILENCE_LIMIT, num_given[slot] - cells[self._CLOSED]
+
+        return sorted(num_given, key=load)
 
     @property
     def pids(self) -> list[int]:
@@ -98,7 +103,7 @@ class Loads:
     @property
     def queue_seconds(self) -> float:
         """As Backlog.seconds, of all processes."""
-        now = time.monotonic()
+        now = self._now()
         rate = sum(decayed((slot[self._PROGRESS], slot[self._PROGRESS_AT]), now) for slot in self._cells.slots)
         return self.num_tokens / rate if rate else math.inf
 
@@ -106,6 +111,7 @@ class Loads:
 class SharedState:
     """Every process of a server makes one before it asks `numbers` for anything else."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, clock: Clock | None = None) -> None:
+        """clock: the same scale in all processes."""
         self.engine = EngineState(numbers)
-        self.loads = Loads(numbers)
+        self.loads = Loads(numbers, clock or SystemClock())

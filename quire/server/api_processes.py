@@ -22,7 +22,6 @@ from quire import envs
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.client import EngineClient
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.messages import EngineFailed
 from quire.engine.process_client import ProcessClient
 from quire.engine.restarting_client import start_restarting
@@ -77,7 +76,7 @@ def serve_with_processes(
         numbers = Numbers.create(directory.path / NUMBERS_FILE, settings.api_server_count + 1)
         client: EngineClient
         if settings.restart_engine:
-            client = start_restarting(options, executor)
+            client = start_restarting(options, executor, settings.hung_engine_timeout)
         else:
             client = ProcessClient(options, executor=executor)
         parent = _Parent(options, settings, listener, directory, numbers, client)
@@ -315,15 +314,8 @@ class _Parent:
                 return
 
     def _by_load(self) -> list[_Process]:
-        """Those that serve, the one with the fewest connections first, but for those that do not get on."""
-        serving = [process for process in self._processes.values() if process.is_serving]
-        return sorted(
-            serving,
-            key=lambda process: (
-                self._loads.seconds_since_beat(process.slot) >= SILENCE_LIMIT,
-                process.num_given - self._loads.num_closed(process.slot),
-            ),
-        )
+        serving = {process.slot: process.num_given for process in self._processes.values() if process.is_serving}
+        return [self._processes[slot] for slot in self._loads.by_load(serving)]
 
     # Processes.
 

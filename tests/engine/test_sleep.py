@@ -136,7 +136,10 @@ def test_idle_work_is_for_when_nothing_else_is_to_do(driver: CoreDriver) -> None
     driver.add("b", PROMPT, max_tokens=1)
     assert not driver.core.idle()
     driver.run()
-    assert [driver.core.idle() for _ in range(3)] == [True, True, False]
+    assert [driver.core.idle() for _ in range(2)] == [True, True]
+    assert not driver.masks.is_prepared
+    assert not driver.core.idle()
+    assert driver.masks.is_prepared, "what the first constraint would wait for comes last"
     call(driver, "sleep", "1")
     driver.executor.idle_work = 9
     assert not driver.core.idle()

@@ -23,6 +23,7 @@ class AllowedByPosition:
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
         self.num_masks = 0
+        self.is_prepared = False
         self.tells_forced = True
         """Whether matchers name a token that alone may follow."""
         self.compile_checks = 0
@@ -36,6 +37,9 @@ class AllowedByPosition:
         if not text.isdigit():
             raise UserError(f"{text!r} is not a number", param="constraint")
         return NumberConstraint(self, text, self.compile_checks)
+
+    def prepare(self) -> None:
+        self.is_prepared = True
 
     def close(self) -> None:
         """Nothing is compiled."""

@@ -66,7 +66,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
     process = Process(model_path).wait_ready()
     processes.append(process)
     async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 60}) as response:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.aiter_lines()
             await anext(lines)
             process.signal(signal.SIGTERM)
@@ -76,6 +76,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
             refused = await client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
+            process.hurry()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
@@ -207,11 +208,15 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str]) -> None:
-        process = Process(model_path, "readable", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]).wait_ready()
-        processes.append(process)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
+        files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+        process = Process(model_path, "readable", api_server_count=count, **files)
+        processes.append(process.wait_ready())
         assert process.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate[0])
+        with pytest.raises(httpx.TransportError):
+            httpx.get(process.url.replace("https", "http"), timeout=60)
         with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
             assert client.get("/health").status_code == 200
         process.signal(signal.SIGTERM)

@@ -18,9 +18,10 @@ from quire.errors import UserError
 from quire.structured_output import compiler as compiler_module
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS
+from quire.structured_output.masks import GrammarMasks
 from quire.structured_output.regex import without_anchors
 from quire.structured_outputs_params import StructuredOutputsParams
-from quire.tokenization.tokenizer import load_tokenizer
+from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.structured_output.schemas import Sampler
 from tests.tokenization.build import BUILDERS
 
@@ -250,6 +251,22 @@ def test_nothing_in_common_with_the_allowed_tokens(sampler: Sampler) -> None:
     assert matcher.accept(token)
     with pytest.raises(UserError, match="allowed_token_ids"):
         matcher.mask()
+
+
+def test_a_vocabulary_that_is_prepared_is_there_for_the_first_constraint(sampler: Sampler) -> None:
+    loaded = []
+
+    def load() -> Tokenizer:
+        loaded.append(threading.current_thread())
+        return sampler.tokenizer
+
+    masks = GrammarMasks(load, sampler.vocab_size, sampler.eos_token_ids)
+    masks.prepare()
+    masks.prepare()
+    assert masks.constraint(sampler.compiler.compile(params(regex="a"))).matcher(ConstraintSpec(), []).mask()
+    masks.close()
+    assert len(loaded) == 1
+    assert loaded[0] is not threading.current_thread()
 
 
 def test_it_begins_behind_its_mark(sampler: Sampler) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,16 @@ import pytest
 
 from quire.utils.shared_numbers import SLOT_BYTES, Numbers
 
-NUM_ADDITIONS = 2000
-ADD = """
-import sys
+HOLD = """
+import sys, time
 from pathlib import Path
 from quire.utils.shared_numbers import Numbers
-numbers = Numbers.open(Path(sys.argv[1]), 3, int(sys.argv[2]))
+numbers = Numbers.open(Path(sys.argv[1]), 3, 0)
 cells = numbers.allocate(1)
-for _ in range(int(sys.argv[3])):
-    cells.own[0] += 1
-    with numbers.lock():
-        cells.common[0] += 1
+with numbers.lock():
+    cells.common[0] += 1
+    print("locked", flush=True)
+    time.sleep(3600)
 """
 
 
@@ -42,13 +42,21 @@ def test_each_slot_has_one_writer_and_all_are_added_up(tmp_path: Path) -> None:
     assert [cells.total(0) for cells in second] == [5, 5, 5]
 
 
-def test_processes_that_change_the_common_numbers_under_the_lock_lose_nothing(tmp_path: Path) -> None:
+def test_the_lock_keeps_other_processes_out_and_ends_with_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
-    cells = Numbers.create(path, 3).allocate(1)
-    commands = [[sys.executable, "-c", ADD, str(path), str(slot), str(NUM_ADDITIONS)] for slot in (0, 1)]
-    running = [subprocess.Popen(command) for command in commands]
-    assert [process.wait() for process in running] == [0, 0]
-    assert [slot[0] for slot in cells.slots] == [NUM_ADDITIONS, NUM_ADDITIONS, 2 * NUM_ADDITIONS]
+    numbers = Numbers.create(path, 3)
+    cells = numbers.allocate(1)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"locked\n"
+    with path.open("r+") as file, pytest.raises(BlockingIOError):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holder.kill()
+    with numbers.lock():
+        cells.common[0] += 1
+    assert cells.common[0] == 2
+    holder.wait()
+    holder.stdout.close()
 
 
 def test_alone_one_slot_is_all() -> None:
