@@ -76,7 +76,7 @@ def serve_with_processes(
         numbers = Numbers.create(directory.path / NUMBERS_FILE, settings.api_server_count + 1)
         client: EngineClient
         if settings.restart_engine:
-            client = start_restarting(options, executor)
+            client = start_restarting(options, executor, settings.hung_engine_timeout)
         else:
             client = ProcessClient(options, executor=executor)
         parent = _Parent(options, settings, listener, directory, numbers, client)
