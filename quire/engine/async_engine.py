@@ -28,7 +28,7 @@ from quire.engine.async_pooling import AsyncPooling
 from quire.engine.async_text import AsyncText
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
 from quire.engine.front_end import FrontEnd, open_front_end
-from quire.engine.heartbeat import check_responsive, wait_for_answer
+from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
@@ -61,11 +61,18 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     The constructor returns while the engine process is still starting; `ready` waits for it.
     """
 
-    def __init__(self, *, in_process: bool = False, restart_engine: bool = False, **engine_options: Any) -> None:
-        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, start
-        another one, in which every request goes on (quire/engine/restarting_client.py). Raises ConfigError or
-        ModelLoadError."""
-        start = _starter(in_process, restart_engine)
+    def __init__(
+        self,
+        *,
+        in_process: bool = False,
+        restart_engine: bool = False,
+        hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
+        **engine_options: Any,
+    ) -> None:
+        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, or has
+        given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
+        every request goes on (quire/engine/restarting_client.py). Raises ConfigError or ModelLoadError."""
+        start = _starter(in_process, restart_engine, hung_engine_timeout)
         options = EngineOptions.from_keywords(engine_options)
         self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
 
@@ -76,11 +83,12 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         *,
         in_process: bool = False,
         restart_engine: bool = False,
+        hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         executor: str = DEFAULT_EXECUTOR,
     ) -> AsyncLLM:
         """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         engine = cls.__new__(cls)
-        start = _starter(in_process, restart_engine)
+        start = _starter(in_process, restart_engine, hung_engine_timeout)
         engine._open(options, lambda options: start(options, executor=executor))
         return engine
 
@@ -543,12 +551,12 @@ async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGener
                 yield output
 
 
-def _starter(in_process: bool, restart_engine: bool) -> Callable[..., EngineClient]:
+def _starter(in_process: bool, restart_engine: bool, hung_engine_timeout: float) -> Callable[..., EngineClient]:
     if in_process and restart_engine:
         raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
     if in_process:
         return InProcessClient
-    return start_restarting if restart_engine else ProcessClient
+    return partial(start_restarting, hung_engine_timeout=hung_engine_timeout) if restart_engine else ProcessClient
 
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:

@@ -76,7 +76,7 @@ def serve_with_processes(
         numbers = Numbers.create(directory.path / NUMBERS_FILE, settings.api_server_count + 1)
         client: EngineClient
         if settings.restart_engine:
-            client = start_restarting(options, executor)
+            client = start_restarting(options, executor, settings.hung_engine_timeout)
         else:
             client = ProcessClient(options, executor=executor)
         parent = _Parent(options, settings, listener, directory, numbers, client)
@@ -351,8 +351,6 @@ class _Parent:
                     case Serving():
                         process.is_serving = True
                         self._num_failed_starts = 0
-                        if self._is_draining:
-                            process.say(Drain(self._settings.shutdown_timeout))
                         self._hand_over()
                     case Drained():
                         process.is_drained = True

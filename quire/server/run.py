@@ -60,7 +60,12 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             from quire.server.api_processes import serve_with_processes
 
             return serve_with_processes(options, settings, listener, executor, report)
-        engine = AsyncLLM.from_options(options, restart_engine=settings.restart_engine, executor=executor)
+        engine = AsyncLLM.from_options(
+            options,
+            restart_engine=settings.restart_engine,
+            hung_engine_timeout=settings.hung_engine_timeout,
+            executor=executor,
+        )
         report.phase("load tokenizer, launch engine process")
         try:
             # Only now, while the engine process is starting: importing the web framework takes as long as torch.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
@@ -37,6 +38,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
     restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
+    hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
+        one; 0: only an engine that has died is followed by another one.
     api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
@@ -90,6 +93,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
     restart_engine: bool = False
+    hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
@@ -193,6 +197,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"max_num_headers must be from 1 to {MAX_NUM_HEADERS}, and max_head_size from 1 KiB to 16 MiB",
                 param="max_num_headers",
             )
+        _check_hung_engine_timeout(self.hung_engine_timeout)
         _check_origins(self.cors_allowed_origins)
         _check_hosts(self.allowed_hosts)
         if self.max_stored_responses < 0:
@@ -303,6 +308,14 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", param=name)
 
 
+def _check_hung_engine_timeout(seconds: float) -> None:
+    if not (seconds == 0 or SILENCE_LIMIT <= seconds < float("inf")):
+        raise ConfigError(
+            f"hung_engine_timeout must be 0 or a number of seconds >= {SILENCE_LIMIT:g}, not {seconds}",
+            param="hung_engine_timeout",
+        )
+
+
 def _check_origins(origins: list[str]) -> None:
     for origin in origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
@@ -333,6 +346,7 @@ HELP: dict[str, str] = {
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
     "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
+    "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
     "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",

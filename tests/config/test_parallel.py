@@ -24,6 +24,7 @@ def test_one_rank_by_default(model: str) -> None:
 
 
 def test_ranks_run_on_plain_operators_and_share_the_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
     monkeypatch.setattr("quire.config.resolve.usable_cores", lambda: 6)
     config = resolved(model, tensor_parallel_size=4)
     assert config.parallel == ParallelConfig(tp=4)

@@ -148,6 +148,7 @@ def test_a_small_budget_lowers_the_default_of_max_num_seqs(model: str, budget: i
 def test_threads_come_from_the_option_then_the_environment_then_the_machine(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
     assert resolved(model).device.num_threads == usable_cores()
     monkeypatch.setenv("QUIRE_NUM_THREADS", "7")
     assert resolved(model).device.num_threads == 7

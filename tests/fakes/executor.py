@@ -9,7 +9,7 @@ batched, chunked, cached and preempted.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,10 +63,10 @@ class _Row:
 class FakeExecutor:
     """See the module's docstring.
 
-    windows: the kind of each layer. latency: seconds a step takes, on its own
-    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
-    load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
+    windows: the kind of each layer. latency: seconds a step takes, on its own thread, while `hurry` is not set.
+    fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error: of `load`.
+    choose: replaces the rule that picks tokens. verify=False: trust the plans and only make tokens (for benchmarks).
+    record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class FakeExecutor:
         self._specs = [layer_spec(kind) for kind in windows]
         self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
+        self.hurry = threading.Event()
         self._fail_at_step = fail_at_step
         self._load_error = load_error
         self._verify = verify
@@ -95,8 +96,7 @@ class FakeExecutor:
         self.num_drafts = self.num_accepted_drafts = 0
         self.connector: FakeWorkerConnector | None = None
         """The worker's half of the KV connector; set it before the first plan."""
-        self.nonfinite_token: int | None = None
-        """A token behind which a sequence's logits are no numbers."""
+        self.nonfinite_token: int | None = None  # behind it a sequence's logits are no numbers
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
@@ -116,8 +116,7 @@ class FakeExecutor:
         self.asleep = 0
         self.has_woken_weights = False
         self.wake_error: Exception | None = None
-        self.idle_work = self.num_idle_calls = 0
-        """Pieces of work that can wait, and how often was asked for one."""
+        self.idle_work = self.num_idle_calls = 0  # pieces of work that can wait, and how often was asked for one
 
     @property
     def live_seq_ids(self) -> list[int]:
@@ -191,6 +190,7 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self.hurry.set()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -198,7 +198,7 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._latency:
-            time.sleep(self._latency)
+            self.hurry.wait(self._latency)
         if self.num_steps == self._fail_at_step:
             raise RuntimeError(f"injected failure at step {self._fail_at_step}")
         self.num_steps += 1

@@ -15,11 +15,14 @@ from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
+from quire.engine.inprocess_client import InProcessClient
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_protocol import HttpServer, make_http_server
 from quire.server.listener import bind
 from quire.server.settings import ServerSettings
+from tests.fakes.executor import FakeExecutor
 from tests.server.model_directory import write_model
 from tests.server.serve_process import Process
 
@@ -52,6 +55,14 @@ class Served:
                 return
             await asyncio.sleep(0.005)
 
+    def hurry(self) -> None:
+        """Steps of an engine in this process take no time any more."""
+        client = self.engine._client
+        assert isinstance(client, InProcessClient)
+        executor = client._core._executor
+        assert isinstance(executor, FakeExecutor)
+        executor.hurry.set()
+
     async def until_running(self, count: int) -> None:
         while (await self.engine.stats()).num_running < count:
             await asyncio.sleep(0.005)
@@ -63,7 +74,12 @@ async def serving_apart(
 ) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own, slow enough to be met at work."""
     options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
-    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor=f"tests.server.executor:{executor}")
+    engine = AsyncLLM.from_options(
+        options,
+        restart_engine=restart_engine,
+        hung_engine_timeout=SILENCE_LIMIT,
+        executor=f"tests.server.executor:{executor}",
+    )
     try:
         app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

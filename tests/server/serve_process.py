@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, model_path: Path, executor: str = "slow", max_num_seqs: int = 4, **settings: Any) -> None:
+    def __init__(
+        self, model_path: Path, executor: str = "slow_between_signals", max_num_seqs: int = 4, **settings: Any
+    ) -> None:
         options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
         self.popen = subprocess.Popen(
@@ -59,6 +62,13 @@ class Process:
         """Where there are several, by slot."""
         children = psutil.Process(self.popen.pid).children()
         return sorted((each for each in children if _name(each).startswith("quire-api")), key=_name)
+
+    def hurry(self) -> None:
+        """From now on steps of `slow_between_signals` take no time."""
+        self.engine.send_signal(signal.SIGUSR1)
+
+    def slow_down(self) -> None:
+        self.engine.send_signal(signal.SIGUSR2)
 
     def signal(self, number: int) -> None:
         os.kill(self.popen.pid, number)

@@ -17,6 +17,17 @@ from tests.server.conftest import Served, serving
 HALF = b"host: quire\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 LONG = {"prompt": "abc", "max_tokens": 250}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 200}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"stream": True},
+    {"stream": True, "n": 3},
+    {"n": 2, "use_beam_search": True, "temperature": 0},
+]
+RUNNING = [
+    *(("/v1/completions", LONG, kind) for kind in [*KINDS, {"n": 2, "best_of": 4}]),
+    *(("/v1/chat/completions", CHAT, kind) for kind in KINDS),
+]
 
 
 async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -36,8 +47,7 @@ async def statuses(served: Served) -> set[str]:
     return {line.split('status="')[1][:3] for line in lines}
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
-@pytest.mark.parametrize("more", [{"stream": True}, {}, {"n": 3}])
+@pytest.mark.parametrize(("path", "body", "more"), RUNNING)
 async def test_while_running(live: Served, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
     reader, writer = await send(live, path, {**body, **more})
     await live.until_running(1)

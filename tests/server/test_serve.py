@@ -66,7 +66,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
     process = Process(model_path).wait_ready()
     processes.append(process)
     async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 60}) as response:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.aiter_lines()
             await anext(lines)
             process.signal(signal.SIGTERM)
@@ -76,6 +76,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
             refused = await client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
+            process.hurry()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
