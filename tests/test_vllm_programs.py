@@ -256,6 +256,10 @@ def test_an_asynchronous_engine_of_gathered_arguments() -> None:
         engine = AsyncLLMEngine.from_engine_args(args)
         try:
             assert engine.ready.num_blocks == 16
+            await engine.pause_generation(mode="wait")
+            assert await engine.is_paused()
+            await engine.resume_generation()
+            assert not await engine.is_paused()
             params = SamplingParams(max_tokens=4, temperature=0.0, output_kind=RequestOutputKind.DELTA)
             pieces = [
                 completion.text

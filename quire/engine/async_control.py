@@ -90,6 +90,9 @@ class AsyncControl(ABC):
         await self.ask("resume")
         self._control.pauses = False
 
+    pause_generation, resume_generation = pause, resume
+    """vLLM's names of them."""
+
     async def is_paused(self) -> bool:
         """Whether the engine starts no requests because of `pause`."""
         return bool(await self._count("is_paused"))

@@ -182,10 +182,11 @@ class SharedEngine:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        is_start = self.ready is None and isinstance(error, QuireError)
         with self._lock:
-            if self.failure is None:
-                self.failure = error if is_start and isinstance(error, QuireError) else cause_of_death(error)
+            if self.ready is None and isinstance(error, QuireError):
+                self.failure = error
+            elif self.failure is None:
+                self.failure = cause_of_death(error)
             if isinstance(self.failure, EngineDeadError):
                 died = EngineDied(str(self.failure), self.failure.summary, self.failure.error_id)
                 for session in self._sessions:

@@ -215,7 +215,7 @@ class AnswerFormat:
         if self._calls_or_answers and found is not None and (answer := _content_form(found)) is not None:
             assert tools is not None
             assert tools.held is not None
-            return self._behind_thoughts(calls_or(tools.held(self._schemas(), parallel), answer), found)
+            return self._behind_thoughts(calls_or(tools.held(self._schemas(), parallel), answer))
         if self._mode == "required":
             found = StructuredOutputsParams(json=calls_schema(self._schemas(), "parameters", parallel=parallel))
         elif self._mode == "function":
@@ -230,15 +230,14 @@ class AnswerFormat:
         mark = "<|channel|>final<|message|>" if self._reasons_itself else reasoning.ends[0]
         return msgspec.structs.replace(found, start_after_token_ids=self._ids(mark))
 
-    def _behind_thoughts(self, form: Form, options: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-        """The constraint on an answer that the model may reason before, in a format without reasoning of its own.
-        options: whose settings count."""
+    def _behind_thoughts(self, form: Form) -> StructuredOutputsParams:
+        """The constraint on an answer that the model may reason before, in a format without reasoning of its own."""
         reasoning = self._formats.reasoning
         if reasoning is None or self._reasons_itself or self._thought is Thought.CLOSED:
-            return _held(form, options)
+            return _held(form)
         if self._thought is Thought.FREE:
-            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends), options)
-        return msgspec.structs.replace(_held(form, options), start_after_token_ids=self._ids(reasoning.ends[0]))
+            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends))
+        return msgspec.structs.replace(_held(form), start_after_token_ids=self._ids(reasoning.ends[0]))
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """What the arguments of each tool follow. A model that chooses is held to those that ask for it."""
@@ -253,15 +252,12 @@ class AnswerFormat:
         return self._formats.tokenizer.encode(mark, add_special_tokens=False)
 
 
-def _held(form: Form, options: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    tag = {"format": form}
-    if options is None:
-        return StructuredOutputsParams(structural_tag=tag)
-    return msgspec.structs.replace(options, json=None, json_object=None, structural_tag=tag)
+def _held(form: Form) -> StructuredOutputsParams:
+    return StructuredOutputsParams(structural_tag={"format": form})
 
 
 def _content_form(params: StructuredOutputsParams) -> Form | None:
-    """What the content of an answer must be; None for a structural tag, which says that itself."""
+    """What a `response_format` says of the content; None for a structural tag, which may have calls of its own."""
     if params.json is not None:
         return schema_form(params.json)
     return schema_form({"type": "object"}) if params.json_object else None

@@ -351,8 +351,6 @@ class _Parent:
                     case Serving():
                         process.is_serving = True
                         self._num_failed_starts = 0
-                        if self._is_draining:
-                            process.say(Drain(self._settings.shutdown_timeout))
                         self._hand_over()
                     case Drained():
                         process.is_drained = True

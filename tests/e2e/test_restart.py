@@ -62,6 +62,14 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 16, "n": 3, "use_beam_search": True},
     {"temperature": 0.9, "max_tokens": 30, "prompt_logprobs": 1, "logprobs": 0},
     {"temperature": 0.9, "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3,20}(, [a-z]{2,9}){2,5}"}},
+    {
+        "temperature": 1.0,
+        "max_tokens": 60,
+        "n": 2,
+        "structured_outputs": {
+            "regex": r'\{"first_name":"[a-z]{2,8}","last_name":"[a-z]{2,8}","confirmed":(true|false)\}'
+        },
+    },
 ]
 IDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 24, "logprobs": 1},

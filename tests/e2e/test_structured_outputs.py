@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 import jsonschema
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams, UserError
@@ -125,6 +126,11 @@ def test_stop_strings_and_best_of(llm: LLM) -> None:
         use_tqdm=False,
     )
     assert re.fullmatch("[a-z]{4}", outputs[0].outputs[0].text)
+    inside = sampled(StructuredOutputsParams(regex="[a-z]{4}=forced text[0-9]{3}"), stop="rced", min_tokens=2)
+    told = msgspec.structs.replace(inside, logprobs=0)
+    cut, expected = (each.outputs[0] for each in llm.generate(["x", "x"], [inside, told], use_tqdm=False))
+    assert re.fullmatch("[a-z]{4}=fo", cut.text)
+    assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (expected.token_ids, "stop", "rced")
     assert len(outputs[1].outputs) == 2
     for completion in outputs[1].outputs:
         jsonschema.validate(json.loads(completion.text), SCHEMA)

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from quire.clock import VirtualClock
 from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, Call, CallResult, EngineOutputs
 from quire.engine.shared_client import SharedClient
@@ -19,6 +21,7 @@ from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.request import FinishReason
+from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.utils.heartbeat import Heartbeat
 from quire.utils.runtime_directory import RuntimeDirectory
@@ -134,6 +137,15 @@ def test_sessions_without_requests_hear_of_the_engine(shared: Shared) -> None:
     busy.send(add("a#1.1", max_tokens=2000))
     wait_for(idle, lambda outputs: outputs.stats is not None and outputs.stats.num_running == 1)
     assert shared.state.engine.num_running == 1
+
+
+def test_requests_without_a_seed_get_another_one_in_each_session(options: EngineOptions, shared: Shared) -> None:
+    options = msgspec.structs.replace(options, skip_tokenizer_init=True, seed=11)
+    engines = [AsyncLLM.of_session(options, shared.open()) for _ in range(2)]
+    requests = [engine.input_processor.process("r", [1, 2], SamplingParams()) for engine in engines]
+    assert requests[0].seed != requests[1].seed
+    for engine in engines:
+        engine.shutdown()
 
 
 async def test_services_of_the_parent(shared: Shared) -> None:

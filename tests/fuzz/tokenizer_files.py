@@ -1,7 +1,7 @@
 """Tokenizer files besides tokenizer.json: sentencepiece's and tiktoken's models and tekken.json, damaged.
 
-The promises: what is read encodes and decodes, anything else is refused in one line, within the memory and time of a
-child (tests/fuzz/child.py).
+The promises: sound files are read, what is read encodes and decodes, anything else is refused in one line, within the
+memory and time of a child (tests/fuzz/child.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.tokenization.test_other_files import ranked, tekken
 NUMBERS = (0, -1, 1, 255, 2**31, 2**32 - 1, 2**63, 1e308, float("nan"), float("inf"), None, True, "", "YQ==", [], {})
 PATTERNS = (r"(a+)+$", r"(?:(?:(?:.*)*)*)*x", "(", r"[^\r\n]{1,1000}{1,1000}", r"\p{L}" * 2000, "", "\x00", r"(?=.*)")
 LONGEST_MESSAGE = 4000
+TIKTOKEN_CONFIG = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"300": {"content": "[EOS]"}}}
 BYTES = (0x00, 0x01, 0x7F, 0x80, 0xFF, 0x0A, 0x20)
 
 
@@ -76,7 +77,8 @@ def changed(values: Any, rng: Random) -> Any:
 def case(line: str) -> None:
     """line: the seed of a case."""
     rng = Random(line)
-    kind, data = rng.choice(sorted(sound_files().items()))
+    kind, sound = rng.choice(sorted(sound_files().items()))
+    data = sound
     if kind == "tekken" and rng.random() < 0.8:
         values = changed(json.loads(data), rng)
         if rng.random() < 0.3 and isinstance(values, dict) and isinstance(values.get("config"), dict):
@@ -84,12 +86,14 @@ def case(line: str) -> None:
         data = json.dumps(values).encode()
     else:
         data = damaged(data, rng)
+    is_sound = True
     directory = Path(tempfile.mkdtemp(prefix="quire-fuzz-"))
     try:
         (directory / NAMES[kind]).write_bytes(data)
         if kind == "tiktoken":
-            config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"300": {"content": "[EOS]"}}}
-            (directory / "tokenizer_config.json").write_text(json.dumps(changed(config, rng)))
+            own = changed(TIKTOKEN_CONFIG, rng)
+            is_sound = own == TIKTOKEN_CONFIG
+            (directory / "tokenizer_config.json").write_text(json.dumps(own))
         refused = ""
         try:
             tokenizer = load_tokenizer(directory)
@@ -98,6 +102,7 @@ def case(line: str) -> None:
             refused = str(error)
         assert len(refused) < LONGEST_MESSAGE, "the error is very long"
         assert "\n" not in refused, refused
+        assert not (refused and is_sound and data == sound), refused
     finally:
         shutil.rmtree(directory)
 

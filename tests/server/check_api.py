@@ -51,13 +51,20 @@ def main() -> int:
     status = 0
     for kind, chosen in KINDS.items():
         with _served(kind) as url:
-            command = [options.program, "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
+            command = [
+                str(Path(options.program).absolute()),
+                "run",
+                f"{url}/openapi.json",
+                "--header",
+                f"Authorization: Bearer {KEY}",
+            ]
             command += ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing", "--continue-on-failure"]
             command += ["--seed", str(options.seed), "--max-time", str(options.seconds), "--max-examples", "30"]
             command += [word for path in STOPS_REQUESTS for word in ("--exclude-path", path)]
             # Texts of random characters are seldom ids and bodies that mean something: 400 and 404 are most answers.
             command += ["--warnings", "off", "--no-color", "--request-timeout", "120", *chosen]
-            status |= subprocess.run(command, check=False).returncode
+            with tempfile.TemporaryDirectory() as directory:  # the program writes down what it found
+                status |= subprocess.run(command, cwd=directory, check=False).returncode
     return min(status, 1)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import time
@@ -302,6 +303,23 @@ async def test_a_killed_process_takes_its_own_requests_alone(model_path: Path, p
     assert has_ended(survivor)
 
 
+async def test_after_the_timeout_all_processes_abort_what_runs(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, "very_slow", api_server_count=2, shutdown_timeout=0.1).wait_ready()
+    processes.append(process)
+    async with async_clients(process.url, 2) as clients, contextlib.AsyncExitStack() as stack:
+        streams = []
+        for client in clients:
+            response = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=STREAM))
+            streams.append(response.aiter_lines())
+            await anext(streams[-1])
+        process.signal(signal.SIGTERM)
+        for stream in streams:
+            rest = [line async for line in stream]
+            assert rest[-2] == "data: [DONE]"
+            assert '"finish_reason":"abort"' in rest[-4]
+    assert (await asyncio.to_thread(process.finish))[0] == 0
+
+
 async def test_a_killed_engine_is_heard_of_by_all(model_path: Path, tmp_path: Path, processes: list[Process]) -> None:
     """Over a Unix socket."""
     path = tmp_path / "socket"
@@ -348,6 +366,20 @@ async def test_requests_go_on_in_the_next_engine(model_path: Path, processes: li
         assert status == 128 + signal.SIGTERM
         await asyncio.gather(*rests, return_exceptions=True)
     assert all(has_ended(each) for each in everyone)
+
+
+def test_processes_that_cannot_be_started_again_end_the_server(
+    tmp_path: Path, model_path: Path, processes: list[Process]
+) -> None:
+    model = Path(shutil.copytree(model_path, tmp_path / "model"))
+    process = Process(model, "readable", api_server_count=2).wait_ready()
+    processes.append(process)
+    (model / "tokenizer.json").write_text("{")
+    process.api_processes[1].kill()
+    status, error = process.finish()
+    assert (status, error.count("another one is started")) == (1, 3)
+    assert "error: API processes cannot be started any more: " in error
+    assert "tokenizer" in error
 
 
 def test_what_a_process_cannot_start_with_is_an_error_of_serve(model_path: Path, tmp_path: Path) -> None:

