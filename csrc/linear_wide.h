@@ -1,4 +1,4 @@
-// Many rows times float weights, multiplied in float32. Panels are widened to float32 once for a block of rows instead of
+// Many rows times 16-bit weights, multiplied in float32. Panels are widened to float32 once for a block of rows instead of
 // once for each register tile, and the tiles are three vectors wide: with AVX-512 8 rows of 48 columns need 11 loads for 24
 // multiply-and-adds, where a panel's tile of 12 rows needs 14 and what widens the weights besides.
 //
@@ -8,42 +8,60 @@
 // Packed activations: [block of rows][block of k][tile][k][kWideRows].
 #pragma once
 
+#include <algorithm>
+#include <utility>
+
 #include "linear_driver.h"
 #include "linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
+// Of a tile, and from how many rows on widening pays: where vectors are short, it was a sixth of the work.
 #if defined(__AVX512F__)
 inline constexpr int64_t kWideRows = 8;
+inline constexpr int64_t kFewestWideRows = 128;
 #else
 inline constexpr int64_t kWideRows = 4;
+inline constexpr int64_t kFewestWideRows = 32;
 #endif
 inline constexpr int kWideVectors = 3;
 inline constexpr int64_t kWidePanels = 3;      // a group: whole panels, and whole strips of kWideVectors
 inline constexpr int64_t kWideDepth = 144;     // of a block: what is widened of a strip stays in the L1 cache
-inline constexpr int64_t kWideBlockRows = 128;  // that share what is widened
-inline constexpr int64_t kFewestWideRows = 256;
+inline constexpr int64_t kMostWideRows = 256;  // that share what is widened
+inline constexpr int64_t kItemsPerThread = 8;
 inline constexpr int kPanelVectors = kPanel / kLanes;
 
 bool multiplies_wide(const PackedWeight& weight, int64_t rows) {
-  const bool is_float =
-      weight.type == WeightType::kF32 || weight.type == WeightType::kBF16 || weight.type == WeightType::kF16;
-  return kLanes >= 8 && is_float && rows >= kFewestWideRows;
+  const bool is_narrow = weight.type == WeightType::kBF16 || weight.type == WeightType::kF16;
+  return kLanes >= 8 && is_narrow && rows >= kFewestWideRows;
 }
 
 struct WidePlan {
-  int64_t rows, weight_depth, depth, tiles, blocks, panels, groups;  // weight_depth, depth: of a panel, of packed rows
+  int64_t rows, tiles, blocks;
+  int64_t weight_depth, depth, depth_blocks;  // of a panel, and of packed rows
+  int64_t panels, panel_bytes, groups;
 
   WidePlan(const PackedWeight& weight, int64_t rows)
       : rows(rows),
+        tiles((rows + kWideRows - 1) / kWideRows),
+        blocks((rows + kMostWideRows - 1) / kMostWideRows),
         weight_depth(padded_depth(weight)),
         depth(rounded_up(weight_depth, 4)),
-        tiles((rows + kWideRows - 1) / kWideRows),
-        blocks((rows + kWideBlockRows - 1) / kWideBlockRows),
+        depth_blocks((depth + kWideDepth - 1) / kWideDepth),
         panels(num_panels(weight)),
+        panel_bytes(quire::panel_bytes(weight)),
         groups((panels + kWidePanels - 1) / kWidePanels) {}
 
+  // Blocks small enough that every thread finds some items, but not smaller than what widening pays for.
+  void deal_to(int threads) {
+    const int64_t wanted = (kItemsPerThread * threads + groups - 1) / groups, most = rows / kFewestWideRows;
+    blocks = std::max(blocks, std::min(wanted, most));
+  }
+
+  // Of item `index`: a block's groups follow one another.
+  int64_t first_panel(int64_t index) const { return index % groups * kWidePanels; }
+  int64_t panels_from(int64_t panel) const { return panels - panel < kWidePanels ? panels - panel : kWidePanels; }
   int64_t first_tile(int64_t block) const { return block * tiles / blocks; }
   int64_t tiles_of(int64_t block) const { return first_tile(block + 1) - first_tile(block); }
   // Values of packed rows up to the tile of a block, its part from k on.
@@ -58,8 +76,8 @@ inline void pack_wide_tile(const LinearArgs& args, const float* x, const WidePla
                            float* packed) {
   const int64_t first = (plan.first_tile(block) + tile) * kWideRows, length = args.weight.in_features;
   for (int64_t base = 0; base < kWideRows; base += 4) {
-    const float* row[4];  // the last row also stands for those that only fill its tile: what they give is dropped
-    for (int i = 0; i < 4; ++i) {
+    const float* row[8];  // the last row also stands for those that only fill its tile: what they give is dropped
+    for (int i = 0; i < 8; ++i) {
       const int64_t at = first + base + i;
       row[i] = x + (at < plan.rows ? at : plan.rows - 1) * args.x.stride;
     }
@@ -67,6 +85,8 @@ inline void pack_wide_tile(const LinearArgs& args, const float* x, const WidePla
       const int64_t end = plan.depth - start < kWideDepth ? plan.depth : start + kWideDepth;
       float* out = packed + plan.packed_at(block, tile, start) + base;
       for (int64_t k = start; k < end; k += 4, out += 4 * kWideRows) {
+        if (k % 16 == 0)
+          for (int i = 4; i < 8; ++i) __builtin_prefetch(row[i] + k, 0, 3);  // the four rows that follow
         v4 part[4];
         for (int i = 0; i < 4; ++i) part[i] = quad_at(row[i], args.weight.column_order, k, length - k);
         transpose(part[0], part[1], part[2], part[3]);
@@ -136,21 +156,37 @@ struct Ahead {
 
 struct WideScratch {
   alignas(64) float weights[kWideDepth * kWideVectors * kLanes];
-  alignas(64) float sums[kWideBlockRows / kWideRows * kWidePanels * kWideRows * kPanel];
+  alignas(64) float sums[kMostWideRows / kWideRows * kWidePanels * kWideRows * kPanel];
 };
 static_assert(sizeof(WideScratch) <= kThreadScratch);
 
-template <class Weight, int kVectors>
-void run_strip(const std::byte* panels, int64_t panel_bytes, const WidePlan& plan, const float* packed, int64_t block,
-               int64_t num_panels, int64_t first, Ahead& ahead, WideScratch& scratch) {
-  const int64_t tiles = plan.tiles_of(block);
+// A group of panels times a block of rows.
+struct WideItem {
+  const WidePlan& plan;
+  const std::byte* panels;
+  const float* packed;
+  int64_t block, num_panels;
+  Ahead ahead;
+  WideScratch& scratch;
+};
+
+// before and after: called around what is last added to the sums of a tile.
+template <class Weight, int kVectors, class Before, class After>
+void run_strip(WideItem& item, int64_t first, const Before& before, const After& after) {
+  const WidePlan& plan = item.plan;
+  const int64_t tiles = plan.tiles_of(item.block);
   for (int64_t k = 0; k < plan.weight_depth; k += kWideDepth) {
     const int64_t count = plan.weight_depth - k < kWideDepth ? plan.weight_depth - k : kWideDepth;
-    widen<Weight, kVectors>(panels + k / Weight::kDepth * Weight::kStep, panel_bytes, first, count, scratch.weights);
+    const bool is_last = k + count == plan.weight_depth && first + kVectors == item.num_panels * kPanelVectors;
+    widen<Weight, kVectors>(item.panels + k / Weight::kDepth * Weight::kStep, plan.panel_bytes, first, count,
+                            item.scratch.weights);
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      ahead.ask();
-      wide_tile<kVectors>(packed + plan.packed_at(block, tile, k), scratch.weights, count, k == 0, first,
-                          scratch.sums + tile * num_panels * kWideRows * kPanel);
+      float* sums = item.scratch.sums + tile * item.num_panels * kWideRows * kPanel;
+      item.ahead.ask();
+      if (is_last) before(tile);
+      wide_tile<kVectors>(item.packed + plan.packed_at(item.block, tile, k), item.scratch.weights, count, k == 0, first,
+                          sums);
+      if (is_last) after(tile, sums);
     }
   }
 }
@@ -159,7 +195,8 @@ template <class Weight>
 void run_wide(const LinearArgs& args, const Step& step, Team& team) {
   const PackedWeight& weight = args.weight;
   if (weight.out_features == 0) return;
-  const WidePlan plan(weight, step.rows);
+  WidePlan plan(weight, step.rows);
+  plan.deal_to(team.count());
   float* packed = reinterpret_cast<float*>(step.shared_scratch);
   for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) {
     int64_t block = tile * plan.blocks / plan.tiles;
@@ -169,43 +206,38 @@ void run_wide(const LinearArgs& args, const Step& step, Team& team) {
   team.barrier();
   const Finish finish{args, step.at(args.residual), step.at(args.out),
                       weight.gated ? weight.out_features / 2 : weight.out_features};
-  WideScratch& scratch = *reinterpret_cast<WideScratch*>(team.scratch());
   const std::byte* data = static_cast<const std::byte*>(weight.data);
-  const int64_t bytes = panel_bytes(weight);
   Runs runs(team, plan.blocks * plan.groups, 1);
-  for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
-    const int64_t block = item / plan.groups, panel = item % plan.groups * kWidePanels;
-    const int64_t panels = plan.panels - panel < kWidePanels ? plan.panels - panel : kWidePanels;
-    const int64_t next = (runs.ahead() < 0 ? item : runs.ahead()) % plan.groups * kWidePanels;
-    const int64_t tiles = plan.tiles_of(block), vectors = panels * kPanelVectors;
-    const int64_t calls = (vectors + kWideVectors - 1) / kWideVectors * ((plan.depth + kWideDepth - 1) / kWideDepth) * tiles;
-    const int64_t after = (plan.panels - next < kWidePanels ? plan.panels - next : kWidePanels) * bytes;
-    Ahead ahead{data + next * bytes, after / calls / 64 * 64};
+  for (int64_t index = runs.next(); index >= 0; index = runs.next()) {
+    const int64_t panel = plan.first_panel(index), panels = plan.panels_from(panel), vectors = panels * kPanelVectors;
+    const int64_t next = plan.first_panel(runs.ahead() < 0 ? index : runs.ahead());
+    WideItem item{plan, data + panel * plan.panel_bytes, packed, index / plan.groups, panels,
+                  {data + next * plan.panel_bytes, 0}, *reinterpret_cast<WideScratch*>(team.scratch())};
+    const int64_t calls = (vectors + kWideVectors - 1) / kWideVectors * plan.depth_blocks * plan.tiles_of(item.block);
+    item.ahead.part = plan.panels_from(next) * plan.panel_bytes / calls / 64 * 64;
+    const auto rows_of = [&](int64_t tile) {
+      const int64_t row = (plan.first_tile(item.block) + tile) * kWideRows;
+      return std::pair{row, plan.rows - row < kWideRows ? plan.rows - row : kWideRows};
+    };
+    const auto before = [&](int64_t tile) {
+      const auto [row, rows] = rows_of(tile);
+      for (int64_t i = 0; i < panels; ++i)
+        (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel + i);
+    };
+    const auto after = [&](int64_t tile, const float* sums) {
+      const auto [row, rows] = rows_of(tile);
+      for (int64_t i = 0; i < panels; ++i, sums += kWideRows * kPanel)
+        (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, nullptr, row, rows, panel + i);
+    };
     int64_t first = 0;
     for (; first + kWideVectors <= vectors; first += kWideVectors)
-      run_strip<Weight, kWideVectors>(data + panel * bytes, bytes, plan, packed, block, panels, first, ahead, scratch);
-    for (; first < vectors; ++first)
-      run_strip<Weight, 1>(data + panel * bytes, bytes, plan, packed, block, panels, first, ahead, scratch);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t row = (plan.first_tile(block) + tile) * kWideRows;
-      const int64_t rows = plan.rows - row < kWideRows ? plan.rows - row : kWideRows;
-      for (int64_t i = 0; i < panels; ++i) {
-        const float* sums = scratch.sums + (tile * panels + i) * kWideRows * kPanel;
-        (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, nullptr, row, rows, panel + i);
-      }
-    }
+      run_strip<Weight, kWideVectors>(item, first, before, after);
+    for (; first < vectors; ++first) run_strip<Weight, 1>(item, first, before, after);
   }
 }
 
 void run_wide(const LinearArgs& args, const Step& step, Team& team) {
-  switch (args.weight.type) {
-    case WeightType::kBF16:
-      return run_wide<BF16>(args, step, team);
-    case WeightType::kF16:
-      return run_wide<F16>(args, step, team);
-    default:
-      return run_wide<F32>(args, step, team);
-  }
+  (args.weight.type == WeightType::kBF16 ? run_wide<BF16> : run_wide<F16>)(args, step, team);
 }
 
 std::size_t wide_scratch(const LinearArgs& args, int64_t rows) {
