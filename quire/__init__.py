@@ -12,7 +12,9 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from quire.cli.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from quire.engine.async_engine import AsyncLLM
+    from quire.engine.async_engine import AsyncLLM as AsyncLLMEngine
     from quire.engine.input_processor import TextPrompt, TokensPrompt
     from quire.errors import QuireError, UserError
     from quire.llm import LLM
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.engine.async_engine",
+    "AsyncLLMEngine": "quire.engine.async_engine",
+    "AsyncEngineArgs": "quire.cli.engine_args",
+    "EngineArgs": "quire.cli.engine_args",
+    "FlexibleArgumentParser": "quire.cli.engine_args",
     "BeamSearchParams": "quire.beam_search_params",
     "BeamSearchOutput": "quire.beam_search_params",
     "SamplingParams": "quire.sampling_params",
@@ -59,9 +65,14 @@ _EXPORTS = {
     "UserError": "quire.errors",
 }
 
+OTHER_NAMES = {"AsyncLLMEngine": "AsyncLLM"}
+"""vLLM's second names for ours."""
+
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -70,6 +81,8 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
+    "FlexibleArgumentParser",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",
@@ -94,4 +107,4 @@ def __getattr__(name: str) -> Any:
         module = _EXPORTS[name]
     except KeyError:
         raise AttributeError(f"module 'quire' has no attribute {name!r}") from None
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), OTHER_NAMES.get(name, name))

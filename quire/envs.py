@@ -35,7 +35,8 @@ def keep_log_format(name: str) -> None:
 
 
 def num_threads() -> int | None:
-    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask."""
+    """`QUIRE_NUM_THREADS`: compute threads of the CPU backend; unset means one per core of the affinity mask,
+    as far as a CPU quota goes."""
     value = os.environ.get("QUIRE_NUM_THREADS")
     if value is None:
         return None
@@ -117,6 +118,13 @@ def runtime_directory() -> Path:
     import tempfile
 
     return Path(os.environ.get("QUIRE_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def notify_socket() -> str | None:
+    """`NOTIFY_SOCKET`, systemd's own: where a service of `Type=notify` says that it serves. A leading `@` stands for
+    the NUL of an abstract address."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    return path.replace("@", "\0", 1) if path and path.startswith("@") else path or None
 
 
 def affinity_cores() -> int:

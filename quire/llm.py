@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -22,6 +22,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
 from quire.engine.pooling_processor import PoolingProcessor
+from quire.engine.sleep import part_of
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.llm_pooling import PoolingMethods, as_list
 from quire.outputs import RequestOutput, raise_if_nonfinite
@@ -227,10 +228,11 @@ class LLM(PoolingMethods):
         with self._busy:
             self._call("sleep", str(level))
 
-    def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
+        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
         with self._busy:
-            self._call("wake_up")
+            self._call("wake_up", part_of(tags))
 
     def is_sleeping(self) -> bool:
         """Whether requests are rejected because the engine sleeps."""

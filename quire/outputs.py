@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from quire.errors import ModelOutputError, UserError
@@ -47,8 +45,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct):
     """One alternative: its log-probability, 1-based rank in the vocabulary, and text."""
 
     logprob: float
@@ -56,8 +53,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct):
     """One completion. `text` and `token_ids` are cumulative, or what is new since the last output (`delta`).
 
     score: of a beam search, cumulative_logprob / tokens ** length_penalty, by which the completions are ordered.
@@ -77,8 +73,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct):
     """Seconds. `queue_time`: arrival to first scheduled; the others count from arrival."""
 
     queue_time: float = 0.0
@@ -87,8 +82,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct):
     """The state of one request. `finished` is True in the last one."""
 
     request_id: str
@@ -98,21 +92,25 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
     pooled: list[float] | None = None
     """Of a pooled request, in its last output: the model's vector, as `SequenceUpdate` has it."""
 
 
 def is_damaged(output: RequestOutput) -> bool:
     """Whether a request ended in an error."""
-    return any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs)
+    for completion in output.outputs:  # a loop, since it is asked of every output
+        if completion.finish_reason is not None and completion.finish_reason == FinishReason.ERROR:
+            return True
+    return False
 
 
 def raise_if_nonfinite(output: RequestOutput) -> None:
     """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits, and UserError
     for one that could not go on under its constraint (structured outputs)."""
+    if not is_damaged(output):
+        return
     for completion in output.outputs:
         if completion.finish_reason == FinishReason.ERROR and isinstance(completion.stop_reason, str):
             raise UserError(completion.stop_reason, param="structured_outputs")
-    if is_damaged(output):
-        raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")
+    raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

@@ -119,6 +119,7 @@ class Sequence:
         "num_computed_tokens",
         "num_pending_drafts",
         "num_pending_tokens",
+        "num_unsent_tokens",
         "report_times_until",
         "request",
         "sampling",
@@ -152,6 +153,8 @@ class Sequence:
         """The same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; outlives a preemption."""
+        self.num_unsent_tokens = 0
+        """Of the known tokens, the last ones that the workers have neither sampled nor been sent."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask until its end."""

@@ -88,7 +88,8 @@ class SamplingParams(
     thinking_token_budget: tokens that the model thinks at most; then the mark that ends its thoughts follows. None or
     -1: no limit.
     logprobs, prompt_logprobs: number of alternatives reported beside the chosen token, as many as the engine's
-    max_logprobs allows; -1: the whole vocabulary; None: none. Logprobs are
+    max_logprobs allows; -1: the whole vocabulary; None: none. logprob_token_ids: tokens whose logprobs are reported
+    beside those, without their ranks; at most max_logprobs of them. Logprobs are
     those of the model, before temperature, penalties and filters. output_kind: what `AsyncLLM.generate` yields.
     skip_reading_prefix_cache: True computes the whole prompt. The other fields are vLLM's, and have their defaults, or
     are refused where those would be another answer.
@@ -169,12 +170,14 @@ class SamplingParams(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             values = getattr(self, name)
             _token_ids(name, values)
             # Each id once: what is done for every entry is then bounded by the vocabulary.
             if values is not None and len(different := dict.fromkeys(values)) < len(values):
                 msgspec.structs.force_setattr(self, name, list(different))
+        if self.logprob_token_ids and self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", 0)
         self._check_best_of()
         self._check_beam_search()
         self._check_stop()
@@ -221,6 +224,8 @@ class SamplingParams(
         if self.num_sequences > MAX_BEAM_WIDTH:
             name = "n" if self.best_of is None else "best_of"
             raise UserError(f"{name} must be at most {MAX_BEAM_WIDTH} with beam search", param=name)
+        if self.logprob_token_ids:
+            raise UserError("logprob_token_ids is not supported with beam search", param="logprob_token_ids")
         if self.repetition_detection is not None:
             raise UserError("repetition_detection is not supported with beam search", param="repetition_detection")
         for name, harmless_values in _NOT_FOR_BEAM_SEARCH.items():
@@ -300,11 +305,11 @@ _BOOLEANS = (
 UNAVAILABLE: dict[str, tuple[object, str]] = {
     "extra_args": ({}, "no code of users runs in the engine"),
     "flat_logprobs": (False, "log-probabilities are one dictionary a token"),
-    "logprob_token_ids": ([], "log-probabilities are of the best tokens and the chosen one"),
 }
 """Fields of vLLM that must be None or as they are here."""
 PYTHON_ONLY = (
     *UNAVAILABLE,
+    "logprob_token_ids",
     "structured_outputs",
     "repetition_detection",
     "output_kind",

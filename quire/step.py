@@ -22,8 +22,8 @@ Some samples need a mask of allowed tokens that depends on tokens which earlier 
 a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
 
 Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
-`beam_reorders`; write `token_overrides`; start `transfers`; run `block_copies`; append `new_blocks` and apply
-`replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+`beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`; append `new_blocks` and
+apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 
 Transfers may run beside the rest, as long as the results are the same. Of the copies between the pools of device and
 host, those to the host come first. A block that is saved there may be allocated again by this very plan: a write to it
@@ -113,6 +113,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Beams that begin as copies of others. A child may have the id of a sequence that this plan releases."""
     token_overrides: list[tuple[int, int]] = []
     """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
+    appended: dict[int, list[int]] = {}
+    """seq_id -> tokens that follow a row's last one and that no step sampled: a constraint forced them. The row's last
+    sample is not in flight."""
     transfers: Transfers | None = None
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
@@ -148,12 +151,14 @@ class SamplingInputs(msgspec.Struct, array_like=True):
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first.
 
-    `rank` is the 1-based rank of the chosen token in the vocabulary.
+    `rank` is the 1-based rank of the chosen token in the vocabulary. The last `num_listed` entries are tokens that the
+    request names, in its order; some may be among the entries before.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+    num_listed: int = 0
 
 
 class Candidates(msgspec.Struct, array_like=True):

@@ -19,6 +19,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 for _name in [name for name in os.environ if name.startswith("QUIRE_")]:
     del os.environ[_name]
+# Engines here and in processes that tests start, unless they ask for more: threads without a core wait for each other.
+os.environ["QUIRE_NUM_THREADS"] = "1"
 # A directory of this run alone, so that a socket or process left behind is known to be ours.
 RUNTIME_DIRECTORY = Path(tempfile.mkdtemp(prefix="quire-test-"))
 os.environ["QUIRE_RUNTIME_DIR"] = str(RUNTIME_DIRECTORY)

@@ -1,6 +1,6 @@
 """`make soak-server`: mixed traffic against a real server over the bundled model, and what must not grow under it.
 
-    python -m tests.soak_server [--minutes 60] [--clients 8] [--seed 0]
+    python -m tests.soak_server [--minutes 60] [--clients 8] [--seed 0] [--api-server-count 1]
 
 Streams, whole answers, many prompts, samples, beams, structured output, wrong requests, clients that hang up early and
 late, aborts in the queue. Each minute (each quarter of a short run) the traffic ends, and the server must be empty: no
@@ -46,7 +46,7 @@ class Figures:
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int) -> None:
         command = [
             sys.executable,
             "-m",
@@ -56,6 +56,8 @@ class Server:
             "0",
             "--num-blocks-override",
             "512",
+            "--api-server-count",
+            str(num_processes),
         ]
         self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._popen.stdout is not None
@@ -165,8 +167,8 @@ def judge(rounds: list[Figures]) -> list[str]:
     return found
 
 
-async def run(minutes: float, num_clients: int, seed: int) -> list[str]:
-    server = Server()
+async def run(minutes: float, num_clients: int, seed: int, num_processes: int) -> list[str]:
+    server = Server(num_processes)
     rng, counts, rounds = random.Random(seed), Counter[str](), list[Figures]()
     num_rounds = max(LEAST_ROUNDS, round(minutes * 60 / ROUND_SECONDS))
     try:
@@ -189,8 +191,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-server-count", type=int, default=1)
     arguments = parser.parse_args()
-    grown = asyncio.run(run(arguments.minutes, arguments.clients, arguments.seed))
+    grown = asyncio.run(run(arguments.minutes, arguments.clients, arguments.seed, arguments.api_server_count))
     for line in grown:
         print(f"grew: {line}", file=sys.stderr)
     sys.exit(1 if grown else 0)

@@ -141,6 +141,7 @@ EXAMPLES: list[msgspec.Struct] = [
         released=[3],
         beam_reorders=[SequenceFork(8, 10, SAMPLING)],
         token_overrides=[(8, 77), (10, 78)],
+        appended={9: [5, 6]},
         transfers=ORDERS,
         num_drafts=[1],
         drafts={8: [42]},

@@ -15,8 +15,12 @@ import pytest
 import quire
 from quire import (
     LLM,
+    AsyncEngineArgs,
     AsyncLLM,
+    AsyncLLMEngine,
     BeamSearchParams,
+    EngineArgs,
+    FlexibleArgumentParser,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -148,6 +152,30 @@ def test_logprobs_and_the_whole_vocabulary(llm: LLM) -> None:
         assert [few[each].logprob for each in few] == pytest.approx([many[each].logprob for each in few], abs=1e-5)
 
 
+def test_logprobs_of_given_tokens(llm: LLM) -> None:
+    """Bit by bit the same beside other requests, and those of the whole vocabulary but for rounding."""
+    given = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=[5, 900, 5, 17])
+    both = SamplingParams(temperature=0, max_tokens=3, logprobs=2, logprob_token_ids=[900])
+    wide = SamplingParams(temperature=0, max_tokens=3, logprobs=-1)
+    [alone] = llm.generate([PROMPTS[0]], given, use_tqdm=False)
+    [first, second, third, _] = llm.generate([*PROMPTS[:1] * 3, PROMPTS[1]], [given, both, wide, both], use_tqdm=False)
+    assert alone.outputs[0].logprobs == first.outputs[0].logprobs
+    for chosen, few, mixed, many in zip(
+        first.outputs[0].token_ids,
+        *(each.outputs[0].logprobs or [] for each in (first, second, third)),
+        strict=True,
+    ):
+        assert list(few) == list(dict.fromkeys([chosen, 5, 900, 17]))
+        assert list(mixed) == list(dict.fromkeys([*list(many)[:2], 900]))
+        assert few[chosen].rank == 1
+        for token_id, entry in (*few.items(), *mixed.items()):
+            assert entry.rank in (None, many[token_id].rank)
+            assert entry.decoded_token == many[token_id].decoded_token
+            assert entry.logprob == pytest.approx(many[token_id].logprob, abs=1e-5)
+    with pytest.raises(UserError, match="logprob_token_ids"):
+        llm.generate("a", SamplingParams(logprob_token_ids=[10**6]))
+
+
 def test_prefix_caching(llm: LLM) -> None:
     prefix = "# a long beginning that several prompts share, line after line, so that blocks fill\n" * 4
     params = SamplingParams(temperature=0.0, max_tokens=2)
@@ -194,6 +222,62 @@ def test_embed_classify_and_score(tmp_path: Path) -> None:
         assert output.outputs.num_classes == len(output.outputs.probs)
 
 
+def test_a_program_with_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM's examples of generation, classification and embedding read theirs."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.set_defaults(model="bundled", max_model_len=128)
+    group = parser.add_argument_group("Sampling parameters")
+    group.add_argument("--max-tokens", type=int)
+    line = ["--max_tokens", "3", "--num-gpu-blocks-override=64", "--hf-overrides.rope_theta", "7", "--dtype", "float"]
+    found = parser.parse_args(line)
+    arguments: dict[str, Any] = vars(found).copy()
+    max_tokens = arguments.pop("max_tokens")
+    with LLM(**arguments, num_threads=1) as llm:
+        params = llm.get_default_sampling_params()
+        params = SamplingParams(max_tokens=max_tokens, temperature=params.temperature)
+        [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 3
+        assert (llm.ready.num_blocks, llm.ready.max_model_len) == (64, 128)
+    options = EngineArgs.from_cli_args(found).to_options()
+    assert (options.hf_overrides, options.dtype) == ({"rope_theta": 7}, "float32")
+    for wrong in (["--max-model-len", "long"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args(wrong)
+        assert left.value.code == 2
+    assert "unknown option '--no-such-flag'" in capsys.readouterr().err
+
+
+def test_an_asynchronous_engine_of_gathered_arguments() -> None:
+    assert AsyncLLMEngine is AsyncLLM
+
+    async def run() -> str:
+        args = AsyncEngineArgs(model="bundled", max_model_len=128, num_threads=1)
+        args.num_gpu_blocks_override = 16
+        engine = AsyncLLMEngine.from_engine_args(args)
+        try:
+            assert engine.ready.num_blocks == 16
+            await engine.pause_generation(mode="wait")
+            assert await engine.is_paused()
+            await engine.resume_generation()
+            assert not await engine.is_paused()
+            params = SamplingParams(max_tokens=4, temperature=0.0, output_kind=RequestOutputKind.DELTA)
+            pieces = [
+                completion.text
+                async for output in engine.generate(request_id="a", prompt=PROMPTS[0], sampling_params=params)
+                for completion in output.outputs
+            ]
+            return "".join(pieces)
+        finally:
+            engine.shutdown()
+
+    text = asyncio.run(run())
+    with LLM(**vars(EngineArgs(max_model_len=128, num_gpu_blocks_override=16, num_threads=1))) as llm:
+        [output] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
+    assert output.outputs[0].text == text
+    with pytest.raises(UserError, match="enable_lora is not supported"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(enable_lora=True))
+
+
 def test_kinds_of_output_of_the_asynchronous_engine() -> None:
     async def texts(engine: AsyncLLM, kind: RequestOutputKind) -> list[str]:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=kind)
@@ -216,7 +300,8 @@ def test_kinds_of_output_of_the_asynchronous_engine() -> None:
     [
         ({"extra_args": {"a": 1}}, "extra_args"),
         ({"flat_logprobs": True}, "flat_logprobs"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),
         ({"output_kind": 7}, "output_kind"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 from quire import envs
 from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.machine import Machine, find_machine
 from quire.cli.parser import Parser
 from quire.config.cuda import LEAST_CAPABILITY, CudaDevice, CudaFacts, find_cuda, has_triton
 from quire.config.device import has_native_kernels
@@ -76,6 +77,7 @@ class Report:
     cuda: CudaFacts
     native: str | None
     memory: int
+    machine: Machine
     toolchain: Toolchain | None = None
     computes: dict[str, str] = field(default_factory=dict)
     ladder: tuple[int, ...] = ()
@@ -112,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
 def examine(options: EngineOptions) -> Report:
     """Look at this machine, and at what an engine with `options` would do on it."""
     cuda = find_cuda()
-    report = Report({"quire": __version__, "python": platform.python_version()}, cuda, _native(), available_memory())
+    versions: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
+    report = Report(versions, cuda, _native(), available_memory(), find_machine())
     report.versions |= {name: _version(name) for name in PACKAGES}
     try:
         config = resolve(options)
@@ -121,6 +124,7 @@ def examine(options: EngineOptions) -> Report:
         report.problems.append(error.message)
     else:
         _describe_computation(report, config)
+        report.problems += report.machine.problems(config, report.memory)
         if config.device.is_accelerated:
             _describe_steps(report, config, _limits(cuda))
     if cuda.is_present:
@@ -292,6 +296,7 @@ def as_text(report: Report) -> str:
         rows.append(("libcuda", report.toolchain.driver_library or "not found"))
     rows.append(("CPU kernels", f"for {report.native}" if report.native else "not built"))
     rows.append(("host memory", f"{format_bytes(report.memory)} available"))
+    rows += report.machine.rows()
     rows += list(report.computes.items())
     lines = [_row(*row) for row in rows]
     if report.ladder:

@@ -43,8 +43,16 @@ class Parser(argparse.ArgumentParser):
             if not first.startswith("-"):
                 raise UserError(f"{self.prog}: unexpected argument {first!r}")
             nearest = nearest_name(first, self._option_string_actions)
-            raise UserError(f"{self.prog}: unknown option {first!r}{nearest}")
+            raise UserError(f"{self.prog}: unknown option {first!r}{nearest}{_of_vllm(first)}")
         return namespace
+
+
+def _of_vllm(flag: str) -> str:
+    from quire.config.vllm import FLAGS  # a table that lines without mistakes need not load
+
+    if flag.removeprefix("--").removeprefix("no-").replace("-", "_") not in FLAGS:
+        return ""
+    return "; it is a flag of vLLM, whose lines `python -m quire.cli.vllm serve` takes (docs/from-vllm.md)"
 
 
 def add_struct_flags(

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from quire.config.vllm import FLAGS, GROUPS, REFUSED, VERSION, VllmFlag, finish,
 from quire.errors import ConfigError, UserError
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
+from quire.utils.failures import one_line
 from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
@@ -63,9 +64,9 @@ def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
 
     Raises UserError for what is wrong or refused, with the reason."""
     parser = parser or build_parser()
-    namespace = _parse(parser, arguments)
+    namespace = parse_flags(parser, arguments, _PREFIX)
     path = getattr(namespace, "config", None)
-    values = {**({} if path is None else vars(_parse(parser, config_arguments(path)))), **vars(namespace)}
+    values = {**({} if path is None else vars(parse_flags(parser, config_arguments(path), _PREFIX))), **vars(namespace)}
     merged = argparse.Namespace(**values)
     options, settings = given(merged, EngineOptions), given(merged, ServerSettings)
     notes = []
@@ -105,17 +106,22 @@ def build_parser() -> Parser:
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
     add_struct_flags(parser, EngineOptions, ENGINE_HELP, title="Quire's engine options")
     add_struct_flags(parser, ServerSettings, SERVER_HELP, title="Quire's server options")
+    add_flags(parser, FLAGS.values(), _PREFIX)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], prefix: str = "") -> None:
+    """Add flags of the table, whose values come under their names behind `prefix`; only those that are given."""
     group = parser.add_argument_group(f"flags of vLLM {VERSION}")
-    for entry in FLAGS.values():
+    for entry in entries:
         group.add_argument(
             *entry.short,
             entry.flag,
-            dest=_PREFIX + entry.name,
+            dest=prefix + entry.name,
             default=argparse.SUPPRESS,
             help=f"{entry.fate}{': ' if entry.why else ''}{entry.why}".replace("%", "%%"),
             **_action(entry),
         )
-    return parser
 
 
 def _action(entry: VllmFlag) -> dict[str, Any]:
@@ -157,8 +163,9 @@ def _json_list(text: str) -> list[str]:
 _json_list.__name__ = "JSON list of strings"
 
 
-def _parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a line with all that vLLM allows in it: underscores, `-O3`, keys of JSON values as flags of their own."""
+def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> argparse.Namespace:
+    """Parse a line with all that vLLM allows in it: underscores, `-O3`, keys of JSON values as flags of their own.
+    prefix: as for `add_flags`. Raises UserError."""
     plain: list[str] = []
     keyed: dict[str, dict[str, Any]] = {}
     rest = [part for argument in arguments for part in _spelled(argument)]
@@ -172,7 +179,7 @@ def _parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
         if dotted[3] is None and (not rest or rest[0].startswith("--")):
             raise UserError(f"{argument} needs a value")
         text = rest.pop(0) if dotted[3] is None else dotted[3]
-        _set_key(keyed.setdefault(_PREFIX + entry.name, {}), dotted[2].split("."), _value(text))
+        _set_key(keyed.setdefault(prefix + entry.name, {}), dotted[2].split("."), _value(text))
     namespace = parser.parse(plain)
     for name, keys in keyed.items():
         setattr(namespace, name, _merge(getattr(namespace, name, None) or {}, keys))
@@ -232,13 +239,16 @@ def config_arguments(path: str) -> list[str]:
 
     if Path(path).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"config: {path} must end in .yaml or .yml", param="config")
+    text = read_text_file(path, param="config")
     try:
-        content = yaml.safe_load(read_text_file(path, param="config"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not valid YAML: {str(error).splitlines()[0]}", param="config") from None
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        content = yaml.safe_load(text)
+        is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+        arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also dates, endless numbers, aliases
+        raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
+    if arguments is None:
         raise ConfigError(f"config: {path} must map flags to values", param="config")
-    return [argument for name, value in content.items() for argument in _config_entry(name, value)]
+    return arguments
 
 
 def _config_entry(name: str, value: Any) -> list[str]:

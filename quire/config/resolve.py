@@ -34,6 +34,7 @@ from quire.config.resolve_device import (
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
+from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -117,7 +118,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             device=device,
             num_threads=positive("num_threads", options.num_threads)
             or envs.num_threads()
-            or max(1, envs.affinity_cores() // parallel.tp),
+            or max(1, usable_cores() // parallel.tp),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend),

@@ -8,20 +8,21 @@ workers, whose forward pass may run already (`SamplingInputs` in quire/step.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
 from quire.errors import UserError
+from quire.request import Sequence
 
 
 class ConstraintSpec(NamedTuple):
     """What of a request decides its masks, besides the constraint's text."""
 
-    start_after: Sequence[int] = ()
+    start_after: SequenceOf[int] = ()
     """The constraint begins behind these generated tokens; empty: at once."""
     ignore_eos: bool = False
     """Tokens that end a text are masked while anything else is allowed."""
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: SequenceOf[int] | None = None
     """The sampler allows no others: a mask without any of these leaves no token."""
 
 
@@ -38,6 +39,10 @@ class Matcher(Protocol):
         become the sequence's."""
         ...
 
+    def forced_token(self) -> int | None:
+        """The only token that may come next, where that is known without a mask. None: ask for the mask."""
+        ...
+
     def mask(self) -> bytes | None:
         """The tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit
         t % 32 of word t // 32. None: all. Raises UserError when none may, or when it takes too much work to tell."""
@@ -52,7 +57,7 @@ class Constraint(Protocol):
         """Whether `matcher` answers at once. Constant time."""
         ...
 
-    def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> Matcher:
+    def matcher(self, spec: ConstraintSpec, token_ids: SequenceOf[int]) -> Matcher:
         """For a new sequence, which has generated these tokens already. Raises UserError for a constraint that cannot
         be compiled."""
         ...
@@ -65,9 +70,38 @@ class MaskSource(Protocol):
         """Begin to compile a constraint; returns at once. Raises UserError when a request may not name it."""
         ...
 
+    def prepare(self) -> None:
+        """Begin what the first constraint would wait for, while the engine has nothing else to do; returns at once."""
+        ...
+
     def close(self) -> None:
         """Compile nothing more. Idempotent."""
         ...
+
+
+def take_forced(sequence: Sequence) -> list[int]:
+    """Append the tokens that a sequence's constraint forces behind its last one, which its matcher has accepted, up to
+    one that ends the sequence; returns them. No step need sample them: the next one computes them all
+    (`StepPlan.appended`).
+
+    None for a sequence whose last token has not come yet, and where the request asks for log-probabilities.
+    """
+    request, matcher, found = sequence.request, sequence.matcher, list[int]()
+    params = request.params
+    if matcher is None or sequence.num_pending_tokens or params.logprobs is not None or params.ranks_samples:
+        return found
+    room = sequence.max_total_tokens - len(sequence.token_ids)
+    last = sequence.token_ids[-1]
+    while len(found) < room and not matcher.is_finished and last not in request.end_token_ids:
+        token_id = matcher.forced_token()
+        if token_id is None or not matcher.accept(token_id):
+            break
+        found.append(token_id)
+        last = token_id
+    sequence.token_ids += found
+    if sequence.blocks is not None:  # else it was preempted: the workers get all its tokens
+        sequence.num_unsent_tokens = len(found)
+    return found
 
 
 class NoMasks:
@@ -75,6 +109,9 @@ class NoMasks:
 
     def constraint(self, text: str) -> Constraint:
         raise UserError("this engine has no constraints on tokens", param="constraint")
+
+    def prepare(self) -> None:
+        """Nothing is prepared."""
 
     def close(self) -> None:
         """Nothing is compiled."""

@@ -77,6 +77,11 @@ class BudgetMatcher:
             self._is_thinking, self._num_thought = True, 0
             self._check()
 
+    def forced_token(self) -> int | None:
+        if self._forced:
+            return self._forced[0]
+        return None if self._inner is None else self._inner.forced_token()
+
     def mask(self) -> bytes | None:
         if self._forced:
             mask = bytearray(self._num_bytes)

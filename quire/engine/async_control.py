@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from quire.engine.messages import CallResult
+from quire.engine.shared_state import EngineState
+from quire.engine.sleep import part_of
 from quire.errors import EngineAsleepError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.stats import EngineStats
@@ -16,14 +20,30 @@ POLL_SECONDS = 0.01
 """How often a caller that waits for the end of requests looks."""
 
 
+@dataclass(slots=True)
+class ControlState:
+    """What a front end knows of the engine without asking. num_running: requests that it computed last."""
+
+    is_asleep: bool = False
+    sleep_level: int = 0
+    pauses: bool = False
+    num_running: int = 0
+
+
 class AsyncControl(ABC):
     """Part of AsyncLLM. The errors are those of `AsyncLLM.call`."""
 
-    _is_asleep = False
-    sleep_level = 0
-    """The level at which this front end has sent the engine to sleep; 0 while it is awake."""
-    pauses = False
-    """Whether this front end has paused the engine."""
+    _control: ControlState | EngineState
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which a front end has sent the engine to sleep; 0 while it is awake."""
+        return self._control.sleep_level
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a front end has paused the engine."""
+        return self._control.pauses
 
     @abstractmethod
     async def ask(self, method: str, argument: str = "") -> CallResult:
@@ -55,7 +75,7 @@ class AsyncControl(ABC):
 
         Raises UserError for another mode. Cancelled, it leaves the engine paused."""
         check_mode(mode)
-        self.pauses = True
+        self._control.pauses = True
         await self.ask("pause", "all" if mode == "keep" else "new")
         if mode == "abort":
             await self.ask("abort_all")
@@ -68,7 +88,10 @@ class AsyncControl(ABC):
     async def resume(self) -> None:
         """End a pause. Nothing happens when there is none."""
         await self.ask("resume")
-        self.pauses = False
+        self._control.pauses = False
+
+    pause_generation, resume_generation = pause, resume
+    """vLLM's names of them."""
 
     async def is_paused(self) -> bool:
         """Whether the engine starts no requests because of `pause`."""
@@ -82,7 +105,8 @@ class AsyncControl(ABC):
         Raises UserError while requests live or prefixes are registered."""
         if mode is not None:
             check_mode(mode)
-        was_asleep, self._is_asleep = self._is_asleep, mode in ("abort", "wait") or self._is_asleep
+        control = self._control
+        was_asleep, control.is_asleep = control.is_asleep, mode in ("abort", "wait") or control.is_asleep
         try:
             if mode == "abort":
                 await self.ask("abort_all")
@@ -90,26 +114,27 @@ class AsyncControl(ABC):
                 await asyncio.sleep(POLL_SECONDS)
             await self.ask("sleep", str(level))
         except BaseException:
-            self._is_asleep = was_asleep
+            control.is_asleep = was_asleep
             raise
-        self._is_asleep, self.sleep_level = True, int(level)
+        control.is_asleep, control.sleep_level = True, int(level)
 
-    async def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
-        await self.ask("wake_up")
-        self._is_asleep, self.sleep_level = False, 0
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
+        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        if not await self._count("wake_up", part_of(tags)):
+            self._control.is_asleep, self._control.sleep_level = False, 0
 
     async def is_sleeping(self) -> bool:
         """Whether requests are rejected because the engine sleeps."""
         return bool(await self._count("is_sleeping"))
 
     def check_awake(self) -> None:
-        """Raise EngineAsleepError while the engine sleeps, as far as this front end has sent it to sleep."""
-        if self._is_asleep:
+        """Raise EngineAsleepError while the engine sleeps, as far as the front ends have sent it to sleep."""
+        if self._control.is_asleep:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
-    async def _count(self, method: str) -> int:
-        value = (await self.ask(method)).value
+    async def _count(self, method: str, argument: str = "") -> int:
+        value = (await self.ask(method, argument)).value
         assert isinstance(value, int)
         return value
 

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,20 +22,23 @@ from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.async_control import AsyncControl
+from quire.engine.async_control import AsyncControl, ControlState
+from quire.engine.async_load import AsyncLoad
 from quire.engine.async_pooling import AsyncPooling
 from quire.engine.async_text import AsyncText
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
 from quire.engine.front_end import FrontEnd, open_front_end
-from quire.engine.heartbeat import check_responsive, wait_for_answer
+from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, num_units, prompt_text
+from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import CLIENT_NAME, Backlog, Preparations, RequestPart, turn_of
-from quire.engine.restarting_client import RestartingClient, start_restarting
+from quire.engine.request_part import CLIENT_NAME, Preparations, RequestPart, turn_of
+from quire.engine.restarting_client import start_restarting
+from quire.engine.shared_client import SharedClient
+from quire.engine.shared_state import EngineState
 from quire.errors import ConfigError, EngineDeadError, InternalError, QuireError, UserError
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
@@ -44,21 +47,34 @@ from quire.stats import EngineStats
 from quire.structured_output.compiler import compiled
 from quire.tokenization.tokenizer import Tokenizer
 
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "pause": "mode"}
+_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
 """What a method's argument is called."""
 
 
-class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
+class HasOptions(Protocol):
+    def to_options(self) -> EngineOptions: ...
+
+
+class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
     The constructor returns while the engine process is still starting; `ready` waits for it.
     """
 
-    def __init__(self, *, in_process: bool = False, restart_engine: bool = False, **engine_options: Any) -> None:
-        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, start
-        another one, in which every request goes on (quire/engine/restarting_client.py). Raises ConfigError or
-        ModelLoadError."""
-        self._open(EngineOptions.from_keywords(engine_options), in_process, restart_engine, DEFAULT_EXECUTOR)
+    def __init__(
+        self,
+        *,
+        in_process: bool = False,
+        restart_engine: bool = False,
+        hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
+        **engine_options: Any,
+    ) -> None:
+        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, or has
+        given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
+        every request goes on (quire/engine/restarting_client.py). Raises ConfigError or ModelLoadError."""
+        start = _starter(in_process, restart_engine, hung_engine_timeout)
+        options = EngineOptions.from_keywords(engine_options)
+        self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
 
     @classmethod
     def from_options(
@@ -67,17 +83,37 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         *,
         in_process: bool = False,
         restart_engine: bool = False,
+        hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         executor: str = DEFAULT_EXECUTOR,
     ) -> AsyncLLM:
         """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
         engine = cls.__new__(cls)
-        engine._open(options, in_process, restart_engine, executor)
+        start = _starter(in_process, restart_engine, hung_engine_timeout)
+        engine._open(options, lambda options: start(options, executor=executor))
         return engine
 
-    def _open(self, options: EngineOptions, in_process: bool, restart_engine: bool, executor: str) -> None:
-        start = _starter(in_process, restart_engine)
-        self._front_end: FrontEnd = open_front_end(options, lambda o: start(o, executor=executor))
+    @classmethod
+    def from_engine_args(cls, engine_args: HasOptions) -> AsyncLLM:
+        """As the constructor, of `quire.AsyncEngineArgs`."""
+        return cls.from_options(engine_args.to_options())
+
+    @classmethod
+    def of_session(cls, options: EngineOptions, client: SharedClient) -> AsyncLLM:
+        """Over an engine that several processes share. Requests without a seed get other ones than in other
+        sessions."""
+        engine = cls.__new__(cls)
+        engine._open(options, lambda options: client)
+        engine._namespace = f"{client.session}."
+        engine._control, engine._loads = client.state.engine, client.state.loads
+        engine.input_processor.seed = mix_seed(options.seed, client.session)
+        return engine
+
+    def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
+        self._front_end: FrontEnd = open_front_end(options, start)
         self._client: EngineClient = self._front_end.client
+        self._namespace = ""
+        """What tells the keys of our requests from those of other processes."""
+        self._control: ControlState | EngineState = ControlState()
         self._listeners: list[StatsListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         # Guards the output processor and the fields below, which the loop and the receiver thread share.
@@ -88,9 +124,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
-        self._num_unfinished = 0
-        self._preparations = Preparations()
-        self._backlog = Backlog()
+        AsyncLoad.__init__(self)
         self._draining = False
         self._all_finished = asyncio.Event()
         AsyncText.__init__(self)
@@ -152,12 +186,12 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
     @property
     def is_restarting(self) -> bool:
         """Whether the engine has died and another one starts: requests wait, and go on in it."""
-        return isinstance(self._client, RestartingClient) and self._client.is_restarting
+        return self._client.is_restarting
 
     @property
     def num_restarts(self) -> int:
         """How often the engine was started again."""
-        return self._client.num_restarts if isinstance(self._client, RestartingClient) else 0
+        return self._client.num_restarts
 
     @property
     def silence(self) -> float:
@@ -175,36 +209,13 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         if self.errored:
             raise self.dead_error
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
-        yet to take what is there."""
-        return self._num_unfinished
-
-    @property
-    def num_pending(self) -> int:
-        """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
-        whose consumer is slow to read its end is not among them; parts of a request that wait for their turns are one
-        together."""
-        return len(self._preparations) + len(self._streams)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that the engine has and that have got no token yet."""
-        return self._backlog.num_tokens
-
-    @property
-    def queue_seconds(self) -> float:
-        """How long the engine will take for them, by its rate of the last seconds; infinite when it computed none."""
-        return self._backlog.seconds
-
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
         self._listeners.append(listener)
 
     # Requests.
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -231,12 +242,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
-        async with contextlib.aclosing(
-            self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        ) as outputs:
-            async for output in outputs:
-                if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
-                    yield output
+        outputs = self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def run_request(
         self,
@@ -256,12 +263,14 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         self._bind_loop()
         with self._counted():
             name = request_id or uuid.uuid4().hex
-            stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
+            stream = OutputStream(name, f"{name}#{self._namespace}{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
                 with self._preparations.count(part):
+                    self._publish()
                     request = msgspec.structs.replace(await process(stream.key), client=CLIENT_NAME.get())
                     request = await stack.enter_async_context(turn_of(part, request))
                     self._submit(request, text, stream, delta)
+                self._publish()
                 try:
                     finished = False
                     while not finished:
@@ -403,6 +412,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             yield
         finally:
             self._num_unfinished -= 1
+            self._publish()
             if self._num_unfinished == 0:
                 self._all_finished.set()
 
@@ -428,6 +438,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             self._backlog.add(stream.key, len(request.prompt_token_ids))
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
+            self._publish()
         for listener in self._listeners:
             listener.record_request(stream.request_id, request, text)
         try:
@@ -479,6 +490,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
         """Turn what the core sent into what the loop delivers."""
         delivery = Delivery(stats=outputs.stats)
         with self._lock:
+            if outputs.stats is not None and self._loads is None:
+                self._control.num_running = outputs.stats.num_running
             self._backlog.note_progress(update.request_id for update in outputs.updates)
             processed = self._front_end.output_processor.process(outputs.updates)
             for output in processed.outputs:
@@ -503,6 +516,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:
                     delivery.results.append((future, result))
+            self._publish()
         self._send_aborts(processed.aborts)
         self._post(delivery)
 
@@ -530,12 +544,19 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl):
             self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
 
 
-def _starter(in_process: bool, restart_engine: bool) -> Callable[..., EngineClient]:
+async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                yield output
+
+
+def _starter(in_process: bool, restart_engine: bool, hung_engine_timeout: float) -> Callable[..., EngineClient]:
     if in_process and restart_engine:
         raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
     if in_process:
         return InProcessClient
-    return start_restarting if restart_engine else ProcessClient
+    return partial(start_restarting, hung_engine_timeout=hung_engine_timeout) if restart_engine else ProcessClient
 
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:

@@ -77,7 +77,15 @@ def _size(messages: Sequence[Mapping[str, Any]]) -> int:
     """Characters of a conversation, roughly and no more than it takes to call it long."""
     size = 0
     for message in messages:
-        size += MESSAGE_CHARACTERS + len(str(message.get("content")))
+        content = message.get("content")
+        size += MESSAGE_CHARACTERS + (len(content) if isinstance(content, str) else _size_of_parts(content))
         if size > INLINE_CHARACTERS:
             break
     return size
+
+
+def _size_of_parts(content: Any) -> int:
+    """Characters of a content that is a list of parts."""
+    parts = content if isinstance(content, list) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(MESSAGE_CHARACTERS + (len(text) if isinstance(text, str) else 0) for text in texts)

@@ -34,6 +34,16 @@ class EngineClient(Protocol):
         this process. Counted while a thread waits in `receive`."""
         ...
 
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the core has died and another one is not ready yet (quire/engine/restarting_client.py)."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the core was started again."""
+        ...
+
     def send(self, message: ClientMessage) -> None:
         """Queue a message and return at once. Raises EngineDeadError when the core is gone."""
         ...

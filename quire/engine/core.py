@@ -198,7 +198,12 @@ class EngineCore:
 
     def idle(self) -> bool:
         """For while nothing else is to do: a piece of the work that can wait. Returns whether there was any."""
-        return not self.has_work and not self._sleep.level and self._executor.idle()
+        if self.has_work or self._sleep.level:
+            return False
+        if self._executor.idle():
+            return True
+        self._masks.prepare()  # on a thread of its own
+        return False
 
     def vital_signs(self) -> VitalSigns:
         """Of the workers. Any thread may ask."""
@@ -266,8 +271,8 @@ class EngineCore:
                 self._sleep.fall_asleep(argument)
                 return CallResult(call_id, self._sleep.level)
             case "wake_up":
-                self._sleep.wake_up()
-                return CallResult(call_id, 0)
+                self._sleep.wake_up(argument)
+                return CallResult(call_id, self._sleep.level)
             case "is_sleeping":
                 return CallResult(call_id, int(self._sleep.level > 0))
             case "pause":

@@ -19,6 +19,10 @@ SILENCE_LIMIT = 4.0
 """Seconds without a sign of life after which the engine counts as unresponsive: eight beats, so that a busy machine is
 not taken for a stopped process. A dead-lock or a stopped rank is seen a beat or two later."""
 
+HUNG_ENGINE_TIMEOUT = 60.0
+"""Seconds of silence after which an engine hangs, and `restart_engine` ends it, where its user says nothing else: time
+for a process that is looked at with a debugger, or that was swapped out, to come back."""
+
 
 def check_responsive(silence: float) -> None:
     """Raise EngineUnresponsiveError when `silence` (seconds) is over the limit."""

@@ -35,6 +35,14 @@ class InProcessClient:
     def silence(self) -> float:
         return 0.0
 
+    @property
+    def is_restarting(self) -> bool:
+        return False
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def send(self, message: ClientMessage) -> None:
         with self._arrival:
             self._raise_if_dead()

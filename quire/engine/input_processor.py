@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypedDict
 
@@ -31,6 +31,7 @@ MAX_CHARACTERS_PER_TOKEN = 64
 """No text averages more: a prompt beyond it is rejected without spending seconds on its tokens."""
 MAX_CUT_CHARACTERS = 2**20
 """Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
+PIECE_TOKENS = 2**16
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
 MASK_63 = 2**63 - 1
@@ -92,7 +93,7 @@ class InputProcessor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
-        self._seed = seed
+        self.seed = seed
         self._max_logprobs = max_logprobs
         self._takes_priorities = takes_priorities
         self._pools = pools
@@ -139,9 +140,8 @@ class InputProcessor:
             )
         if params.max_tokens is not None and params.max_tokens > room and not self.clips_max_tokens:
             raise PromptTooLongError(
-                f"{len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
-                f"{len(token_ids) + params.max_tokens} tokens, but the model's context (max_model_len) is "
-                f"{self.max_model_len} tokens: ask for at most {room}, or for a shorter prompt",
+                f"{self._longest}, but {len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
+                f"{len(token_ids) + params.max_tokens} tokens: ask for at most {room}, or for a shorter prompt",
                 param="max_tokens",
             )
         constraint, constraint_start = "", []
@@ -274,15 +274,20 @@ class InputProcessor:
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, but the model's context is {self.max_model_len} tokens, "
-                "prompt and at least one new token together",
+                f"{self._longest}, prompt and at least one new token together, but the prompt has "
+                f"{len(token_ids)} tokens",
                 param="prompt",
             )
         return token_ids
 
+    @property
+    def _longest(self) -> str:
+        """The beginning of errors about length; clients know them by OpenAI's words, which these are."""
+        return f"this model's maximum context length is {self.max_model_len} tokens"
+
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
         """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
-        largest = max(token_ids, default=0)
+        largest = max(map(max, _in_pieces(token_ids)), default=0)
         if largest >= self.vocab_size:
             raise UserError(
                 f"the prompt holds {tokenizer.token_text(largest)!r:.100}, which is token {largest} of the tokenizer; "
@@ -296,8 +301,7 @@ class InputProcessor:
         limit = self.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
             raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, far more than the model's context of "
-                f"{self.max_model_len} tokens holds",
+                f"{self._longest}, far fewer than the prompt's {len(text)} characters make",
                 param=param,
             )
 
@@ -318,6 +322,7 @@ class InputProcessor:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
         self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_token_ids(params.logprob_token_ids or (), "logprob_token_ids")
         self.check_token_ids(params.logit_bias or (), "logit_bias")
         if params.structured_outputs is not None:
             self.check_token_ids(params.structured_outputs.start_after_token_ids or (), "structured_outputs")
@@ -344,12 +349,19 @@ class InputProcessor:
                     param=name,
                 )
             changes[name] = number
+        if len(params.logprob_token_ids or ()) > most:
+            raise UserError(
+                f"logprob_token_ids has {len(params.logprob_token_ids or ())} tokens, and at most {most} are reported "
+                "(max_logprobs)",
+                param="logprob_token_ids",
+            )
         return msgspec.structs.replace(params, **changes) if changes else params
 
     def check_token_ids(self, token_ids: Any, param: str) -> None:
         """Types and range. Written for long lists of valid ids: the offender is looked for only when there is one."""
-        if not token_ids or (
-            set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size
+        if all(
+            set(map(type, some)) == {int} and min(some) >= 0 and max(some) < self.vocab_size
+            for some in _in_pieces(token_ids if isinstance(token_ids, list) else list(token_ids))
         ):
             return
         for token_id in token_ids:
@@ -363,12 +375,18 @@ class InputProcessor:
     def _resolve_seed(self, seed: int | None) -> int:
         """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
         number = next(self._request_numbers)
-        return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
+        return seed & MASK_63 if seed is not None else mix_seed(self.seed, number)
 
 
 def detected_reasoning(tokenizer: Tokenizer) -> ThinkFormat | None:
     name = detect_reasoning_parser(tokenizer.chat_templates.values())
     return None if name is None else reasoning_format(name)
+
+
+def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Other threads run between two pieces, and none within one."""
+    for start in range(0, len(token_ids), PIECE_TOKENS):
+        yield token_ids[start : start + PIECE_TOKENS]
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.decoding.masks import NO_MASKS, MaskSource
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.executors.interface import Executor
 from quire.executors.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from quire.structured_output.masks import GrammarMasks
 
 
 def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerFactory = paged_scheduler) -> EngineCore:
@@ -38,11 +35,13 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
     return EngineCore(config, run_plans, clock, make_scheduler, _masks(options, config))
 
 
-def _masks(options: EngineOptions, config: EngineConfig) -> GrammarMasks:
+def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
+    if config.model.pooling is not None:
+        return NO_MASKS
     from quire.structured_output.masks import GrammarMasks  # with numpy, which the server's process starts without
 
     def load() -> Tokenizer | None:
-        from quire.engine.front_end import open_tokenizer  # only where a request brings a constraint
+        from quire.engine.front_end import open_tokenizer  # only for constraints
 
         return open_tokenizer(options, config.model.vocab_size)
 

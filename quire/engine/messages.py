@@ -27,8 +27,8 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
-    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up`, `is_sleeping`,
-    `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
+    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
+    or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
 
     call_id: int
     method: str
@@ -103,6 +103,29 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     """Phase of the start-up -> seconds."""
     backend: str
     """What computes, for people to read (`Executor.describe_backend`)."""
+
+
+class Ask(msgspec.Struct, tag="ask", array_like=True):
+    """A message of a front end to its parent, for one of the parent's services (quire/engine/shared_engine.py)."""
+
+    ask_id: int
+    service: str
+    payload: bytes
+
+
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """payload: None when the service failed."""
+
+    ask_id: int
+    payload: bytes | None
+
+
+class EngineDied(msgspec.Struct, tag="died", array_like=True):
+    """The last message to the front ends that share an engine. Fields as in EngineDeadError."""
+
+    message: str
+    summary: str
+    error_id: str
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):

@@ -167,6 +167,7 @@ class _RequestState:
         "_prompt_logprobs",
         "_prompt_text",
         "_queue_time",
+        "_ranks_samples",
         "_request",
         "_tokenizer",
         "num_live",
@@ -183,6 +184,7 @@ class _RequestState:
         final_only: bool,
     ) -> None:
         self._request = request
+        self._ranks_samples = request.params.ranks_samples
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._delta = delta
@@ -265,13 +267,14 @@ class _RequestState:
 
     def _reported_sequences(self) -> list[_SequenceState]:
         """All, but of samples that are ranked the best `n`, and of hypotheses those that exist."""
-        params = self._request.params
-        if params.ranks_samples:
-            ranked = sorted(self.sequences, key=_SequenceState.rank)[: params.n]
+        if self._ranks_samples:
+            ranked = sorted(self.sequences, key=_SequenceState.rank)[: self._request.params.n]
             for index, sequence in enumerate(ranked):
                 sequence.index = index
             return ranked
-        return [sequence for sequence in self.sequences if not sequence.is_missing]
+        if self._request.params.use_beam_search:
+            return [sequence for sequence in self.sequences if not sequence.is_missing]
+        return self.sequences
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
         """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
@@ -294,6 +297,7 @@ class _SequenceState:
     __slots__ = (
         "_cumulative_logprob",
         "_detokenizer",
+        "_is_scored",
         "_logprobs",
         "_num_tokens",
         "_num_unchecked",
@@ -334,6 +338,8 @@ class _SequenceState:
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._is_scored = self._logprobs is not None or params.ranks_samples
+        """Whether the sum of the log-probabilities is told, even of a completion without a score."""
         self._score: float | None = None
         self.is_missing = False
         """The search found fewer hypotheses."""
@@ -427,16 +433,12 @@ class _SequenceState:
             index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=self._cumulative_logprob if logprobs is not None or self._is_ranked else None,
+            cumulative_logprob=None if self._score is None and not self._is_scored else self._cumulative_logprob,
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
             score=self._score,
         )
-
-    @property
-    def _is_ranked(self) -> bool:
-        return self._score is not None or self._params.ranks_samples
 
 
 def _internal_error(request_id: str, error: BaseException) -> InternalError:
@@ -447,14 +449,16 @@ def _internal_error(request_id: str, error: BaseException) -> InternalError:
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position's alternatives by token id, the chosen token first, then the others, best first."""
+    """One position's alternatives by token id, the chosen token first, then the others, best first, then those that the
+    request names, without a rank."""
     text_of = None if tokenizer is None else tokenizer.token_text
     chosen = entry.token_ids[0]
     found = {chosen: Logprob(entry.logprobs[0], entry.rank, None if text_of is None else text_of(chosen))}
-    for rank in range(1, len(entry.token_ids)):
-        token_id = entry.token_ids[rank]
+    num_ranked = len(entry.token_ids) - entry.num_listed
+    for place in range(1, len(entry.token_ids)):
+        token_id, rank = entry.token_ids[place], place if place < num_ranked else None
         if token_id not in found:
-            found[token_id] = Logprob(entry.logprobs[rank], rank, None if text_of is None else text_of(token_id))
+            found[token_id] = Logprob(entry.logprobs[place], rank, None if text_of is None else text_of(token_id))
     return found
 
 

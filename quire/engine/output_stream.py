@@ -5,13 +5,14 @@ of what one message of the core contains, and the turns of a request that runs i
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from quire.engine.messages import CallResult
 from quire.errors import QuireError
@@ -40,7 +41,8 @@ class OutputStream:
         self._delta = delta
         self._waiting: deque[RequestOutput | MergedOutput] = deque()
         self._error: QuireError | None = None
-        self._news = asyncio.Event()
+        self._consumer: asyncio.Future[None] | None = None
+        """What `get` waits for."""
 
     def put(self, output: RequestOutput) -> None:
         """Take note of an output. It is not changed: others may hold it as well."""
@@ -54,21 +56,25 @@ class OutputStream:
             if isinstance(newest, RequestOutput):
                 newest = self._waiting[-1] = MergedOutput(newest)
             newest.merge(output)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: QuireError) -> None:
         """`get` raises `error` once the output before it is taken."""
         self._error = error
-        self._news.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         while not self._waiting:
             if self._error is not None:
                 raise self._error
-            self._news.clear()
-            await self._news.wait()
+            self._consumer = asyncio.get_running_loop().create_future()
+            await self._consumer
         waiting = self._waiting.popleft()
         return waiting if isinstance(waiting, RequestOutput) else waiting.output()
+
+    def _wake(self) -> None:
+        if self._consumer is not None and not self._consumer.done():
+            self._consumer.set_result(None)
 
     async def last(self) -> RequestOutput:
         """Wait for the last output."""
@@ -95,7 +101,7 @@ class MergedOutput:
 
     def output(self) -> RequestOutput:
         """All of them as one delta; completions in the order in which they were first heard of."""
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._last,
             outputs=[completion.output() for completion in self._completions.values()],
             prompt_logprobs=self._prompt_logprobs,
@@ -127,7 +133,7 @@ class _MergedCompletion:
             self._text.append(completion.text)
 
     def output(self) -> CompletionOutput:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._last,
             text="".join(self._text),
             token_ids=self._token_ids,

@@ -83,7 +83,6 @@ class ProcessClient:
         self._inbox.bind(self._directory.address("outputs"))
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
-        self._outbox.setsockopt(zmq.RECONNECT_IVL, -1)
         # Left to the garbage collector, a context waits for ever for a socket that is collected after it.
         self._close_sockets = weakref.finalize(
             self, _close_sockets, self._context, self._inbox, self._outbox, self._alive_fd
@@ -111,14 +110,23 @@ class ProcessClient:
     def silence(self) -> float:
         return self._heartbeat.silence
 
+    @property
+    def is_restarting(self) -> bool:
+        return False
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def send(self, message: ClientMessage) -> None:
         _ = self.ready
         with self._sending:
             self._raise_if_dead()
-            try:
-                self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
-            except zmq.ZMQError:
+            # Not left to the socket, told not to connect again (RECONNECT_IVL): closed a moment after its peer is
+            # gone, such a one may keep libzmq 4.3.5 waiting for ever in `Context.term`.
+            if self._process.poll() is not None:
                 self._raise_cause()
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready
@@ -135,7 +143,7 @@ class ProcessClient:
             self._closed = True
             if self._death is None:
                 self._death = EngineFailed("the engine was shut down")
-                if self._ready is not None:
+                if self._ready is not None and timeout > 0:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
                     asked = True
         if asked:

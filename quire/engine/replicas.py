@@ -108,6 +108,14 @@ class ReplicatedClient:
         with self._lock:
             return max((self._clients[number].silence for number in self._living), default=0.0)
 
+    @property
+    def is_restarting(self) -> bool:
+        return False
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def send(self, message: ClientMessage) -> None:
         with self._lock:
             if self._death is not None:

@@ -27,9 +27,8 @@ class Backlog:
         self._clock = clock or SystemClock()
         self._prompts: dict[str, int] = {}
         self.num_tokens = 0
-        self._recent = 0.0
-        """Tokens of the prompts that were computed, those of RATE_SECONDS ago counting 1/e."""
-        self._updated_at = self._clock.now()
+        self.progress = (0.0, self._clock.now())
+        """Tokens of the prompts that were computed, those of RATE_SECONDS ago counting 1/e; and when that was so."""
 
     def add(self, key: str, num_tokens: int) -> None:
         self._prompts[key] = num_tokens
@@ -38,8 +37,9 @@ class Backlog:
     def note_progress(self, keys: Iterable[str]) -> None:
         """The engine has told something of these requests: their prompts are computed."""
         if self._prompts:
-            for key in keys:
-                self._recent = self._decayed() + self.discard(key)
+            now = self._clock.now()
+            num_tokens = sum(self.discard(key) for key in keys)
+            self.progress = (decayed(self.progress, now) * RATE_SECONDS + num_tokens, now)
 
     def discard(self, key: str) -> int:
         """Forget a request; returns what it counted."""
@@ -54,14 +54,14 @@ class Backlog:
     @property
     def seconds(self) -> float:
         """How long it takes at the rate of late; infinite when no prompt was computed lately."""
-        rate = self._decayed() / RATE_SECONDS
+        rate = decayed(self.progress, self._clock.now())
         return self.num_tokens / rate if rate else math.inf
 
-    def _decayed(self) -> float:
-        now = self._clock.now()
-        self._recent *= math.exp((self._updated_at - now) / RATE_SECONDS)
-        self._updated_at = now
-        return self._recent
+
+def decayed(progress: tuple[float, float], now: float) -> float:
+    """Tokens a second of prompts that were computed of late. progress: `Backlog.progress`."""
+    num_tokens, at = progress
+    return num_tokens * math.exp((at - now) / RATE_SECONDS) / RATE_SECONDS
 
 
 class RequestPart(Protocol):

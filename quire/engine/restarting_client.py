@@ -1,4 +1,5 @@
-"""An EngineClient that survives its engine: when the engine dies, it starts another one, and every request goes on.
+"""An EngineClient that survives its engine: when the engine dies or hangs, it starts another one, and every request
+goes on.
 
 It keeps of each live request what a new engine needs to go on with the same tokens: the request and what was generated
 (`ResumePoint`). Text, stop strings and logprobs are the front end's and outlive the engine anyway. Registered prefixes
@@ -51,15 +52,17 @@ PAUSE_SECONDS = 1.0
 MAX_FRUITLESS_DEATHS = 20
 """Deaths in a row, with no token between them, after which the engine counts as dead. A search among 256 requests for
 the one that ends the engine takes up to 18."""
+WATCH_SECONDS = 1.0
+"""How often the thread in `receive` looks whether the engine hangs."""
 OWN_CALL = -1
 """Id of our own calls, by which a new engine sleeps or pauses as the one before; the front end's are positive."""
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
 """Method of a call -> the call that brings about the state that it begins or ends."""
 
 
-def start_restarting(options: EngineOptions, executor: str) -> RestartingClient:
+def start_restarting(options: EngineOptions, executor: str, hung_engine_timeout: float) -> RestartingClient:
     """Engines in processes of their own, one after the other. The later ones have as many blocks as the first; where
-    steps are logged, each writes a file of its own."""
+    steps are logged, each writes a file of its own. hung_engine_timeout: as of RestartingClient."""
     numbers = itertools.count()
 
     def start(ready: EngineReady | None, stats: EngineStats | None) -> EngineClient:
@@ -73,7 +76,7 @@ def start_restarting(options: EngineOptions, executor: str) -> RestartingClient:
             changes["step_log"] = f"{options.step_log}.{number}"
         return ProcessClient(msgspec.structs.replace(options, **changes), executor=executor)
 
-    return RestartingClient(start)
+    return RestartingClient(start, hung_engine_timeout)
 
 
 @dataclass(slots=True)
@@ -125,9 +128,14 @@ class RestartingClient:
     """Implements `EngineClient`. The thread in `receive` notices the death and starts the next engine; `send` never
     waits for that."""
 
-    def __init__(self, start: StartEngine) -> None:
-        """Starts the first engine; a start that fails is an error, as without this class."""
+    def __init__(self, start: StartEngine, hung_engine_timeout: float = 0.0) -> None:
+        """Starts the first engine; a start that fails is an error, as without this class.
+
+        hung_engine_timeout: seconds of silence (quire/engine/heartbeat.py) after which an engine is ended as one that
+        hangs; 0: never. A long step is no silence, so no prompt is too long for it.
+        """
         self._start = start
+        self._hung_engine_timeout = hung_engine_timeout
         self._client = start(None, None)
         self._first_ready: EngineReady | None = None
         self._lock = threading.Lock()
@@ -199,8 +207,7 @@ class RestartingClient:
                 if not self._is_up:
                     _ = self.ready
                     self._begin()
-                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-                outputs = self._client.receive(remaining)
+                outputs = self._receive(deadline)
             except EngineDeadError as death:
                 if self._first_ready is None:
                     raise
@@ -215,6 +222,22 @@ class RestartingClient:
                 self._death = EngineDeadError("the engine was shut down")
             client = self._client
         client.shutdown(timeout)
+
+    def _receive(self, deadline: float | None) -> EngineOutputs | None:
+        """What the engine sends next; None at the deadline (of time.monotonic). Ends an engine that hangs, and raises
+        EngineDeadError for it as for one that has died."""
+        while True:
+            remaining = WATCH_SECONDS if deadline is None else min(WATCH_SECONDS, deadline - time.monotonic())
+            outputs = self._client.receive(max(0.0, remaining))
+            if outputs is not None:
+                return outputs
+            silence = self._client.silence
+            if 0 < self._hung_engine_timeout <= silence:
+                self._client.shutdown(0.0)
+                self._raise_if_over()
+                raise EngineDeadError(f"the engine process hung: it gave no sign of life for {silence:.0f} s")
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
 
     # What the engine reports.
 
@@ -265,12 +288,20 @@ class RestartingClient:
     def _note_result(self, result: CallResult) -> CallResult:
         call = self._calls.pop(result.call_id, None)
         if call is not None and result.error is None and call.method in STATES:
-            self._states.pop(STATES[call.method], None)
-            if call.method in STATES.values():
-                self._states[call.method] = call.argument
+            if call.method == "wake_up" and result.value:
+                self._states["wake_up"] = call.argument  # behind the call that sent it to sleep
+            else:
+                self._end_state(call)
         if isinstance(result.value, EngineStats):
             result.value = carry_over(self._stats_before, result.value)
         return result
+
+    def _end_state(self, call: Call) -> None:
+        self._states.pop(STATES[call.method], None)
+        if STATES[call.method] == "sleep":
+            self._states.pop("wake_up", None)
+        if call.method in STATES.values():
+            self._states[call.method] = call.argument
 
     # From one engine to the next.
 

@@ -1,12 +1,13 @@
 """Sleep: an idle engine releases its memory, and allocates it again without a restart.
 
 Level 1 keeps the weights (in host memory, where they were on a device), level 2 drops them: they are loaded again. The
-KV cache is given back by both, and what was cached is forgotten.
+KV cache is given back by both, and what was cached is forgotten. The weights may wake up alone, to be there before the
+KV cache takes its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from quire.errors import EngineAsleepError, UserError
@@ -14,6 +15,16 @@ from quire.executors.interface import Executor
 from quire.stats import EngineStats
 
 LEVELS = {"1": 1, "2": 2}
+PARTS = ("weights", "kv_cache")
+"""What sleeps, in the order in which it wakes up."""
+
+
+def part_of(tags: Collection[str] | None) -> str:
+    """The part of the engine that the tags of a wake-up mean, "" for all. Raises UserError for other tags."""
+    for tag in tags or ():
+        if tag not in PARTS:
+            raise UserError(f"tags must be among {', '.join(PARTS)}, not {tag!r}", param="tags")
+    return "" if not tags or set(tags) == set(PARTS) else next(iter(tags))
 
 
 class Cache(Protocol):
@@ -40,6 +51,7 @@ class Sleep:
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
         """finish_transfers: ends the transfers of the KV connector; returns whether nothing is left."""
         self.level = 0
+        self._has_weights = True
         self._executor = executor
         self._scheduler = scheduler
         self._finish_transfers = finish_transfers
@@ -56,19 +68,30 @@ class Sleep:
         if level not in LEVELS:
             raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
         wanted = LEVELS[level]
-        if wanted <= self.level:
+        if wanted <= self.level and not self._has_weights:
             return
         if not self.level:
             self._leave_the_cache()
         self._executor.sleep(wanted)
         self._scheduler.forget_rows()
-        self.level = wanted
+        self.level, self._has_weights = max(wanted, self.level), False
 
-    def wake_up(self) -> None:
-        """Be as before, with an empty cache. Raises what loading and allocating raise; then it is still asleep."""
-        if self.level:
-            self._executor.wake_up()
-            self.level = 0
+    def wake_up(self, part: str = "") -> None:
+        """Be as before, with an empty cache. part: "weights" brings back these alone, and "kv_cache" the rest behind
+        them. Raises what loading and allocating raise; then it is still asleep. Raises UserError for another part, and
+        for "kv_cache" while the weights sleep."""
+        if part not in ("", *PARTS):
+            raise UserError(f"the part to wake up must be one of {', '.join(PARTS)}, not {part!r}", param="tags")
+        if not self.level:
+            return
+        if part == "weights":
+            self._executor.wake_weights()
+            self._has_weights = True
+            return
+        if part and not self._has_weights:
+            raise UserError("the weights sleep: wake them up before the kv_cache", param="tags")
+        self._executor.wake_up()
+        self.level, self._has_weights = 0, True
 
     def _leave_the_cache(self) -> None:
         scheduler, stats = self._scheduler, self._scheduler.stats()

@@ -74,6 +74,11 @@ class Executor(Protocol):
         the host; level 2 the weights as well. A worker that sleeps at level 1 may be sent to level 2."""
         ...
 
+    def wake_weights(self) -> None:
+        """Have the weights as before `sleep`, and still no KV cache: `wake_up` follows, or `sleep`. Raises as
+        `wake_up`."""
+        ...
+
     def wake_up(self) -> None:
         """Be as after `allocate`. Raises ModelLoadError or InsufficientMemoryError, and may then be called again."""
         ...

@@ -114,6 +114,9 @@ class LocalExecutor:
     def sleep(self, level: int) -> None:
         self._call(self._live_worker().sleep, level)
 
+    def wake_weights(self) -> None:
+        self._call(self._live_worker().wake_weights)
+
     def wake_up(self) -> None:
         self._call(self._live_worker().wake_up)
 

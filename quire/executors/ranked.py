@@ -80,6 +80,9 @@ class RankedExecutor:
     def sleep(self, level: int) -> None:
         self._workers.call("sleep", level)
 
+    def wake_weights(self) -> None:
+        self._workers.call("wake_weights")
+
     def wake_up(self) -> None:
         self._workers.call("wake_up")
 

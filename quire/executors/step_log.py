@@ -163,6 +163,9 @@ class StepLog:
     def sleep(self, level: int) -> None:
         self._executor.sleep(level)
 
+    def wake_weights(self) -> None:
+        self._executor.wake_weights()
+
     def wake_up(self) -> None:
         self._executor.wake_up()
 

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import add
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.clock import Clock, SystemClock
+from quire.engine.messages import EngineReady
 from quire.metrics.families import COUNTERS, GAUGES, Family, MetricNames, Read, Row, histograms
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest, FinishReason
 from quire.stats import EngineStats
+from quire.utils.shared_numbers import Numbers
 
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "rate_limit")
 """Why the server refuses a request before the engine sees it: two bounds of the queue, and the limits of an API key."""
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level."""
+STEP_TOKENS = "iteration_tokens_total"
 ENGINE = "0"
 """The label `engine`: which of several engines behind one server."""
 
@@ -38,28 +43,35 @@ class EngineMetrics(Collector):
     def __init__(
         self,
         model_name: str,
+        ready: EngineReady,
         *,
-        block_size: int,
-        num_blocks: int,
-        max_model_len: int,
         names: MetricNames = MetricNames.VLLM,
         cache_config: Mapping[str, str] | None = None,
         sleep_level: Callable[[], int] = lambda: 0,
+        numbers: Numbers | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """cache_config: labels of cache_config_info besides the sizes. sleep_level: of the engine now, 0 when awake."""
+        """cache_config: labels of cache_config_info besides the sizes. sleep_level: of the engine now, 0 when awake.
+        numbers: where the processes of a server count together, and their parent the steps; None: this process counts
+        alone."""
+        self._counts_steps = numbers is None
+        numbers = numbers or Numbers.alone()
         self._clock = clock or SystemClock()
         self._requests: dict[str, RequestProgress] = {}
-        self.stats = EngineStats(block_size=block_size, num_blocks=num_blocks)
+        self.stats = EngineStats(block_size=ready.block_size, num_blocks=ready.num_blocks)
         """The last snapshot."""
         self.names = names
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._cache_config = dict(cache_config or {})
         self._sleep_level = sleep_level
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._rejections = dict.fromkeys(REJECTIONS, 0)
-        self._histograms = {name: Histogram(*row) for name, row in histograms(max_model_len).items()}
+        self._steps = StepTokens(numbers)  # first, as in the parent
+        self._finished = Counts(FINISH_REASONS, numbers)
+        self._rejections = Counts(REJECTIONS, numbers)
+        self._histograms = {
+            name: self._steps.histogram if name == STEP_TOKENS else Histogram(*row, numbers)
+            for name, row in histograms(ready.max_model_len).items()
+        }
         found = self._histograms
         self.time_to_first_token = found["time_to_first_token_seconds"]
         self.inter_token_latency = found["inter_token_latency_seconds"]
@@ -73,16 +85,9 @@ class EngineMetrics(Collector):
         self.computed_length = found["request_prefill_kv_computed_tokens"]
         self.generation_length = found["request_generation_tokens"]
         self.longest_generation = found["request_max_num_generation_tokens"]
-        self.iteration_tokens = found["iteration_tokens_total"]
         self.params_n = found["request_params_n"]
         self.params_max_tokens = found["request_params_max_tokens"]
         self.registry.register(self)
-        ProcessCollector(registry=self.registry)
-
-    @property
-    def num_running(self) -> int:
-        """Requests being computed, as of the last snapshot."""
-        return self.stats.num_running
 
     def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
         """Count the parameters of a generating request; one that runs in several parts counts as these."""
@@ -95,14 +100,12 @@ class EngineMetrics(Collector):
 
     def record_rejection(self, reason: str) -> None:
         """Count a request that the server refused. reason: one of REJECTIONS."""
-        self._rejections[reason] += 1
+        self._rejections.add(reason)
 
     def record_stats(self, stats: EngineStats) -> None:
         """Take a new snapshot; it replaces the one before."""
-        num_steps = stats.steps_total - self.stats.steps_total
-        if num_steps > 0:
-            num_tokens = stats.scheduled_tokens_total - self.stats.scheduled_tokens_total
-            self.iteration_tokens.observe(num_tokens / num_steps, num_steps)
+        if self._counts_steps:
+            self._steps.record(stats)
         self.stats = stats
 
     def record_outputs(self, outputs: list[RequestOutput]) -> None:
@@ -119,7 +122,7 @@ class EngineMetrics(Collector):
                 if gap is not None:
                     self.inter_token_latency.observe(gap, len(completion.token_ids))
                 if completion.finish_reason is not None:
-                    self._finished[completion.finish_reason] += 1
+                    self._finished.add(completion.finish_reason)
             if output.finished:
                 del self._requests[output.request_id]
                 self._record_finished(output, progress, now)
@@ -146,9 +149,9 @@ class EngineMetrics(Collector):
             yield from self._families(CounterMetricFamily, family)
         for family in GAUGES:
             yield from self._families(GaugeMetricFamily, family)
-        yield from self._counted("request_success", "Finished requests.", "finished_reason", self._finished)
+        yield from self._counted("request_success", "Finished requests.", "finished_reason", self._finished.totals())
         yield from self._counted(
-            "admission_rejections", "Requests refused before the engine saw them.", "reason", self._rejections
+            "admission_rejections", "Requests refused before the engine saw them.", "reason", self._rejections.totals()
         )
         asleep = self._sleep_level()
         states = {state: float(level == asleep) for level, state in enumerate(SLEEP_STATES)}
@@ -197,41 +200,92 @@ def _constant(value: float) -> Read:
 
 class Histogram:
     """A binary search per observation, however many tokens a step brings. help: as exposed. buckets: upper bounds,
-    ascending, the last one (infinity) left out.
+    ascending, the last one (infinity) left out. numbers: as for EngineMetrics.
 
-    Not synchronised: one thread observes and collects.
+    Not synchronised: one thread of a process observes.
     """
 
-    def __init__(self, help: str, buckets: Sequence[float]) -> None:
+    def __init__(self, help: str, buckets: Sequence[float], numbers: Numbers | None = None) -> None:
         self.help = help
         self.buckets = tuple(buckets)
-        self._counts = [0] * (len(self.buckets) + 1)
-        self._sum = 0.0
+        self._cells = (numbers or Numbers.alone()).allocate(len(self.buckets) + 2)
+        """For each bucket and for infinity how often, and the sum at last."""
+        self._own = self._cells.own
 
     @property
     def count(self) -> int:
         """Number of observations."""
-        return sum(self._counts)
+        return int(sum(self._cells.totals()[:-1]))
 
     @property
     def sum(self) -> float:
         """Of all observations."""
-        return self._sum
+        return self._cells.total(-1)
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value` into its bucket, `times` times."""
-        self._counts[bisect_left(self.buckets, value)] += times
-        self._sum += value * times
+        self._own[bisect_left(self.buckets, value)] += times
+        self._own[-1] += value * times
 
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
         """The exposition as `name`, with cumulative counts."""
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
-        cumulative, rows = 0, []
-        for bound, count in zip((*map(_bound, self.buckets), "+Inf"), self._counts, strict=True):
+        *counts, sum_value = self._cells.totals()
+        cumulative, rows = 0.0, []
+        for bound, count in zip((*map(_bound, self.buckets), "+Inf"), counts, strict=True):
             cumulative += count
             rows.append((bound, cumulative))
-        family.add_metric(list(labels.values()), buckets=rows, sum_value=self._sum)
+        family.add_metric(list(labels.values()), buckets=rows, sum_value=sum_value)
         return family
+
+
+class StepTokens:
+    """How many tokens steps compute, from the snapshots that follow them."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.histogram = Histogram(*histograms(1)[STEP_TOKENS], numbers)
+        self._before = EngineStats()
+
+    def record(self, stats: EngineStats) -> None:
+        """Take a new snapshot: several steps since the last one count as their mean."""
+        num_steps = stats.steps_total - self._before.steps_total
+        if num_steps > 0:
+            num_tokens = stats.scheduled_tokens_total - self._before.scheduled_tokens_total
+            self.histogram.observe(num_tokens / num_steps, num_steps)
+        self._before = stats
+
+
+class Counts:
+    """A counter for each of some names."""
+
+    def __init__(self, names: Sequence[str], numbers: Numbers) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
+        self._cells = numbers.allocate(len(names))
+
+    def add(self, name: str) -> None:
+        self._cells.own[self._places[name]] += 1
+
+    def totals(self) -> dict[str, float]:
+        return dict(zip(self._places, self._cells.totals(), strict=True))
+
+
+class ProcessMetrics(Collector):
+    """What the system knows of some processes (processor time, memory, open files), as one. They started when the
+    first of them did."""
+
+    def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
+        self._pids = pids
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for pid in self._pids():
+            for metric in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+                if (total := found.setdefault(metric.name, metric)) is metric:
+                    continue
+                merge = min if metric.name == "process_start_time_seconds" else add
+                pairs = zip(total.samples, metric.samples, strict=True)
+                total.samples = [one._replace(value=merge(one.value, other.value)) for one, other in pairs]
+        yield from found.values()
 
 
 def _bound(value: float) -> str:

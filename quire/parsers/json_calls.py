@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from quire.parsers.call_forms import Form, Schemas, call_objects, in_text, section_calls, tag
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Sink, Steps, TextReader, discard
 
@@ -203,15 +204,20 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
-    call needs no marker."""
+    call needs no marker. arguments: the key under which models write them; both are read."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
     is_bare: bool = False
+    arguments: str = "arguments"
 
     @property
     def markers(self) -> tuple[str, ...]:
         return self.starts + self.ends
+
+    def held(self, schemas: Schemas, parallel: bool) -> Form:
+        content = call_objects(schemas, self.arguments, parallel)
+        return in_text([tag(start, content, (*self.ends, "")) for start in self.starts], parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
         if self.is_bare:
@@ -279,8 +285,11 @@ class SectionFormat:
     call_end: str
 
     @property
-    def markers(self) -> tuple[str, ...]:
+    def markers(self) -> tuple[str, str, str, str, str]:
         return self.section, self.section_end, self.call, self.separator, self.call_end
+
+    def held(self, schemas: Schemas, parallel: bool) -> Form:
+        return section_calls(self.markers, schemas, parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
         outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call)

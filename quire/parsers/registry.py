@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, nearest_name
+from quire.parsers.call_forms import Form, Schemas, harmony_calls, mistral_calls
 from quire.parsers.harmony import MARKERS as HARMONY_MARKERS
 from quire.parsers.harmony import parse_harmony
 from quire.parsers.json_calls import JsonFormat, SectionFormat, parse_mistral
@@ -21,16 +22,25 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls. markers: texts of the format, which may be special tokens. has_reasoning:
-    the format has reasoning of its own."""
+    """How a family of models writes calls.
+
+    markers: texts of the format, which may be special tokens. has_reasoning: the format has reasoning of its own.
+    held: the constraint of an answer that may call tools with these schemas, several or one at most
+    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. forced: the same of an
+    answer that is a call, in a format with channels.
+    """
 
     parse: Callable[[TextReader, Output], Steps[None]]
     markers: tuple[str, ...]
     new_id: Callable[[], str] = call_id
     has_reasoning: bool = False
+    held: Callable[[Schemas, bool], Form] | None = None
+    forced: Callable[[Schemas], Form] | None = None
 
 
 def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat) -> ToolFormat:
+    if isinstance(form, SectionFormat) or (isinstance(form, JsonFormat) and not form.is_bare):
+        return ToolFormat(form.parse, form.markers, held=form.held)
     return ToolFormat(form.parse, form.markers)
 
 
@@ -71,7 +81,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "granite4": _HERMES,
     "hermes": _HERMES,
     "hunyuan_a13b": _of(JsonFormat(("<tool_calls>",), ("</tool_calls>",))),
-    "internlm": _of(JsonFormat(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",))),
+    "internlm": _of(
+        JsonFormat(
+            ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",), arguments="parameters"
+        )
+    ),
     "jamba": _of(JsonFormat(("<tool_calls>",), ("</tool_calls>",))),
     "kimi_k2": _of(
         SectionFormat(
@@ -97,9 +111,15 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "</parameter>",
         )
     ),
-    "mistral": ToolFormat(parse_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
+    "mistral": ToolFormat(parse_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id, held=mistral_calls),
     "olmo3": _of(PythonicFormat("<function_calls>", "</function_calls>", is_bare=False, has_brackets=False)),
-    "openai": ToolFormat(parse_harmony, HARMONY_MARKERS, has_reasoning=True),
+    "openai": ToolFormat(
+        parse_harmony,
+        HARMONY_MARKERS,
+        has_reasoning=True,
+        held=lambda schemas, _: harmony_calls(schemas, is_forced=False),
+        forced=lambda schemas: harmony_calls(schemas, is_forced=True),
+    ),
     "phi4_mini_json": _of(JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
     "pythonic": _of(PythonicFormat()),
     "qwen3_coder": _QWEN_CODER,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.sampling.batch import Array, SampleBatch, TokenMasks
-from quire.sampling.parameters import Asked
+from quire.sampling.parameters import Asked, Listed
 from quire.sampling.results import Best, Choice, Deferred, Ranking
 
 
@@ -64,6 +65,11 @@ class SamplingKernels(Protocol[Array]):
     def rank(self, logits: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked) -> Deferred[Ranking]:
         """Log-probability and rank of the chosen token, and the best tokens, of the rows that ask. logits: of
         `set_aside`. token_ids: [R]."""
+        ...
+
+    def compare_listed(self, logits: Array, token_ids: Array, listed: Listed, asked: Asked) -> Deferred[np.ndarray]:
+        """[P] float32: by how much the logit of each listed token is above that of its row's chosen one. The arguments
+        are those of `rank`."""
         ...
 
     def rank_beams(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> Deferred[Best]:

@@ -118,6 +118,15 @@ class Asked(NamedTuple):
     counts: list[int]
 
 
+class Listed(NamedTuple):
+    """Tokens that N asking rows name, one after the other. where: [P] int64, which of the rows each is of. token_ids:
+    [P] int64. counts: [N], how many each row has."""
+
+    where: np.ndarray
+    token_ids: np.ndarray
+    counts: list[int]
+
+
 class SamplingRows:
     """Columns of shape [num_rows], indexed by row, with the types of `COLUMNS`; lists of tokens in `lists`."""
 
@@ -140,6 +149,7 @@ class SamplingRows:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
         self.lists = RowLists(num_rows)
         self.rows_with_prompt_logprobs: set[int] = set()
+        self._listed: dict[int, list[int]] = {}
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
         """Write every column of `row`."""
@@ -147,13 +157,17 @@ class SamplingRows:
             getattr(self, column.name)[row] = column.encode(sampling)
         self.lists.set(row, sampling)
         self.rows_with_prompt_logprobs.discard(row)
+        self._listed.pop(row, None)
         if sampling.params.prompt_logprobs is not None:
             self.rows_with_prompt_logprobs.add(row)
+        if sampling.params.logprob_token_ids:
+            self._listed[row] = sampling.params.logprob_token_ids
 
     def clear(self, row: int) -> None:
         """Drop what `row` owns beyond its columns (the next owner overwrites those)."""
         self.lists.clear(row)
         self.rows_with_prompt_logprobs.discard(row)
+        self._listed.pop(row, None)
 
     def words(self, row: int) -> np.ndarray:
         """[NUM_WORDS] int32: the row as a device's kernels read it."""
@@ -165,6 +179,17 @@ class SamplingRows:
     def used(self, rows: np.ndarray) -> int:
         """The union of `Feature` over `rows` ([R] int64)."""
         return int(np.bitwise_or.reduce(self.features[rows]))
+
+    def listed(self, rows: np.ndarray, asked: Asked) -> Listed | None:
+        """The tokens whose log-probabilities the asking ones of `rows` ([R] int64) want besides the best; None where
+        none does."""
+        if not self._listed:
+            return None
+        lists = [self._listed.get(row, ()) for row in rows[asked.indices].tolist()]
+        counts = [len(each) for each in lists]
+        if not any(counts):
+            return None
+        return Listed(np.repeat(np.arange(len(lists)), counts), np.concatenate(lists).astype(np.int64), counts)
 
     def asked(self, rows: np.ndarray, feature: int, counts: np.ndarray) -> Asked:
         """Which of `rows` ([R] int64) have a feature. counts: [num_rows] int64, how many results each row wants."""

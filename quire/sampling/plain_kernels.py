@@ -15,7 +15,7 @@ from quire.sampling import rules
 from quire.sampling.batch import TokenMasks
 from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
 from quire.sampling.filters import apply_filters
-from quire.sampling.parameters import Asked, Feature, SamplingRows
+from quire.sampling.parameters import Asked, Feature, Listed, SamplingRows
 from quire.sampling.results import Best, Choice, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
@@ -70,6 +70,12 @@ class PlainKernels:
 
     def rank(self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> Deferred[Ranking]:
         return ready(self._rank(logits, token_ids[asked.indices], max(asked.counts)))
+
+    def compare_listed(
+        self, logits: np.ndarray, token_ids: np.ndarray, listed: Listed, asked: Asked
+    ) -> Deferred[np.ndarray]:
+        chosen = token_ids[asked.indices][listed.where]
+        return ready(logits[listed.where, listed.token_ids] - logits[listed.where, chosen])
 
     def rank_tokens(self, logits: torch.Tensor, token_ids: np.ndarray, num_top: int) -> Deferred[Ranking]:
         return ready(self._rank(logits.numpy(), token_ids, num_top))

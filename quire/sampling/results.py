@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.parameters import Asked
+from quire.sampling.parameters import Asked, Listed
 from quire.sampling.rules import BANNED_SCORE
 from quire.step import Candidates, TokenLogprobs
 
@@ -69,6 +70,25 @@ class SampledTokens(NamedTuple):
     nonfinite: Sequence[int] = ()
 
 
+class ListedLogprobs(NamedTuple):
+    """Log-probabilities of tokens that the rows name. rise: how far the logit of each is above the chosen token's,
+    whose log-probability the ranking has."""
+
+    differences: Deferred[np.ndarray]
+    listed: Listed
+
+    def add_to(self, entries: Sequence[TokenLogprobs], hosts: Iterator[torch.Tensor]) -> None:
+        """entries: of the rows that ask for log-probabilities."""
+        chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
+        # No log-probability is above 0, where rounding may bring the sum.
+        values = iter(np.minimum(self.differences.read(hosts) + chosen[self.listed.where], 0).tolist())
+        token_ids = iter(self.listed.token_ids.tolist())
+        for entry, count in zip(entries, self.listed.counts, strict=True):
+            entry.token_ids += itertools.islice(token_ids, count)
+            entry.logprobs += itertools.islice(values, count)
+            entry.num_listed = count
+
+
 class Samples(NamedTuple):
     """What sampling R rows leaves. ranking, candidates: of the rows that ask for log-probabilities and of beams, None
     where no row asks."""
@@ -78,10 +98,11 @@ class Samples(NamedTuple):
     candidates: Deferred[Best] | None
     logprobs_asked: Asked | None
     candidates_asked: Asked | None
+    listed: ListedLogprobs | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """What must be copied to the host."""
-        parts = (self.choice, self.ranking, self.candidates)
+        parts = (self.choice, self.ranking, None if self.listed is None else self.listed.differences, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:
@@ -93,7 +114,10 @@ class Samples(NamedTuple):
         if self.ranking is not None and self.logprobs_asked is not None:
             indices, counts = self.logprobs_asked
             ranking = self.ranking.read(remaining)
-            logprobs = dict(zip(indices.tolist(), read_logprobs(ranking, counts), strict=True))
+            entries = read_logprobs(ranking, counts)
+            if self.listed is not None:
+                self.listed.add_to(entries, remaining)
+            logprobs = dict(zip(indices.tolist(), entries, strict=True))
             if not ranking.is_sound.all():
                 nonfinite = sorted({*nonfinite, *indices[~ranking.is_sound].tolist()})
         if self.candidates is not None and self.candidates_asked is not None:

@@ -9,7 +9,7 @@ import torch
 from quire.sampling.batch import Array, SampleBatch, TokenMasks
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import EDITS, PENALTIES, Feature, SamplingRows
-from quire.sampling.results import Logprobs, Samples
+from quire.sampling.results import ListedLogprobs, Logprobs, Samples
 
 
 class Sampler(Generic[Array]):
@@ -49,7 +49,11 @@ class Sampler(Generic[Array]):
         # 4. What beams can go on with, and log-probabilities of what was chosen.
         candidates = None if beams is None else kernels.rank_beams(scores, batch, beams)
         ranking = None if logprobs is None else kernels.rank(unchanged, token_ids, batch, logprobs)
-        return Samples(choice, ranking, candidates, logprobs, beams)
+        listed = None if logprobs is None else rows.listed(where, logprobs)
+        more = None
+        if listed is not None and logprobs is not None:
+            more = ListedLogprobs(kernels.compare_listed(unchanged, token_ids, listed, logprobs), listed)
+        return Samples(choice, ranking, candidates, logprobs, beams, more)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
         """Log-probability and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best tokens.

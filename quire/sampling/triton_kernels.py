@@ -18,7 +18,7 @@ import torch
 from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
 from quire.sampling.batch import SampleBatch, TokenMasks
-from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, SamplingRows
+from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, Listed, SamplingRows
 from quire.sampling.results import Best, Choice, Deferred, Ranking
 from quire.sampling_params import MAX_LOGPROBS
 
@@ -106,6 +106,18 @@ class TritonKernels:
         num_top = max(MAX_LOGPROBS, *asked.counts) if any(asked.counts) else 0
         result = self._rank(logits, token_ids, num_top, batch.rows, Feature.LOGPROBS)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[asked.indices]))
+
+    def compare_listed(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, listed: Listed, asked: Asked
+    ) -> Deferred[np.ndarray]:
+        vocab_size = logits.shape[1]
+        rows, tokens = self._to_device(asked.indices[listed.where]), self._to_device(listed.token_ids)
+        begins = rows.to(torch.int64) * vocab_size
+        # Not by logits[rows, tokens]: indexing of that form may wait for the device.
+        values = [
+            torch.take(logits, begins + each).to(torch.float32) for each in (tokens, token_ids.index_select(0, rows))
+        ]
+        return Deferred((values[0] - values[1],), lambda hosts: next(hosts).numpy())
 
     def rank_beams(self, scores: torch.Tensor, batch: DeviceBatch, beams: Asked) -> Deferred[Best]:
         result = self._rank(scores, None, max(beams.counts), batch.rows, Feature.CANDIDATES)

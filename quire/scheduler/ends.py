@@ -114,7 +114,8 @@ class Ends:
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                num_stored = len(sequence.token_ids) - (not request.pooling)  # a token just sampled is not computed
+                # What was just sampled, or forced behind that, is not computed.
+                num_stored = min(sequence.num_computed_tokens, len(sequence.token_ids) - (not request.pooling))
                 self._kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
             else:
                 self._kv.free(sequence.blocks)
@@ -134,7 +135,7 @@ class Ends:
 
     def release_slot(self, sequence: Sequence) -> None:
         """Release a sequence's request slot on the workers with the next plan."""
-        sequence.fast_path_until = 0
+        sequence.fast_path_until = sequence.num_unsent_tokens = 0
         self.trimmed.pop(sequence.seq_id, None)
         if self.beam_reorder.forget(sequence):
             self.released.append(sequence.seq_id)

@@ -26,6 +26,7 @@ class PlanBuilder:
         self.num_drafts: dict[int, int] = {}
         """Batch index -> drafts among its tokens."""
         self.drafts: dict[int, list[int]] = {}
+        self.appended: dict[int, list[int]] = {}
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
         self.pooled: list[int] = []
@@ -97,6 +98,11 @@ class PlanBuilder:
                 self.pooled.append(len(self.samples) - 1)
             if sequence.request.constraint is not None:
                 self.masked.append(len(self.samples) - 1)
+
+    def append_forced(self, sequence: Sequence) -> None:
+        """Send the last tokens of a sequence, which the workers have not sampled."""
+        self.appended[sequence.seq_id] = sequence.token_ids[-sequence.num_unsent_tokens :]
+        sequence.num_unsent_tokens = 0
 
     def place_drafts(self, drafts: Drafts) -> None:
         """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
@@ -182,6 +188,7 @@ class PlanBuilder:
             self.start_positions.pop()
             num_drafts = self.num_drafts.pop(len(self.sequences), 0)
             self.drafts.pop(sequence.seq_id, None)
+            self.appended.pop(sequence.seq_id, None)
             sequence.num_pending_tokens -= num_drafts
             sequence.num_pending_drafts -= num_drafts
             sequence.num_computed_tokens -= count
@@ -238,6 +245,7 @@ class PlanBuilder:
             released=released,
             beam_reorders=beam_reorders,
             token_overrides=token_overrides,
+            appended=self.appended,
             transfers=transfers,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
-from quire.decoding.masks import Constraint
+from quire.decoding.masks import Constraint, take_forced
 from quire.decoding.parallel import create_sequences
 from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
@@ -271,17 +271,21 @@ class Scheduler:
             else:
                 token_ids += new_ids
             token_id = new_ids[-1]
-            # Without drafts of its own: those have no masks.
-            if has_masks and sequence.matcher is not None and not sequence.matcher.accept(token_id):
-                token_ids.pop()
-                self._ends.end_unmatched(sequence, f"token {token_id} does not follow the constraint")
-                continue
+            num_known = len(token_ids)
+            is_matched = False
+            if has_masks and sequence.matcher is not None:  # without drafts of its own: those have no masks
+                if not sequence.matcher.accept(token_id):
+                    token_ids.pop()
+                    self._ends.end_unmatched(sequence, f"token {token_id} does not follow the constraint")
+                    continue
+                new_ids = new_ids + take_forced(sequence)
+                num_more_tokens += len(new_ids) - 1
+                token_id = new_ids[-1]
+                is_matched = sequence.matcher.is_finished
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
                 update.logprobs = all_logprobs[position][: len(new_ids)]
-            num_known = len(token_ids)
-            is_matched = has_masks and sequence.matcher is not None and sequence.matcher.is_finished
-            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
+            if len(token_ids) >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
                 any_finished = True
                 update.ends_in_text = is_matched and ends_in_text(sequence, token_id)
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
@@ -353,6 +357,8 @@ class Scheduler:
                     allocation = kv.allocate_slots(blocks, least_start, end)
                 builder.grow(sequence, allocation)
             builder.place(sequence, start, num_tokens, known)
+            if sequence.num_unsent_tokens:
+                builder.append_forced(sequence)
             if start + num_tokens == request.fork_position:
                 builder.fork(sequence, kv)
             if max_drafts:

@@ -14,12 +14,12 @@ from quire.errors import UserError
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
+from quire.server.query import truth
 from quire.server.responses import json_response
 from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
 """Settings that /server_info leaves out."""
-PARTS = {"weights", "kv_cache"}
 """What wakes up, always together."""
 
 
@@ -43,12 +43,13 @@ class PrefixCacheReset(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """config: the engine's, as text where the request asks for that."""
+    """config: the engine's, as text where the request asks for that. start_seconds: phase of the start -> seconds."""
 
     version: str
     config: dict[str, Any] | str
     server: dict[str, Any]
     engine: dict[str, Any]
+    start_seconds: dict[str, float]
 
 
 class TokenizerInfo(msgspec.Struct):
@@ -117,7 +118,8 @@ def _add_info_routes(app: FastAPI, context: ServerContext) -> None:
         settings = {name: value for name, value in msgspec.to_builtins(context.settings).items() if name not in SECRETS}
         text = "\n".join(f"{name}: {value}" for name, value in config.items())
         engine = msgspec.structs.asdict(context.engine.ready)
-        return json_response(ServerInfo(__version__, text if config_format == "text" else config, settings, engine))
+        shown = text if config_format == "text" else config
+        return json_response(ServerInfo(__version__, shown, settings, engine, dict(context.start_seconds)))
 
 
 def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
@@ -138,15 +140,12 @@ def _add_sleep_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/wake_up")
     @admin
     async def wake_up(tags: list[str] = Query([])) -> Response:  # noqa: B008 - FastAPI's way to read a list
-        """Weights and KV cache wake up together. Also ends a pause."""
+        """Weights, then KV cache, or both together, which also ends a pause."""
         context.check_alive()
-        if wrong := set(tags) - PARTS:
-            raise UserError(f"tags must be among weights, kv_cache, not {min(wrong)!r}", param="tags")
-        if tags and set(tags) != PARTS:
-            raise UserError("weights and kv_cache wake up together: give both tags, or none", param="tags")
-        await engine.wake_up()
-        await engine.resume()
-        return json_response(Sleeping(False))
+        await engine.wake_up(tags)
+        if not (is_sleeping := await engine.is_sleeping()):
+            await engine.resume()
+        return json_response(Sleeping(is_sleeping))
 
     @app.get("/is_sleeping")
     @admin
@@ -181,11 +180,3 @@ def described(config: EngineConfig) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "keys") else str(value)
-
-
-def truth(name: str, text: str) -> bool:
-    """A query parameter that is true or false. Raises UserError for anything else."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise UserError(f"{name} must be true or false, not {text!r}", param=name)
-    return values[text.lower()]

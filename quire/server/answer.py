@@ -15,13 +15,14 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
 from quire.server.auth import client_of
-from quire.server.body import IGNORED_FIELDS, read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import AnswerTimes, Identifier, StreamOptions
+from quire.server.protocol.common import AnswerTimes, Identifier
 from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 
@@ -45,8 +46,14 @@ class Answer(ABC, Generic[Body]):
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)
         # A proxy repeats a request under the id of the first one, which may still run.
-        self._engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
+        self.engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
         self._counter = TokenCounter()
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        """Fields of the request that are known and have no effect on this server."""
+        is_idle = self._body.include_metrics and not self._context.settings.enable_per_request_metrics
+        return ["include_metrics"] if is_idle else []
 
     def _times(self) -> AnswerTimes | UnsetType | None:
         """What the phases of the request took, where it asks for that and may; None for several sequences or
@@ -78,13 +85,17 @@ def header_id(request: Request) -> str | None:
 
 
 def with_defaults(body: Body, context: ServerContext) -> Body:
-    """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), and the
-    usage at the end of a stream where the server always sends it."""
+    """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), the
+    server's, and the usage at the end of a stream where the server always sends it."""
     defaults = context.engine.model_config.sampling_defaults
     changes: dict[str, Any] = {
         name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
     }
-    if body.stream and context.settings.enable_force_include_usage:
+    settings = context.settings
+    for name in ("return_tokens_as_token_ids", "stream_interval"):
+        if getattr(body, name) is None:
+            changes[name] = getattr(settings, name)
+    if body.stream and settings.enable_force_include_usage:
         options = body.stream_options or StreamOptions()
         changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
     return msgspec.structs.replace(body, **changes) if changes else body
@@ -106,8 +117,7 @@ def add_answer_route(
         context.check_priority(body.priority, client_of(request))
         answer = answer_type(context, body, header_id(request))
         headers = {"X-Request-Id": answer.response_id}
-        if body.include_metrics and not context.settings.enable_per_request_metrics:
-            request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), "include_metrics"]
+        report_ignored(request, context, answer.ineffective_fields)
         if body.stream:
             return EventStream(answer.stream(), headers)
         return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)

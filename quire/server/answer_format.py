@@ -10,6 +10,7 @@ import msgspec
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput
+from quire.parsers.call_forms import Form, behind_thoughts, calls_or, calls_schema, schema_form
 from quire.parsers.output import OutputDelta, call_id
 from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
 from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
@@ -92,16 +93,22 @@ class AnswerFormat:
         self._reasons_itself = tools is not None and tools.has_reasoning
         if self._mode == "auto" and tools is None:
             raise UserError(NO_PARSER, param="tool_choice")
-        if self._mode in ("required", "function"):
-            if self._reasons_itself:
-                raise UserError(
-                    f"tool_choice {self._mode!r} is not supported with this model's format (auto and none are)",
-                    param="tool_choice",
-                )
-            if body.to_structured_outputs() is not None:
-                raise UserError(
-                    f"tool_choice {self._mode!r} and {body.constraint_field} exclude one another", param="tool_choice"
-                )
+        self._is_forced = self._mode in ("required", "function")
+        has_constraint = body.to_structured_outputs() is not None
+        is_format = body.constraint_field == "response_format"  # of the content, which forced calls have none of
+        if self._is_forced and has_constraint and not is_format:
+            raise UserError(
+                f"tool_choice {self._mode!r} and {body.constraint_field} exclude one another", param="tool_choice"
+            )
+        can_hold = self._mode == "auto" and tools is not None and tools.held is not None
+        is_strict = self._mode == "auto" and any(tool.function.strict is True for tool in self._tools)
+        self._is_held = is_strict and can_hold and not has_constraint
+        self._calls_or_answers = can_hold and has_constraint and is_format and not self._reasons_itself
+        is_weak = is_strict and not (self._is_held or self._calls_or_answers)
+        self.ineffective_fields = ["tools[].function.strict"] if is_weak else []
+        """Fields that are known and have no effect here."""
+        self.constraint_field = "tools" if self._is_forced or self._is_held else body.constraint_field
+        """What the client calls the constraint on the answer."""
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -178,12 +185,12 @@ class AnswerFormat:
 
     def _program(self) -> Program:
         tools = self._formats.tools
+        if tools is not None and (self._mode == "auto" or tools.has_reasoning):
+            return tools.parse
         if self._mode == "required":
             return call_list
         if self._mode == "function":
             return named_call(self._tools[0].function.name)
-        if tools is not None and (self._mode == "auto" or tools.has_reasoning):
-            return tools.parse
         return plain
 
     def _has_special_markers(self) -> bool:
@@ -198,10 +205,21 @@ class AnswerFormat:
     def _constraint(self, params: SamplingParams) -> StructuredOutputsParams | None:
         """The constraint on the text: to tools where they are asked for, and behind the reasoning."""
         found = params.structured_outputs
+        tools, parallel = self._formats.tools, self._body.parallel_tool_calls
+        if self._is_forced and tools is not None and tools.forced is not None:
+            return _held(tools.forced(self._schemas()))
+        if self._is_held:
+            assert tools is not None
+            assert tools.held is not None
+            return self._behind_thoughts(tools.held(self._schemas(), parallel))
+        if self._calls_or_answers and found is not None and (answer := _content_form(found)) is not None:
+            assert tools is not None
+            assert tools.held is not None
+            return self._behind_thoughts(calls_or(tools.held(self._schemas(), parallel), answer))
         if self._mode == "required":
-            found = StructuredOutputsParams(json=calls_schema(self._tools, self._body.parallel_tool_calls))
+            found = StructuredOutputsParams(json=calls_schema(self._schemas(), "parameters", parallel=parallel))
         elif self._mode == "function":
-            found = StructuredOutputsParams(json=self._tools[0].function.parameters or {"type": "object"})
+            found = StructuredOutputsParams(json=self._schemas()[self._tools[0].function.name])
         reasoning = self._formats.reasoning
         if found is None or reasoning is None or found.start_after_token_ids or self._thought is Thought.CLOSED:
             return found
@@ -212,33 +230,37 @@ class AnswerFormat:
         mark = "<|channel|>final<|message|>" if self._reasons_itself else reasoning.ends[0]
         return msgspec.structs.replace(found, start_after_token_ids=self._ids(mark))
 
+    def _behind_thoughts(self, form: Form) -> StructuredOutputsParams:
+        """The constraint on an answer that the model may reason before, in a format without reasoning of its own."""
+        reasoning = self._formats.reasoning
+        if reasoning is None or self._reasons_itself or self._thought is Thought.CLOSED:
+            return _held(form)
+        if self._thought is Thought.FREE:
+            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends))
+        return msgspec.structs.replace(_held(form), start_after_token_ids=self._ids(reasoning.ends[0]))
+
+    def _schemas(self) -> dict[str, dict[str, Any]]:
+        """What the arguments of each tool follow. A model that chooses is held to those that ask for it."""
+        return {
+            function.name: function.arguments_schema
+            if self._is_forced or function.strict is True
+            else {"type": "object"}
+            for function in (tool.function for tool in self._tools)
+        }
+
     def _ids(self, mark: str) -> list[int]:
         return self._formats.tokenizer.encode(mark, add_special_tokens=False)
 
 
-def calls_schema(tools: list[Any], parallel: bool) -> dict[str, Any]:
-    """The JSON schema of a list of calls to these tools, as vLLM words it. Definitions of the tools' schemas move to
-    the top, where their references look for them; raises UserError where two of a name differ."""
-    definitions: dict[str, Any] = {}
-    options = []
-    for tool in tools:
-        parameters = dict(tool.function.parameters or {"type": "object", "properties": {}})
-        for key in ("$defs", "definitions"):
-            for name, definition in (parameters.pop(key, None) or {}).items():
-                known = definitions.setdefault(key, {}).setdefault(name, definition)
-                if known != definition:
-                    raise UserError(f"two tools define {name!r} differently in their schemas", param="tools")
-        options.append(
-            {
-                "properties": {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": options}}
-    if not parallel:
-        schema["maxItems"] = 1
-    return schema | definitions
+def _held(form: Form) -> StructuredOutputsParams:
+    return StructuredOutputsParams(structural_tag={"format": form})
+
+
+def _content_form(params: StructuredOutputsParams) -> Form | None:
+    """What a `response_format` says of the content; None for a structural tag, which may have calls of its own."""
+    if params.json is not None:
+        return schema_form(params.json)
+    return schema_form({"type": "object"}) if params.json_object else None
 
 
 class ChoiceText:
@@ -257,8 +279,9 @@ class ChoiceText:
                 self._calls.append((piece.id, piece.name, []))
             self._calls[-1][2].append(piece.arguments)
 
-    def message(self) -> AssistantMessage:
-        """content: None where the model wrote calls or reasoning and nothing else."""
+    def message(self, *, has_functions: bool = False) -> AssistantMessage:
+        """content: None where the model wrote calls or reasoning and nothing else. has_functions: the call has
+        OpenAI's former name."""
         reasoning, content = "".join(self._reasoning) or None, "".join(self._content)
         calls = [ToolCall(identifier, FunctionCall(name, "".join(parts))) for identifier, name, parts in self._calls]
         return AssistantMessage(
@@ -266,17 +289,24 @@ class ChoiceText:
             content=None if not content and (calls or reasoning) else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
-            tool_calls=calls,
+            tool_calls=[] if has_functions else calls,
+            function_call=calls[0].function if has_functions and calls else None,
         )
 
 
-def to_delta(delta: OutputDelta) -> Delta:
-    """As OpenAI streams it."""
+def to_delta(delta: OutputDelta, *, has_functions: bool = False) -> Delta:
+    """As OpenAI streams it, a call by its former name where the request `has_functions`."""
+    reasoning = delta.reasoning or None
+    if has_functions:
+        pieces = delta.tool_calls
+        call = FunctionCallDelta(pieces[0].name, "".join(piece.arguments for piece in pieces)) if pieces else None
+        return Delta(
+            content=delta.content or None, reasoning=reasoning, reasoning_content=reasoning, function_call=call
+        )
     calls = [
         ToolCallDelta(piece.index, piece.id, "function", FunctionCallDelta(piece.name, piece.arguments))
         if piece.name is not None
         else ToolCallDelta(piece.index, function=FunctionCallDelta(arguments=piece.arguments))
         for piece in delta.tool_calls
     ]
-    reasoning = delta.reasoning or None
     return Delta(content=delta.content or None, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls)

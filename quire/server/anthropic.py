@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from quire.errors import UserError
-from quire.server.body import IGNORED_FIELDS, read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
-from quire.server.generation import render_chat
 from quire.server.protocol.anthropic import (
     NAMES,
     AnswerBlock,
@@ -29,7 +27,7 @@ from quire.server.protocol.anthropic import (
 )
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, in_words
+from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, count_prompt_tokens
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -45,8 +43,9 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, MessagesRequest)
         _report(request, context, body)
         model = context.served_name(body.model)
-        turn = begin_turn(context, request, chat_body(body.to_chat(reasons=reasons), NAMES), NAMES)
-        answer = _MessageAnswer(turn, model)
+        chat = chat_body(body.to_chat(reasons=reasons), NAMES)
+        turn = begin_turn(context, request, chat, NAMES, ends_with_context=True)
+        answer = _MessageAnswer(turn, model, body.max_tokens)
         headers = {"X-Request-Id": turn.response_id, "request-id": turn.response_id}
         if body.stream:
             return EventStream(answer.stream(), headers, error_event=_error_event)
@@ -57,24 +56,20 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, CountTokensRequest)
         context.served_name(body.model)
         chat = chat_body(body.to_chat(reasons=reasons), NAMES)
-        try:
-            tools = context.formats.answer(chat).template_tools
-        except UserError as error:
-            raise in_words(error, NAMES) from None
-        return json_response(TokenCount(len((await render_chat(context, chat, tools)).token_ids)))
+        return json_response(TokenCount(await count_prompt_tokens(context, chat, NAMES)))
 
 
 def _report(request: Request, context: ServerContext, body: CountTokensRequest) -> None:
     if ignored := body.ignored(reasons=context.formats.reasoning is not None):
-        request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, []), *ignored]
-        context.log_unknown_fields(MESSAGES_PATH, ignored)
+        report_ignored(request, context, ignored)
 
 
 class _MessageAnswer:
-    def __init__(self, turn: Turn, model: str) -> None:
+    def __init__(self, turn: Turn, model: str, max_tokens: int) -> None:
         self._turn = turn
         self._message_id = "msg_" + turn.response_id.partition("-")[2]
         self._model = model
+        self._max_tokens = max_tokens
 
     async def complete(self) -> MessageResponse:
         await self._turn.run()
@@ -119,6 +114,8 @@ class _MessageAnswer:
             return "stop_sequence", turn.stop_string
         if turn.finish_reason == "stop" and any(segment.kind is Kind.CALL for segment in turn.segments):
             return "tool_use", None  # of a tool that the request named
+        if turn.finish_reason == "length" and turn.usage.completion_tokens < self._max_tokens:
+            return "model_context_window_exceeded", None
         return STOP_REASONS.get(turn.finish_reason, "end_turn"), None
 
     def _usage(self) -> MessageUsage:

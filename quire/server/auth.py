@@ -52,7 +52,9 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
             # Header values arrive decoded as Latin-1; the key may hold anything.
             client = keys.find(given.encode("latin-1")) if given else None
             if client is None:
-                message = "incorrect API key" if given else "an API key is required: 'Authorization: Bearer KEY'"
+                message = (
+                    "Incorrect API key provided" if given else "an API key is required: 'Authorization: Bearer KEY'"
+                )
                 detail = ErrorDetail(message, INVALID_REQUEST, None, "invalid_api_key")
                 raise ApiError(401, detail, {"WWW-Authenticate": "Bearer"})
         if is_admins:

@@ -113,6 +113,8 @@ def _problem(request: BatchLine) -> str | None:
         return f"the url must be one of {', '.join(PATHS)}, not {request.url!r}"
     if request.body.get("stream"):
         return "a batch is not streamed (stream must be false)"
+    if request.url == "/v1/responses" and request.body.get("background"):
+        return "a batch waits for its answers (background must be false)"
     return None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -16,6 +19,14 @@ if TYPE_CHECKING:
 
 IGNORED_FIELDS = "quire.ignored_fields"
 """The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
+SHORT_BODY_BYTES = 64 * 1024
+"""Longer bodies are parsed on another thread."""
+PIECE_BYTES = 64 * 1024
+CONTAINER_LEVELS = 4
+"""A chat's: the body, its messages, a message, its parts."""
+PEEK_BYTES = 64
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _MISSING_FIELD = "Object missing required field `"
 _AT_PATH = " - at `"
 _OF_A_KEY = "key` in `"
@@ -24,19 +35,22 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse the body of a request; its unknown fields, and known ones without effect in it, are logged once
-    each, and reported in a header.
+    """Read and parse the body of a request; its unknown fields are logged once each, and reported in a header.
 
     Raises as `read_body` and `parse_body`.
     """
-    parsed, unknown = parse_body(
-        await read_body(request, context.max_body_bytes), kind, strict=context.settings.strict_fields
-    )
-    unknown = [*unknown, *getattr(parsed, "ineffective_fields", ())]
-    if unknown:
-        request.scope[IGNORED_FIELDS] = unknown
-        context.log_unknown_fields(request.scope["path"], unknown)
+    body = await read_body(request, context.max_body_bytes)
+    parse = partial(parse_body, body, kind, strict=context.settings.strict_fields)
+    parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await asyncio.to_thread(parse)
+    report_ignored(request, context, unknown)
     return parsed
+
+
+def report_ignored(request: Request, context: ServerContext, names: Sequence[str]) -> None:
+    """Log fields without effect once each, and report them in a header."""
+    if names:
+        request.scope[IGNORED_FIELDS] = [*request.scope.get(IGNORED_FIELDS, ()), *names]
+        context.log_unknown_fields(request.scope["path"], list(names))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -85,7 +99,7 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     if not body:
         raise invalid_request("the request body is empty: a JSON object is expected", code="invalid_json")
     try:
-        value = msgspec.json.decode(body)
+        value = _decode(body, CONTAINER_LEVELS)
     except UnicodeDecodeError as error:
         raise invalid_request(f"the request body is not valid UTF-8: {error.reason}", code="invalid_utf8") from None
     except RecursionError:
@@ -95,6 +109,19 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_request("the request body must be a JSON object", code="invalid_json")
     return value
+
+
+def _decode(text: bytes, num_levels: int) -> Any:
+    """As `msgspec.json.decode`. Of a large text the containers of the outer `num_levels` levels are decoded one entry
+    after the other: no other thread runs while msgspec decodes, and the event loop's has streams to serve."""
+    view = memoryview(text)
+    first = bytes(view[:PEEK_BYTES]).lstrip()
+    if num_levels and len(view) > PIECE_BYTES:
+        if first.startswith(b"{"):
+            return {name: _decode(value, num_levels - 1) for name, value in _OBJECT.decode(view).items()}
+        if first.startswith(b"[") and first[1:].lstrip()[:1] in (b"{", b"[", b'"'):  # not a list of numbers
+            return [_decode(value, num_levels - 1) for value in _ARRAY.decode(view)]
+    return msgspec.json.decode(view)
 
 
 def _too_large(limit: int) -> ApiError:

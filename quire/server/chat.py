@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
@@ -16,7 +17,7 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat, spaced
+from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -44,19 +45,32 @@ class ChatAnswer(Answer[ChatRequest]):
 
     ID_PREFIX = "chatcmpl"
 
-    def __init__(self, context: ServerContext, body: ChatRequest, header_id: str | None = None) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatRequest,
+        header_id: str | None = None,
+        *,
+        ends_with_context: bool = False,
+    ) -> None:
+        """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error."""
         super().__init__(context, body, header_id)
+        self._ends_with_context = ends_with_context
         self._weight = AnswerWeight(
-            logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+            logprobs=self._params.logprobs,
+            return_token_ids=body.return_token_ids,
+            is_streamed=body.stream,
+            num_listed=len(body.logprob_token_ids or ()),
         )
+        self._has_functions = bool(body.functions)
+        self._body = body = self._body.with_tools
         self._format = context.formats.answer(body)
-        if body.chat_template is not None and not context.settings.trust_request_chat_template:
-            raise UserError(
-                "chat_template is not taken from requests: the server needs --trust-request-chat-template",
-                param="chat_template",
-            )
         self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        return [*super().ineffective_fields, *self._format.ineffective_fields]
 
     @property
     def _role(self) -> str:
@@ -68,8 +82,9 @@ class ChatAnswer(Answer[ChatRequest]):
         choices: dict[int, ChatChoice] = {}
         texts: defaultdict[int, ChoiceText] = defaultdict(ChoiceText)
         first: RequestOutput | None = None
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
+        async with aclosing(await self._outputs()) as outputs:
+            async for _, output in outputs:
+                self._weigh_answer(output)
                 first = first or output
                 self._counter.count_output(0, output)
                 for completion in output.outputs:
@@ -77,7 +92,7 @@ class ChatAnswer(Answer[ChatRequest]):
                     self._extend(choices, completion)
         assert first is not None
         for index, choice in choices.items():
-            message = choice.message = texts[index].message()
+            message = choice.message = texts[index].message(has_functions=self._has_functions)
             message.role = self._role
             if echoed := self._body.echoed(self._role):
                 message.content = echoed + (message.content or "")
@@ -95,11 +110,11 @@ class ChatAnswer(Answer[ChatRequest]):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                self._counter.count_output(0, output, count_completion=False)  # a role is no token
+        async with aclosing(await self._outputs()) as outputs:
+            async for _, output in outputs:
                 for completion in output.outputs:
                     if completion.index not in begun:
+                        self._counter.count_output(0, output, count_completion=False)  # a role is no token
                         yield self._role_event(completion.index, output, is_first=not begun)
                         if echoed := self._body.echoed(self._role):
                             delta = Delta(content=echoed)
@@ -116,30 +131,27 @@ class ChatAnswer(Answer[ChatRequest]):
             yield encode_event(chunk)
         yield DONE
 
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
         rendered = await render_chat(self._context, body, self._format.template_tools, body.template_inputs)
         self._prompt_text = rendered.text
         self._params = self._format.settle(self._params, rendered.text)
+        limit = self._params.max_tokens
+        room = self._context.engine.ready.max_model_len - len(rendered.token_ids)
+        if self._ends_with_context and limit is not None and limit > room:
+            self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(len(rendered.token_ids))
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
-        running = generate(
+        outputs = generate(
             self._context,
             [prompt],
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            prompt_field="messages",
-            constraint_field=body.constraint_field,
+            names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
         )
-        try:
-            async with aclosing(spaced(running, body.stream_interval)) as outputs:
-                async for _, output in outputs:
-                    self._weight.generated(output.outputs)
-                    yield output
-        except UserError as error:
-            raise body.in_wire_words(error) from None
+        return spaced(outputs, body.stream_interval or 1)
 
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""
@@ -149,6 +161,13 @@ class ChatAnswer(Answer[ChatRequest]):
         self._weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
         if self._params.max_tokens is not None:
             self._weight.planned(self._params.num_sequences, min(longest, self._params.max_tokens))
+
+    def _weigh_answer(self, output: RequestOutput) -> None:
+        """Refuse to go on with an answer that has become too large."""
+        try:
+            self._weight.generated(output.outputs)
+        except UserError as error:
+            raise self._body.in_wire_words(error) from None
 
     def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
@@ -187,12 +206,16 @@ class ChatAnswer(Answer[ChatRequest]):
             return None
         return ChatChunkChoice(
             index=completion.index,
-            delta=to_delta(delta),
+            delta=to_delta(delta, has_functions=self._has_functions),
             logprobs=self._logprobs(completion),
-            finish_reason=self._format.finish_reason(completion),
+            finish_reason=self._finish_reason(completion),
             stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        reason = self._format.finish_reason(completion)
+        return "function_call" if reason == "tool_calls" and self._has_functions else reason
 
     @property
     def _tells_tokens(self) -> bool:
@@ -210,7 +233,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 logprobs=ChatLogprobs([]) if self._body.logprobs else None,
             )
             choices[completion.index] = choice
-        choice.finish_reason = self._format.finish_reason(completion)
+        choice.finish_reason = self._finish_reason(completion)
         choice.stop_reason = completion.stop_reason
         if choice.token_ids is not None:
             choice.token_ids = choice.token_ids + completion.token_ids
@@ -227,5 +250,6 @@ class ChatAnswer(Answer[ChatRequest]):
             completion.logprobs or [],
             num_top,
             self._context.tokenizer,
-            as_ids=self._body.return_tokens_as_token_ids,
+            listed=self._body.logprob_token_ids or (),
+            as_ids=bool(self._body.return_tokens_as_token_ids),
         )

@@ -14,7 +14,7 @@ from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, spaced
+from quire.server.generation import FieldNames, generate, spaced
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
@@ -42,7 +42,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def __init__(self, context: ServerContext, body: CompletionRequest, header_id: str | None = None) -> None:
         super().__init__(context, body, header_id)
         self._weight = AnswerWeight(
-            logprobs=body.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+            logprobs=body.logprobs,
+            return_token_ids=body.return_token_ids,
+            is_streamed=body.stream,
+            num_listed=len(body.logprob_token_ids or ()),
         )
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
@@ -54,7 +57,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     async def complete(self) -> CompletionResponse:
         choices: dict[int, CompletionChoice] = {}
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(await self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 for piece in self._pieces(prompt_index, output):
                     known = choices.get(piece.index)
@@ -70,7 +73,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         absent = None if self._body.include_usage else UNSET
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(await self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 for piece in self._pieces(prompt_index, output):
                     usage = self._counter.usage() if self._body.continuous_usage else absent
@@ -87,19 +90,16 @@ class CompletionAnswer(Answer[CompletionRequest]):
         if body.tokenises_prompts:
             prompts = [await self._tokenised(prompt) for prompt in body.prompts]
         self._weigh(prompts)
-        running = generate(
+        outputs = generate(
             self._context,
             prompts,
             self._params,
-            self._engine_id,
+            self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            prompt_field="prompt",
-            constraint_field=body.constraint_field,
+            names=FieldNames("prompt", body.constraint_field),
         )
-        async with aclosing(spaced(running, body.stream_interval)) as outputs:
-            async for pair in outputs:
-                yield pair
+        return spaced(outputs, body.stream_interval or 1)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
         """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""
@@ -177,7 +177,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             piece.text = self._tokenizer.decode(token_ids, skips) if text is None else text
         if body.logprobs is not None:
             columns = self._columns[piece.index] = CompletionColumns(
-                self._tokenizer, as_ids=body.return_tokens_as_token_ids
+                self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
             )
             if body.echo:
                 # A request that was ended in its prompt has no more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,6 +14,7 @@ from quire.logging import get_logger
 from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
+from quire.server.response_store import Responses
 from quire.server.settings import ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
@@ -42,8 +43,11 @@ class ServerContext:
     model_names: tuple[str, ...]
     max_body_bytes: int
     formats: AnswerFormats
+    responses: Responses
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase of the start -> seconds."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
     """Ends what would hold connections open for ever."""
     on_exit: list[Callable[[], object]] = field(default_factory=list)
@@ -62,11 +66,11 @@ class ServerContext:
             end()
 
     def log_unknown_fields(self, path: str, names: list[str]) -> None:
-        """Log each unknown field of requests once, MAX_LOGGED_FIELDS of them at most."""
+        """Log each field of requests that has no effect once, MAX_LOGGED_FIELDS of them at most."""
         for name in names:
             if name not in self.logged_fields and len(self.logged_fields) < MAX_LOGGED_FIELDS:
                 self.logged_fields.add(name)
-                logger.warning("%s: the unknown field %.100r of a request has no effect (logged once)", path, name)
+                logger.warning("%s: the field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
         """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""
@@ -112,7 +116,7 @@ class ServerContext:
         """
         self.check_alive()
         self.engine.check_awake()
-        num_waiting = self.engine.num_pending - self.metrics.num_running
+        num_waiting = self.engine.num_pending - self.engine.num_running
         limit = self.settings.max_num_queued
         if limit is not None and num_waiting >= limit:
             self._refuse("max_num_queued_reqs", f"{num_waiting} requests wait (limit {limit})")

@@ -21,19 +21,30 @@ class ClientDisconnectedError(Exception):
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; when the client hangs up first, cancel it, wait for its clean-up and raise ClientDisconnectedError.
 
-    The request's body must have been read to its end: what `receive` tells after that is the hang-up.
+    The request's body must have been read to its end: what `receive` tells after that is the hang-up. `work` runs in
+    the caller's own task, which the hang-up cancels as `asyncio.timeout` would.
     """
-    working = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    is_working, has_left = True, False
+
+    def leave(watching: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if is_working and not watching.cancelled():
+            has_left = True
+            task.cancel()
+
     watching = asyncio.ensure_future(_hang_up(receive))
+    watching.add_done_callback(leave)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnectedError
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise ClientDisconnectedError from None
+        raise
     finally:
-        working.cancel()
+        is_working = False
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from quire.errors import (
     ChatTemplateProcessError,
@@ -71,6 +73,7 @@ MESSAGES_PATH = "/v1/messages"
 class MessagesErrorDetail(msgspec.Struct):
     type: str
     message: str
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class MessagesErrorBody(msgspec.Struct):
@@ -89,6 +92,8 @@ _MESSAGES_ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Field that is wrong -> by what clients know that they have to send the whole conversation instead."""
 
 
 class ApiError(Exception):
@@ -161,7 +166,8 @@ def error_body(error: ApiError, path: str = "") -> bytes:
     """path: of the request, for the shape."""
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
-        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message)))
+        details = _MESSAGES_ERROR_DETAILS.get(error.detail.param or "", UNSET)
+        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
     return msgspec.json.encode(ErrorBody(error.detail))
 
 
@@ -185,10 +191,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     what = shorten(f"{request.method} {request.scope['path']}", MAX_SHOWN_CHARACTERS)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"method not allowed: {what}" + (f" (allowed: {allowed})" if allowed else "")
-        code = "method_not_allowed"
-    else:
-        message, code = f"unknown request URL: {what}", "unknown_url"
-    return ApiError(error.status_code, ErrorDetail(message, INVALID_REQUEST, None, code), error.headers)
+    if error.status_code == 404:
+        return ApiError(404, ErrorDetail(f"unknown request URL: {what}", INVALID_REQUEST, None, "unknown_url"))
+    # The router names the methods of one route only, and a path may have several.
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for methods in found for method in methods}))
+    message = f"method not allowed: {what} (allowed: {allowed})"
+    return ApiError(405, ErrorDetail(message, INVALID_REQUEST, None, "method_not_allowed"), {"Allow": allowed})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -51,7 +51,13 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Write the conversation with the model's template and tokenise it. Raises UserError where that fails."""
+    """Write the conversation with the model's template and tokenise it. Raises UserError where that fails, and for a
+    template that the request brings to a server that does not trust it."""
+    if inputs.source is not None and not context.settings.trust_request_chat_template:
+        raise UserError(
+            "chat_template is not taken from requests: the server needs --trust-request-chat-template",
+            param="chat_template",
+        )
     engine, messages = context.engine, body.messages or []
     size = sum(message.size for message in messages)
     return await engine.render(
@@ -70,6 +76,22 @@ async def render_chat(
     )
 
 
+class FieldNames(NamedTuple):
+    """What a request calls its prompt and its constraint. wording: says an error as the request's API does."""
+
+    prompt: str
+    constraint: str = "structured_outputs"
+    wording: Callable[[UserError], UserError] | None = None
+
+    def explain(self, error: UserError) -> UserError:
+        """The engine's error in the request's words."""
+        if error.param in ("prompt", "prompt_token_ids"):
+            error.param = self.prompt
+        elif error.param == "structured_outputs":
+            error.param = self.constraint
+        return error if self.wording is None else self.wording(error)
+
+
 async def generate(
     context: ServerContext,
     prompts: list[Prompt],
@@ -78,18 +100,15 @@ async def generate(
     *,
     cache_salt: str | None,
     priority: int,
-    prompt_field: str,
-    constraint_field: str = "structured_outputs",
+    names: FieldNames,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. prompt_field, constraint_field: what
-    the request calls the prompt and its constraint, for the errors about them.
+    computes NaN or infinite logits for a prompt. names: for errors about the request.
     """
-
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
         raise UserError(
@@ -101,7 +120,6 @@ async def generate(
     size = params.num_sequences
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
-
     salt = client_salt(cache_salt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -124,37 +142,48 @@ async def generate(
     REQUEST_ID.set(request_id)
     streams = [stream(number) for number in range(len(parts))]
     num_cached: dict[int, int] = {}
+
+    def placed(number: int, output: RequestOutput) -> tuple[int, RequestOutput]:
+        raise_if_nonfinite(output)
+        index = number // per_prompt
+        charge.count(index, output)
+        if per_prompt > 1:
+            # Later parts find the whole prompt in the cache; the request found what its first part did.
+            output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)
+            for completion in output.outputs:
+                completion.index += parts[number].first_index
+        return index, output
+
     try:
-        async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:
-            async for number, output in outputs:
-                raise_if_nonfinite(output)
-                index = number // per_prompt
-                charge.count(index, output)
-                if per_prompt > 1:
-                    # Later parts find the whole prompt in the cache; the request found what its first part did.
-                    output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)
-                    for completion in output.outputs:
-                        completion.index += parts[number].first_index
-                yield index, output
+        if len(streams) == 1:  # every generator that an output passes through costs it time
+            async with aclosing(streams[0]) as outputs:
+                async for output in outputs:
+                    yield placed(0, output)
+        else:
+            async with aclosing(_merge(streams)) as merged:
+                async for number, output in merged:
+                    yield placed(number, output)
     except UserError as error:
-        if error.param in ("prompt", "prompt_token_ids"):
-            error.param = prompt_field
-        elif error.param == "structured_outputs":
-            error.param = constraint_field
-        raise
+        raise names.explain(error) from None
 
 
-async def spaced(
+def spaced(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of `generate` joined so that each brings `interval` tokens of a completion, but for the first of each
     prompt and those with the end of a completion."""
+    return outputs if interval == 1 else _joined(outputs, interval)
+
+
+async def _joined(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     held: dict[int, MergedOutput] = {}
     num_tokens: dict[tuple[int, int], int] = {}
     begun: set[int] = set()
     async with aclosing(outputs):
         async for number, output in outputs:
-            if interval == 1 or number not in begun:
+            if number not in begun:
                 begun.add(number)
                 yield number, output
                 continue
@@ -171,12 +200,6 @@ async def spaced(
                 for place in [place for place in num_tokens if place[0] == number]:
                     del num_tokens[place]
                 yield number, held.pop(number).output()
-
-
-async def _number(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async with aclosing(stream) as outputs:
-        async for output in outputs:
-            yield 0, output
 
 
 async def _merge(
@@ -229,7 +252,8 @@ class TokenCounter:
         self._num_cached_tokens[prompt_index] = output.num_cached_tokens
         self._metrics = output.metrics
         if count_completion:
-            self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            for completion in output.outputs:
+                self._num_completion_tokens += len(completion.token_ids)
 
     def usage(self, num_reasoning: int | None = None) -> Usage:
         """num_reasoning: completion tokens that the model's thoughts have; None: the model does not reason."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -33,6 +35,22 @@ class HttpServer(uvicorn.Server):
         if counter % TICKS_PER_CHECK == 0:
             self.check_deadlines()
         return await super().on_tick(counter)
+
+    async def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that another process has accepted. Returns once it is set up. Where a TLS
+        handshake fails it is closed."""
+        loop = asyncio.get_running_loop()
+        make: Any = self.config.http_protocol_class
+        protocol = functools.partial(
+            make,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        try:
+            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
+        except OSError:  # TLS's own errors included
+            connection.close()
 
     def check_deadlines(self) -> None:
         for connection in list(self.server_state.connections):

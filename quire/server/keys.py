@@ -13,6 +13,8 @@ import msgspec
 from quire.errors import ConfigError
 from quire.server.limits import RateLimit
 from quire.server.settings import ServerSettings, parse_priorities
+from quire.utils.failures import one_line
+from quire.utils.shared_numbers import Numbers
 from quire.utils.text_files import read_text_file
 
 FIELD = "api_key_file"
@@ -45,10 +47,10 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_MINUTE)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = ""
 
-    def limit(self) -> RateLimit | None:
+    def limit(self, numbers: Numbers) -> RateLimit | None:
         if self.requests_per_minute is None and self.tokens_per_minute is None:
             return None
-        return RateLimit(self.requests_per_minute, self.tokens_per_minute)
+        return RateLimit(self.requests_per_minute, self.tokens_per_minute, numbers)
 
 
 class KeyRing:
@@ -62,15 +64,15 @@ class KeyRing:
         self._needs_key = any(not client.is_admin for client in clients.values())
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> KeyRing:
-        """The keys of `--api-key`, `--admin-api-key` and `--api-key-file`. Raises ConfigError for a file that is
-        none."""
+    def of(cls, settings: ServerSettings, numbers: Numbers | None = None) -> KeyRing:
+        """The keys of `--api-key`, `--admin-api-key` and `--api-key-file`. numbers: of all processes that count what a
+        key has used; None: this one alone. Raises ConfigError for a file that is none."""
         anyone = Client(settings.priorities())
         clients = {key: replace(anyone, name=f"key {place}") for place, key in enumerate(settings.api_key)}
         for place, key in enumerate(settings.admin_api_key):
             clients[key] = replace(anyone, is_admin=True, name=f"admin key {place}")
         if settings.api_key_file is not None:
-            clients |= _read_keys(settings.api_key_file, anyone)
+            clients |= _read_keys(settings.api_key_file, anyone, numbers or Numbers.alone())
         return cls(clients, anyone)
 
     @property
@@ -92,22 +94,23 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _read_keys(path: str, anyone: Client) -> dict[str, Client]:
+def _read_keys(path: str, anyone: Client, numbers: Numbers) -> dict[str, Client]:
     """The clients of a TOML file, by key: one table each, with `key` and the optional fields of `_Entry`. Error
     messages name the tables and never a key."""
+    text = read_text_file(path, param=FIELD)
     try:
-        tables: dict[str, Any] = tomllib.loads(read_text_file(path, param=FIELD))
-    except tomllib.TOMLDecodeError:  # its message may quote a key
+        tables: dict[str, Any] = tomllib.loads(text)
+    except (ValueError, RecursionError):  # also numbers without end; the message may quote a key
         raise ConfigError(f"{path}: no valid TOML", param=FIELD) from None
     if not tables:
         raise ConfigError(f"{path}: no table [name] with a key", param=FIELD)
     clients: dict[str, Client] = {}
     for name, table in tables.items():
-        where = f"{path}: [{name}]"
+        where = one_line(f"{path}: [{name}]")
         try:
             entry = msgspec.convert(table, _Entry)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}", param=FIELD) from None
+            raise ConfigError(f"{where}: {one_line(str(error))}", param=FIELD) from None
         if not entry.key.strip():
             raise ConfigError(f"{where}: the key is empty", param=FIELD)
         if entry.key in clients:
@@ -116,6 +119,6 @@ def _read_keys(path: str, anyone: Client) -> dict[str, Client]:
         if entry.priority_range is not None:
             priorities = parse_priorities(entry.priority_range, f"{where} priority_range", FIELD)
             clients[entry.key] = Client(priorities, "priority_range of its key", entry.admin, name=f"[{name}]")
-        limited = replace(clients[entry.key], limit=entry.limit(), cache_salt=entry.cache_salt)
+        limited = replace(clients[entry.key], limit=entry.limit(numbers), cache_salt=entry.cache_salt)
         clients[entry.key] = limited
     return clients

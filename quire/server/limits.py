@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.clock import Clock, SystemClock
 from quire.outputs import RequestOutput
 from quire.server.errors import overloaded
+from quire.utils.shared_numbers import Numbers
 
 if TYPE_CHECKING:
     from quire.metrics.prometheus import EngineMetrics
@@ -26,31 +27,40 @@ class Allowance:
     What is used afterwards (tokens of an answer) may make it negative; until it is refilled, nothing is left.
     """
 
-    def __init__(self, per_minute: int, clock: Clock) -> None:
+    def __init__(self, per_minute: int, numbers: Numbers, clock: Clock) -> None:
+        """numbers: of all processes that grant it."""
         self.per_minute = per_minute
         self._clock = clock
-        self._left = float(per_minute)
-        self._at = clock.now()
+        self._numbers = numbers
+        self._common = numbers.allocate(2).common
+        """What was used and is not refilled, and when that was so."""
 
     def seconds_until(self, amount: float) -> float:
         """Seconds until `amount` is left; 0 now."""
-        now = self._clock.now()
-        speed = self.per_minute / SECONDS
-        self._left, self._at = min(self.per_minute, self._left + (now - self._at) * speed), now
-        return max(0.0, (amount - self._left) / speed)
+        with self._numbers.lock():
+            left = self.per_minute - self._refill()
+        return max(0.0, (amount - left) * SECONDS / self.per_minute)
 
     def use(self, amount: float) -> None:
-        self._left -= amount
+        with self._numbers.lock():
+            self._common[0] = self._refill() + amount
+
+    def _refill(self) -> float:
+        now = self._clock.now()
+        used, at = self._common
+        self._common[0] = max(0.0, used - (now - at) * self.per_minute / SECONDS)
+        self._common[1] = now
+        return self._common[0]
 
 
 class RateLimit:
     """The limits of one key, for all its requests on this server together. None: no limit."""
 
-    def __init__(self, requests: int | None, tokens: int | None, clock: Clock | None = None) -> None:
+    def __init__(self, requests: int | None, tokens: int | None, numbers: Numbers, clock: Clock | None = None) -> None:
         """requests, tokens: a minute, both at least 1. Tokens are those of prompts and of answers."""
         clock = clock or SystemClock()
-        self._requests = None if requests is None else Allowance(requests, clock)
-        self._tokens = None if tokens is None else Allowance(tokens, clock)
+        self._requests = None if requests is None else Allowance(requests, numbers, clock)
+        self._tokens = None if tokens is None else Allowance(tokens, numbers, clock)
 
     def begin(self) -> None:
         """Count a request. Raises ApiError (429, with the seconds until another one may come) where too many came, or

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quire.outputs import Logprob
 from quire.server.protocol.chat import ChatLogprob, ChatLogprobs, TopLogprob
@@ -51,14 +51,18 @@ def chat_logprobs(
     num_top: int | None,
     tokenizer: Tokenizer,
     *,
+    listed: Collection[int] = (),
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all). as_ids: name tokens by
-    their ids."""
+    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all), and `listed` ones. as_ids:
+    name tokens by their ids."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        best = sorted(entry, key=lambda alternative: -entry[alternative].logprob)[:num_top]
-        top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer, as_ids)) for alternative in best]
+        ranked = [alternative for alternative, logprob in entry.items() if logprob.rank is not None]
+        best = sorted(ranked, key=lambda alternative: -entry[alternative].logprob)[:num_top]
+        named = {alternative: None for alternative in listed if alternative in entry}
+        told = sorted(dict.fromkeys([*best, *named]), key=lambda alternative: -entry[alternative].logprob)
+        top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer, as_ids)) for alternative in told]
         content.append(ChatLogprob(*_chat_fields(token_id, entry, tokenizer, as_ids), top))
     return ChatLogprobs(content)
 

@@ -1,15 +1,24 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's words, or in Anthropic's for clients that speak them."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+import datetime
+
+from fastapi import FastAPI, Request, Response
 
 from quire.server.context import ServerContext
-from quire.server.protocol.models import ModelCard, ModelList, ModelPermission
+from quire.server.errors import invalid_request
+from quire.server.protocol.models import ModelCard, ModelInfo, ModelList, ModelPage, ModelPermission
+from quire.server.query import whole_number
 from quire.server.responses import json_response
+
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that every request of Anthropic's API has."""
 
 
 def add_model_routes(app: FastAPI, context: ServerContext) -> None:
+    created_at = datetime.datetime.fromtimestamp(context.created, datetime.UTC).isoformat()
+
     def card(name: str) -> ModelCard:
         return ModelCard(
             id=name,
@@ -19,11 +28,37 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
             permission=[ModelPermission(id=f"modelperm-{name}", created=context.created)],
         )
 
+    def info(name: str) -> ModelInfo:
+        longest = context.engine.ready.max_model_len
+        return ModelInfo(
+            id=name, display_name=name, created_at=created_at, max_input_tokens=longest, max_tokens=longest
+        )
+
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response(ModelList([card(name) for name in context.model_names]))
+    async def list_models(
+        request: Request, limit: str = "1000", after_id: str | None = None, before_id: str | None = None
+    ) -> Response:
+        """At most `limit` models behind `after_id`, or the last ones before `before_id`."""
+        most = whole_number("limit", limit, 1, 1000)
+        names = list(context.model_names)
+        if after_id is not None:
+            names = names[_place(names, after_id, "after_id") + 1 :]
+        if before_id is not None:
+            names = names[: _place(names, before_id, "before_id")]
+        page = names[-most:] if before_id is not None and after_id is None else names[:most]
+        if ANTHROPIC_VERSION not in request.headers:
+            return json_response(ModelList([card(name) for name in page]))
+        first, last = (page[0], page[-1]) if page else (None, None)
+        return json_response(ModelPage([info(name) for name in page], len(page) < len(names), first, last))
 
     # A name may hold slashes: hub ids do.
     @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Response:
-        return json_response(card(context.served_name(name)))
+    async def get_model(request: Request, name: str) -> Response:
+        name = context.served_name(name)
+        return json_response(info(name) if ANTHROPIC_VERSION in request.headers else card(name))
+
+
+def _place(names: list[str], name: str, param: str) -> int:
+    if name not in names:
+        raise invalid_request(f"no model {name!r} is served", param=param)
+    return names.index(name)

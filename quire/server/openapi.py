@@ -21,6 +21,7 @@ from quire.server.admin import (
 )
 from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from quire.server.health import Health, Load, Version
+from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
@@ -37,7 +38,13 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from quire.server.protocol.responses import ResponseBody, ResponseDeleted, ResponsesRequest
+from quire.server.protocol.responses import (
+    InputTokens,
+    ItemList,
+    ResponseBody,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -62,10 +69,45 @@ ERRORS = {
 }
 """Status -> what it means, on every route of this document unless said otherwise below."""
 
+SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""The ways to send a key, each of them enough."""
+
 RENDERING = frozenset(
-    {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize"}
+    {
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+    }
 )
 """Routes that render chat templates, in a process of their own."""
+
+
+_HELLO = [{"role": "user", "content": "hello"}]
+_TEXTS = {"input": ["one text", "another"]}
+_DOCUMENTS = {"query": "paper", "documents": ["what to write on", "a fish"]}
+_PAIRS = {"text_1": "paper", "text_2": ["what to write on", "a fish"]}
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"prompt": "import", "stream": True}],
+    "/v1/chat/completions": [{"messages": _HELLO, "max_tokens": 16}, {"messages": _HELLO, "stream": True}],
+    "/v1/messages": [{"model": "MODEL", "messages": _HELLO, "max_tokens": 16}],
+    "/v1/messages/count_tokens": [{"model": "MODEL", "messages": _HELLO}],
+    "/v1/responses": [{"input": "hello", "max_output_tokens": 16}],
+    "/v1/responses/input_tokens": [{"input": "hello"}],
+    "/v1/embeddings": [_TEXTS],
+    **{path: [_PAIRS] for path in ("/score", "/v1/score")},
+    **{path: [_DOCUMENTS] for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    "/classify": [_TEXTS],
+    "/pooling": [_TEXTS],
+    "/tokenize": [{"prompt": "hello"}, {"messages": _HELLO}],
+    "/detokenize": [{"tokens": [1, 2, 3]}],
+}
+"""Bodies of each route that takes one. MODEL stands for the first name of the model that is served."""
 
 
 class Operation(NamedTuple):
@@ -108,21 +150,50 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/responses/{response_id}"): Operation(
         "A stored response",
         ResponseBody,
-        parameters={**_RESPONSE_ID, "stream": "only false", "include": "without effect: all is there"},
+        parameters={
+            **_RESPONSE_ID,
+            "stream": "true: the events of a response made with background and stream",
+            "starting_after": "the number of the last event that is known already",
+            "include": "without effect: all is there",
+            "include_obfuscation": "without effect",
+        },
+        names_model=True,
+    ),
+    ("get", "/v1/responses/{response_id}/input_items"): Operation(
+        "The conversation that a response answers",
+        ItemList,
+        parameters={
+            **_RESPONSE_ID,
+            "after": "the id of the item that comes before the page",
+            "limit": "how many items, 1 to 100; 20 by default",
+            "order": "desc (default): the last item first; or asc",
+            "include": "without effect: all is there",
+        },
         names_model=True,
     ),
     ("delete", "/v1/responses/{response_id}"): Operation(
         "Forget a stored response", ResponseDeleted, parameters=_RESPONSE_ID, names_model=True
     ),
     ("post", "/v1/responses/{response_id}/cancel"): Operation(
-        "Always 400 or 404: nothing runs in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+        "End a response that is made in the background", ResponseBody, parameters=_RESPONSE_ID, names_model=True
+    ),
+    ("post", "/v1/responses/input_tokens"): Operation(
+        "Count the tokens of a conversation", InputTokens, ResponsesRequest, names_model=True
     ),
     ("post", "/v1/embeddings"): _generating("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
     **{("post", path): _SCORE for path in ("/score", "/v1/score")},
     **{("post", path): _RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("post", "/classify"): _generating("Labels of texts", ClassificationRequest, ClassificationResponse),
     ("post", "/pooling"): _generating("What the model makes of texts", PoolingRequest, PoolingResponse),
-    ("get", "/v1/models"): Operation("List the models", ModelList),
+    ("get", "/v1/models"): Operation(
+        "List the models; Anthropic's words for requests with anthropic-version",
+        ModelList,
+        parameters={
+            "limit": "most models: 1 to 1000 (default)",
+            "after_id": "only models behind this one",
+            "before_id": "only models before this one",
+        },
+    ),
     ("get", "/v1/models/{name}"): Operation(
         "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
     ),
@@ -166,7 +237,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         is_admins=True,
     ),
     ("post", "/wake_up"): Operation(
-        "Take requests again", Sleeping, parameters={"tags": "none, or both weights and kv_cache"}, is_admins=True
+        "Take requests again", Sleeping, parameters={"tags": "weights, then kv_cache; none for both"}, is_admins=True
     ),
     ("get", "/is_sleeping"): Operation("Whether the engine sleeps", Sleeping, is_admins=True),
 }
@@ -183,13 +254,20 @@ def add_openapi_route(app: FastAPI) -> None:
         for method in route.methods or ()
     }
 
+    context = app.state.context
+    keys = KeyRing.of(context.settings)
+
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return Response(msgspec.json.encode(api_description(existing)), media_type="application/json")
+        document = api_description(existing, keys, context.model_names[0])
+        return Response(msgspec.json.encode(document), media_type="application/json")
 
 
-def api_description(existing: Collection[tuple[str, str]] | None = None) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the routes with these methods and paths; None: of all."""
+def api_description(
+    existing: Collection[tuple[str, str]] | None = None, keys: KeyRing | None = None, model: str = "MODEL"
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the routes with these methods and paths; None: of all. keys: what the server accepts;
+    None: no key is asked for. model: the name in examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [struct for each in operations.values() for struct in (each.request, each.response) if struct is not None]
     structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody]))
@@ -197,13 +275,23 @@ def api_description(existing: Collection[tuple[str, str]] | None = None) -> dict
     schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
     for (method, path), each in operations.items():
-        answer = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
+        answer: dict[str, Any] = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
+        if each.request is not None and "stream" in each.request.__struct_fields__:
+            answer["200"]["content"]["text/event-stream"] = {}
         error = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
         for status in statuses(each):
             answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[error])}
         operation: dict[str, Any] = {"summary": each.summary, "responses": answer}
         if each.request is not None:
-            operation["requestBody"] = {"required": True, "content": _json(schemas[each.request])}
+            content = _json(schemas[each.request])
+            content["application/json"]["examples"] = _examples(path, model)
+            operation["requestBody"] = {"required": True, "content": content}
+        if (
+            keys is not None
+            and not each.is_public
+            and (keys.anyone is None or (each.is_admins and keys.has_admin_keys))
+        ):
+            operation["security"] = [{name: []} for name in SECURITY]
         if each.parameters:
             operation["parameters"] = [_parameter(name, text, path) for name, text in each.parameters.items()]
         paths.setdefault(path, {})[method] = operation
@@ -211,8 +299,19 @@ def api_description(existing: Collection[tuple[str, str]] | None = None) -> dict
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": components, "securitySchemes": SECURITY},
     }
+
+
+def _asks_for_key(operation: Operation, keys: KeyRing) -> bool:
+    if operation.is_public:
+        return False
+    return keys.anyone is None or (operation.is_admins and keys.has_admin_keys)
+
+
+def _examples(path: str, model: str) -> dict[str, Any]:
+    bodies = [{**body, "model": model} if "model" in body else body for body in EXAMPLES[path]]
+    return {str(number): {"value": body} for number, body in enumerate(bodies, start=1)}
 
 
 def _parameter(name: str, text: str, path: str) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Query parameters: a route has those that its function takes, and any other is an error."""
+"""Query parameters: a route has those that its function takes, and any other is an error. Their values are texts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 
+from quire.errors import UserError
 from quire.server.errors import invalid_request
 from quire.server.fields import near_miss
 
@@ -38,3 +40,18 @@ async def check_query(request: Request) -> None:
             meant = near_miss(name, known)
             hint = f"; did you mean {meant!r}?" if meant else ""
             raise invalid_request(f"unknown query parameter {name!r}{hint}", param=name, code="unknown_parameter")
+
+
+def truth(name: str, text: str) -> bool:
+    """A query parameter that is true or false. Raises UserError for anything else."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise UserError(f"{name} must be true or false, not {text!r}", param=name)
+    return values[text.lower()]
+
+
+def whole_number(name: str, text: str, low: int, high: int = 2**31 - 1) -> int:
+    """A query parameter that is a number. Raises UserError for anything else."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
+        raise UserError(f"{name} must be a whole number from {low} to {high}, not {text!r}", param=name)
+    return int(text)

@@ -1,11 +1,13 @@
-"""The lines that a started server logs: its address, and the seconds of each phase of the start."""
+"""What a started server tells: its address, the seconds of each phase of the start, and systemd that it serves."""
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from quire import envs
 from quire.version import __version__
 
 
@@ -17,7 +19,7 @@ class StartReport:
         self._rows: list[tuple[str, float]] = []
 
     def phase(self, name: str) -> None:
-        """The phase that began with the one before ends now."""
+        """The phase that began where the one before ended ends now."""
         now = time.monotonic()
         self._rows.append((name, now - self._last))
         self._last = now
@@ -25,6 +27,11 @@ class StartReport:
     def engine_phases(self, seconds: Mapping[str, float]) -> None:
         """The phases of the engine process."""
         self._rows += [(f"engine: {name}", value) for name, value in seconds.items()]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds, in the order of their ends. Those of the engine process run beside the server's own."""
+        return dict(self._rows)
 
     def show(self, model_names: Sequence[str], url: str, backend: str) -> None:
         """Print one line with the address, what computes, and the table, to standard output."""
@@ -36,3 +43,14 @@ class StartReport:
         lines += [f"  {seconds:7.2f} s  {name}" for name, seconds in self._rows]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
+
+
+def tell_systemd(state: str) -> None:
+    """Send `state` ("READY=1", "STOPPING=1") to the service manager that started this process with a socket for it
+    (`Type=notify`); nothing where there is none. Raises OSError when the manager cannot be reached."""
+    address = envs.notify_socket()
+    if address is None:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as client:
+        client.connect(address)
+        client.send(state.encode())

@@ -41,7 +41,7 @@ class RequestLog:
             "max_tokens": request.max_tokens,
             "params": chosen,
         }
-        shown = " ".join(f"{name}={value!r}" for name, value in chosen.items())
+        shown = " ".join(f"{name}={value!r}" for name, value in chosen.items() if name != "max_tokens")
         message = "request %s received: %d prompt tokens, max_tokens=%d %s"
         arguments = (request_id, len(request.prompt_token_ids), request.max_tokens, shown)
         logger.info(message, *arguments, extra={"fields": fields})

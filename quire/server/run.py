@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
+import gc
 import signal
 import socket
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.errors import ConfigError, EngineDeadError
 from quire.logging import set_log_format, tell
 from quire.server.keys import KeyRing
-from quire.server.report import StartReport
+from quire.server.lifecycle import (
+    OBITUARY_SECONDS,
+    SHUTDOWN_GRACE_SECONDS,
+    SIGNALS,
+    first,
+    loop_factory,
+    preload,
+    read_prefixes,
+)
+from quire.server.listener import bind, check_certificate, remove_socket, url_of
+from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
-from quire.utils.text_files import read_text_file
 
 if TYPE_CHECKING:
     import uvicorn
 
     from quire.server.context import ServerContext
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEATH_POLL_SECONDS = 0.1
-OBITUARY_SECONDS = 1.0
-"""How long /health says 503 after the engine died, before the process exits."""
-SHUTDOWN_GRACE_SECONDS = 2
-"""What answers that are complete get to reach slow clients at the end."""
 
 
 def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = DEFAULT_EXECUTOR) -> int:
@@ -52,9 +54,18 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
         set_log_format(settings.log_format)
     check_certificate(settings)
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
-    prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
+    prefixes = read_prefixes(settings)
     with bind(settings) as listener, _interruptible():
-        engine = AsyncLLM.from_options(options, restart_engine=settings.restart_engine, executor=executor)
+        if settings.api_server_count > 1:
+            from quire.server.api_processes import serve_with_processes
+
+            return serve_with_processes(options, settings, listener, executor, report)
+        engine = AsyncLLM.from_options(
+            options,
+            restart_engine=settings.restart_engine,
+            hung_engine_timeout=settings.hung_engine_timeout,
+            executor=executor,
+        )
         report.phase("load tokenizer, launch engine process")
         try:
             # Only now, while the engine process is starting: importing the web framework takes as long as torch.
@@ -69,29 +80,20 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
             server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
-            url = _url(settings, listener)
+            url = url_of(settings, listener)
             try:
-                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")
+                    app.state.context.start_seconds = report.seconds
                     names, backend = app.state.context.model_names, engine.ready.backend
                     return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
             finally:
                 app.state.context.exit()
         finally:
             engine.shutdown()
-            if settings.uds is not None:
-                Path(settings.uds).unlink(missing_ok=True)
-
-
-async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
-    """Register the texts (by the files they come from). Raises ConfigError for one that cannot be."""
-    for path, text in prefixes.items():
-        try:
-            await engine.register_prefix(text)
-        except UserError as error:
-            raise ConfigError(f"preload_prefix: {path}: {error.message}", param="preload_prefix") from None
+            remove_socket(settings)
 
 
 class _Service:
@@ -117,7 +119,11 @@ class _Service:
                 if serving.done():
                     serving.result()
                     raise ConfigError("the HTTP server did not start")
+            # What the start-up made lives for ever: collections need not look at it again.
+            gc.collect()
+            gc.freeze()
             announce()
+            tell_systemd("READY=1")
             status = await self._until_over()
             self._context.close()
             self._server.should_exit = True
@@ -128,7 +134,8 @@ class _Service:
                 loop.remove_signal_handler(number)
 
     async def _until_over(self) -> int:
-        await self._first(self._signalled.wait(), self._death())
+        await first(self._signalled.wait(), self._death())
+        tell_systemd("STOPPING=1")
         if not self._signalled.is_set():
             error = self._engine.dead_error
             tell(f"error {error.error_id}: the engine died: {error}")
@@ -137,7 +144,7 @@ class _Service:
             return 1
         self._context.draining = True
         tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
-        status = await self._first(self._drain(), self._leave_at_once())
+        status = await first(self._drain(), self._leave_at_once())
         assert status is not None
         return status
 
@@ -174,94 +181,6 @@ class _Service:
         self._signals.append(number)
         (self._signalled_again if self._signalled.is_set() else self._signalled).set()
 
-    @staticmethod
-    async def _first(*works: Coroutine[Any, Any, int | bool | None]) -> int | None:
-        """Run `works` side by side until one is done, and cancel the others. Returns its result."""
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the model is loaded; clients cannot connect until the server listens.
-
-    Raises ConfigError when the address is in use, not allowed or not ours.
-    """
-    if settings.uds is not None:
-        return _bind_path(settings.uds)
-    host, port = settings.host, settings.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on host {host!r}: {error.strerror}", param="host") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is already in use", param="port") from None
-        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}", param="port") from None
-    return listener
-
-
-def _bind_path(path: str) -> socket.socket:
-    """A Unix socket that the user and the group of this process may call. A socket that an ended server left there is
-    replaced; one on which a server listens is not."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if Path(path).is_socket() and not _answers(path):
-            Path(path).unlink()
-        listener.bind(path)
-        Path(path).chmod(0o660)
-    except OSError as error:
-        listener.close()
-        reason = "it is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise ConfigError(f"cannot listen on uds {path}: {reason}", param="uds") from None
-    return listener
-
-
-def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        return client.connect_ex(path) == 0
-
-
-def _url(settings: ServerSettings, listener: socket.socket) -> str:
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    return f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
-
-
-def check_certificate(settings: ServerSettings) -> None:
-    """Raise ConfigError when the certificate or its key cannot be used."""
-    if settings.ssl_certfile is None:
-        return
-    import ssl
-
-    try:
-        # An empty password, so that an encrypted key is an error and not a question on the terminal.
-        context = ssl.create_default_context()
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
-        if settings.ssl_ca_certs is not None:
-            context.load_verify_locations(settings.ssl_ca_certs)
-        if settings.ssl_ciphers is not None:
-            context.set_ciphers(settings.ssl_ciphers)
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"ssl_certfile {settings.ssl_certfile} with ssl_keyfile {settings.ssl_keyfile}"
-            f"{f' and ssl_ca_certs {settings.ssl_ca_certs}' if settings.ssl_ca_certs else ''}: {reason}",
-            param="ssl_certfile",
-        ) from None
-
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
@@ -276,16 +195,3 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
-
-
-def _host(host: str) -> str:
-    """A host as it stands in a URL."""
-    return f"[{host}]" if ":" in host else host

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -23,6 +24,7 @@ from quire.metrics.families import OUR_PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.disconnect import CLIENT_CLOSED_REQUEST
+from quire.utils.shared_numbers import Numbers
 
 SNAPSHOT_SECONDS = 1.0
 """How long a scrape waits for fresh numbers: shorter than any scraper waits for the answer."""
@@ -40,6 +42,9 @@ def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
     app.get("/metrics")(metrics if context.settings.protect_metrics else public(metrics))
 
 
+UNMATCHED, OTHER = "unmatched", "other"
+METHODS = ("GET", "POST", "HEAD", "DELETE", "OPTIONS", "PUT", "PATCH", OTHER)
+NUM_STATUSES = 600
 OPEN_METRICS = "application/openmetrics-text"
 
 
@@ -74,19 +79,28 @@ def _quality(parameters: list[str]) -> float:
 class HttpCounter(Collector):
     """Requests by route, method and status."""
 
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, int], int] = {}
+    def __init__(self, paths: Iterable[str], numbers: Numbers) -> None:
+        """paths: the patterns of all routes; other paths, and methods that are not in METHODS, count as one."""
+        handlers = [*dict.fromkeys(paths), UNMATCHED]
+        self._rows = {row: place for place, row in enumerate(itertools.product(handlers, METHODS))}
+        self._any = numbers.allocate(len(self._rows))
+        """Of all statuses, for a scrape to skip what never came."""
+        self._cells = numbers.allocate(len(self._rows) * NUM_STATUSES)
 
     def count_response(self, handler: str, method: str, status: int) -> None:
-        key = (handler, method, status)
-        self._counts[key] = self._counts.get(key, 0) + 1
+        row = self._rows[handler, method if method in METHODS else OTHER]
+        self._any.own[row] += 1
+        self._cells.own[row * NUM_STATUSES + status] += 1
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             OUR_PREFIX + "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
         )
-        for (handler, method, status), count in self._counts.items():
-            family.add_metric([handler, method, str(status)], count)
+        for (handler, method), row in self._rows.items():
+            if self._any.total(row):
+                for status in range(NUM_STATUSES):
+                    if count := self._cells.total(row * NUM_STATUSES + status):
+                        family.add_metric([handler, method, str(status)], count)
         yield family
 
 
@@ -113,5 +127,5 @@ class CountingMiddleware:
             await self.app(scope, receive, watch)
         finally:
             route = scope.get("route")
-            method = scope["method"] if route is not None else "other"
-            self.counter.count_response(getattr(route, "path", "unmatched"), method, status)
+            method = scope["method"] if route is not None else OTHER
+            self.counter.count_response(getattr(route, "path", UNMATCHED), method, status)

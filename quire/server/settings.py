@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
@@ -17,6 +18,7 @@ from quire.tokenization.template_messages import RESERVED_OPTIONS, ContentFormat
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
+MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
@@ -36,6 +38,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
     restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
+    hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
+        one; 0: only an engine that has died is followed by another one.
+    api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
@@ -68,6 +73,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     uds: path of a Unix socket to listen on in place of `host` and `port`.
     root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
     response_role: the role of answers in chats.
+    return_tokens_as_token_ids, stream_interval: for requests that do not say it.
     enable_force_include_usage: whether every stream ends with the usage.
     default_chat_template_kwargs: what chat templates get that requests do not say.
     enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
@@ -87,6 +93,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
     restart_engine: bool = False
+    hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
+    api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
@@ -108,6 +116,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     root_path: str = ""
     response_role: str = "assistant"
     enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream_interval: int = 1
     default_chat_template_kwargs: dict[str, Any] = {}
     enable_log_requests: bool = False
     max_log_len: int | None = None
@@ -137,8 +147,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        for name, low, high in (("port", 0, MAX_PORT), ("api_server_count", 1, MAX_API_SERVERS)):
+            if not low <= getattr(self, name) <= high:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be between {low} and {high}, not {value}", param=name)
         for name in ("api_key", "admin_api_key"):
             if not isinstance(getattr(self, name), list):  # the characters of a string would all be keys
                 raise ConfigError(f"{name} must be a list of keys", param=name)
@@ -164,15 +176,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("served_model_name", "preload_prefix", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
-            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
-        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
-            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
-        if self.ssl_cert_reqs not in (0, 1, 2):
-            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
-        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
+        self._check_tls()
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r}", param="root_path")
         if not self.response_role:
@@ -182,6 +186,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"default_chat_template_kwargs must not set {', '.join(sorted(taken))}",
                 param="default_chat_template_kwargs",
             )
+        if self.stream_interval < 1:
+            raise ConfigError(
+                f"stream_interval must be at least 1, not {self.stream_interval}", param="stream_interval"
+            )
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"max_log_len must be at least 0, not {self.max_log_len}", param="max_log_len")
         if not 1 <= self.max_num_headers <= MAX_NUM_HEADERS or not 1024 <= self.max_head_bytes <= MAX_HEAD_BYTES:
@@ -189,6 +197,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"max_num_headers must be from 1 to {MAX_NUM_HEADERS}, and max_head_size from 1 KiB to 16 MiB",
                 param="max_num_headers",
             )
+        _check_hung_engine_timeout(self.hung_engine_timeout)
         _check_origins(self.cors_allowed_origins)
         _check_hosts(self.allowed_hosts)
         if self.max_stored_responses < 0:
@@ -212,6 +221,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.collect_detailed_traces and self.otlp_traces_endpoint is None:
             raise ConfigError("collect_detailed_traces needs otlp_traces_endpoint", param="collect_detailed_traces")
         self.priorities()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need ssl_certfile", param="ssl_certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
@@ -277,7 +297,7 @@ def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
         found = 1, 0
     if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
         raise ConfigError(
-            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text!r}",
+            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text[:100]!r}",
             param=param,
         )
     return found
@@ -286,6 +306,14 @@ def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", param=name)
+
+
+def _check_hung_engine_timeout(seconds: float) -> None:
+    if not (seconds == 0 or SILENCE_LIMIT <= seconds < float("inf")):
+        raise ConfigError(
+            f"hung_engine_timeout must be 0 or a number of seconds >= {SILENCE_LIMIT:g}, not {seconds}",
+            param="hung_engine_timeout",
+        )
 
 
 def _check_origins(origins: list[str]) -> None:
@@ -318,6 +346,8 @@ HELP: dict[str, str] = {
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
     "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
+    "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
+    "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",
@@ -340,6 +370,8 @@ HELP: dict[str, str] = {
     "root_path": "path that a proxy in front of the server takes off, such as /llm",
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "end every stream with the usage, asked for or not",
+    "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
+    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says otherwise",
     "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
     "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
     "max_log_len": "most characters and tokens of a prompt in the log (default: all)",

@@ -7,6 +7,7 @@ page that posts to `http://127.0.0.1:8000` by its Origin header. Both are checke
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import re
 import socket
@@ -120,6 +121,7 @@ def _site(host: str, scheme: str) -> tuple[str, int] | None:
     return name, int(found["port"] or _DEFAULT_PORTS.get(scheme, 0))
 
 
+@functools.lru_cache(maxsize=64)
 def _is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True

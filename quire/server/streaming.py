@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -21,6 +21,12 @@ _encoder = msgspec.json.Encoder()
 
 def encode_event(chunk: msgspec.Struct) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(chunk)
+
+
+async def replayed(events: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """Events that are known already, as a stream."""
+    for event in events:
+        yield event
 
 
 class EventStream(Response):

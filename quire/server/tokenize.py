@@ -26,7 +26,8 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, TokenizeRequest)
         context.served_name(body.model)
         if body.messages is not None:
-            tokens = (await render_chat(context, body)).token_ids
+            tools = [tool.to_dict() for tool in body.tools] or None
+            tokens = (await render_chat(context, body, tools, body.template_inputs)).token_ids
         else:
             tokens = await engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
         strings = None

@@ -16,11 +16,13 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
+from quire.server.answer import header_id
 from quire.server.auth import client_of
-from quire.server.body import parse_fields
+from quire.server.body import parse_fields, report_ignored
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
+from quire.server.generation import render_chat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.streaming import DONE
 
@@ -145,7 +147,8 @@ class Turn:
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._answer = answer
-        self.response_id = answer.response_id
+        self.response_id = answer.engine_id
+        """Another one for each request, so that a repeated X-Request-Id overwrites no stored response."""
         self.segments: list[Segment] = []
         self.finish_reason = ""
         self.stop_string: str | None = None
@@ -240,12 +243,31 @@ def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
         raise in_words(error, names) from None
 
 
-def begin_turn(context: ServerContext, request: Request, body: ChatRequest, names: dict[str, str]) -> Turn:
-    """Admit the request. Raises ApiError."""
+async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
+    """Of what the model would be given. Raises ApiError."""
+    try:
+        tools = context.formats.answer(body).template_tools
+        return len((await render_chat(context, body, tools)).token_ids)
+    except UserError as error:
+        raise in_words(error, names) from None
+
+
+def begin_turn(
+    context: ServerContext,
+    request: Request,
+    body: ChatRequest,
+    names: dict[str, str],
+    *,
+    ends_with_context: bool = False,
+) -> Turn:
+    """Admit the request. ends_with_context: as ChatAnswer has it. Raises ApiError."""
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        return Turn(ChatAnswer(context, body))
+        answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context)
+        # Tools are flat in these APIs.
+        report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
+        return Turn(answer)
     except EngineDeadError:
         raise
     except (ApiError, UserError) as error:

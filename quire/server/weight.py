@@ -31,11 +31,11 @@ class AnswerWeight:
     generated is sent and forgotten, and does not count.
     """
 
-    def __init__(self, *, logprobs: int | None, return_token_ids: bool, is_streamed: bool) -> None:
+    def __init__(self, *, logprobs: int | None, return_token_ids: bool, is_streamed: bool, num_listed: int = 0) -> None:
         self._bytes_per_token = TOKEN_BYTES * (1 + return_token_ids)
         self._has_logprobs = logprobs is not None
         if logprobs is not None:
-            self._bytes_per_token += LOGPROB_BYTES * (num_alternatives(logprobs) + 1)
+            self._bytes_per_token += LOGPROB_BYTES * (num_alternatives(logprobs) + 1 + num_listed)
         self._is_streamed = is_streamed
         self._known = 0
         self._generated = 0

@@ -156,6 +156,9 @@ class SimulatedExecutor:
         """A simulated device keeps its memory."""
         raise QuireError("a simulated engine does not sleep")
 
+    def wake_weights(self) -> None:
+        """They never slept."""
+
     def wake_up(self) -> None:
         """It never slept."""
 

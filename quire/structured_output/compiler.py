@@ -66,7 +66,7 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> str:
         tokenizer = check_tokenizer(self._tokenizer)
-        special = [tokenizer.token_text(token_id) for token_id in tokenizer.special_ids]
+        special = {tokenizer.token_text(each): each for each in tokenizer.special_ids if each < self._vocab_size}
         grammar = write_grammar(params, special)
         if self._is_known(grammar):
             return grammar

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,13 +17,17 @@ from quire.structured_outputs_params import CONSTRAINTS, StructuredOutputsParams
 MAX_GRAMMAR_CHARACTERS = 2**19
 """Of a schema, a regular expression or a grammar. The largest sets of tools have a tenth of it."""
 MAX_REASON = 300
+WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
+"""Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them
+until its length ends."""
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
-def write_grammar(params: StructuredOutputsParams, special_tokens: Collection[str] = ()) -> str:
+def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
     """The grammar as one text, the same for equal params. Not compiled yet: whether it is one, llguidance says.
 
-    special_tokens: names that the model writes as one token. Raises UserError for what is too large, or no JSON where
-    there must be some.
+    special_tokens: texts that the model writes as one token, and their ids. Raises UserError for what is too large, or
+    no JSON where there must be some.
     """
     name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))
     try:
@@ -44,12 +49,13 @@ def refusal(name: str, reason: object) -> UserError:
 
 def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     """As `llguidance.JsonCompileOptions`."""
-    options: dict[str, Any] = {}
-    if params.disable_any_whitespace:
-        options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return options
+        options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern}
+    elif not params.disable_any_whitespace:
+        options = {"whitespace_pattern": WHITESPACE}
+    else:
+        options = {}
+    return options | ({"whitespace_flexible": False} if params.disable_any_whitespace else {})
 
 
 def read_object(value: str | dict[str, Any], what: str) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def _grammar(params: StructuredOutputsParams) -> str:
     return lark_grammar(to_lark(params.grammar))
 
 
-def _tags(params: StructuredOutputsParams, special_tokens: Collection[str]) -> str:
+def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     assert params.structural_tag is not None
     tag = read_object(params.structural_tag, "the structural tag")
     return lark_grammar(TagGrammar(special_tokens, json_options(params)).start(tag))

@@ -33,7 +33,7 @@ class GrammarMasks:
     def __init__(
         self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """load_tokenizer: called with the first constraint, on that thread."""
+        """load_tokenizer: called once, on that thread."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
@@ -41,32 +41,46 @@ class GrammarMasks:
         self._vocabulary: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._is_preparing = False
 
     def constraint(self, text: str) -> Grammar:
         grammar = self._kept.pop(text, None)
         if grammar is None or grammar.has_failed:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-            compiling = self._thread.submit(self._compile, text)
-            grammar = Grammar(compiling, self._eos_bits)
+            grammar = Grammar(self._start_thread().submit(self._compile, text), self._eos_bits)
         self._kept[text] = grammar
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return grammar
 
+    def prepare(self) -> None:
+        """Make the vocabulary, which holds the interpreter for most of a second: better before requests come than
+        among them. A tokenizer that cannot be used is the first constraint's error."""
+        if not self._is_preparing:
+            self._is_preparing = True
+            self._start_thread().submit(self._made_vocabulary)
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _start_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
+        return self._thread
+
+    def _made_vocabulary(self) -> LLTokenizer:
+        """On the thread. Raises UserError for a tokenizer that cannot be used."""
+        if self._vocabulary is None:
+            started = time.perf_counter()
+            tokenizer = check_tokenizer(self._load_tokenizer())
+            self._vocabulary = make_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            logger.info("the vocabulary for structured outputs took %.2f s", time.perf_counter() - started)
+        return self._vocabulary
+
     def _compile(self, text: str) -> LLMatcher:
         """On the thread. Raises UserError."""
         try:
-            if self._vocabulary is None:
-                started = time.perf_counter()
-                tokenizer = check_tokenizer(self._load_tokenizer())
-                self._vocabulary = make_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
-                logger.info("the vocabulary for structured outputs took %.2f s", time.perf_counter() - started)
-            state = start_matcher(self._vocabulary, text)
+            state = start_matcher(self._made_vocabulary(), text)
         except UserError:
             raise
         except BaseException as error:  # a panic of the native library is no Exception
@@ -126,6 +140,14 @@ class GrammarMatcher:
         if state.is_stopped() and not state.is_error():
             self.is_finished, self.ends_in_text = True, state.stop_reason() != "EndOfSentence"
         return True
+
+    def forced_token(self) -> int | None:
+        if self._start_after or self.is_finished:
+            return None
+        tokens = self._state.compute_ff_tokens()
+        if not tokens or (self._allowed is not None and not self._allowed[tokens[0] // 8] >> tokens[0] % 8 & 1):
+            return None
+        return tokens[0]
 
     def mask(self) -> bytes | None:
         if self._start_after:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import UserError
@@ -33,10 +33,11 @@ ANY_TEXT = r"/(.|\n)*/"
 class TagGrammar:
     """Writes the rules of one structural tag. `rules` has one line for each."""
 
-    def __init__(self, special_tokens: Collection[str], schema_options: dict[str, Any]) -> None:
-        """special_tokens: names that the model writes as one token, which is no text. schema_options: see
-        `quire.structured_output.grammar.json_options`."""
-        names = sorted((name for name in special_tokens if _is_reference(name)), key=len, reverse=True)
+    def __init__(self, special_tokens: Mapping[str, int], schema_options: dict[str, Any]) -> None:
+        """special_tokens: texts that the model writes as one token, which is no text, and their ids. schema_options:
+        see `quire.structured_output.grammar.json_options`."""
+        names = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._ids = special_tokens
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._schema_options = schema_options
         self.rules: list[str] = []
@@ -82,7 +83,7 @@ class TagGrammar:
         """Literals and special tokens."""
         pieces, start = [], 0
         for found in self._special.finditer(text) if self._special else ():
-            pieces += [_quoted(text[start : found.start()]), found[0]]
+            pieces += [_quoted(text[start : found.start()]), f"<[{self._ids[found[0]]}]>"]
             start = found.end()
         pieces.append(_quoted(text[start:]))
         return " ".join(piece for piece in pieces if piece) or '""'
@@ -165,11 +166,6 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
         for each in _objects(tag, "structures")
     ]
     return {"type": "triggered_tags", "tags": tags, "triggers": tag.get("triggers")}
-
-
-def _is_reference(name: str) -> bool:
-    """Whether Lark's syntax can name this special token: others are written as text."""
-    return re.fullmatch(r"<[^<>\s\[\]]+>", name) is not None
 
 
 def _check_fields(form: dict[str, Any], kind: str) -> None:

@@ -1,8 +1,6 @@
 """Infilling: the prompt of a model that was trained to write what stands between a text and a suffix.
 
 Such models mark the two texts with special tokens of their own; a tokenizer that has a family's tokens is of it.
-Families whose tokenizers put spaces in front of texts (CodeLlama, Codestral) are left out: their texts need a tokenizer
-that does not.
 """
 
 from __future__ import annotations
@@ -10,18 +8,26 @@ from __future__ import annotations
 from quire.errors import UserError
 from quire.tokenization.tokenizer import Tokenizer
 
+TEXT, SUFFIX = "text", "suffix"
 FAMILIES = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, later Granites
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite code models
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<|fim_prefix|>", TEXT, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, later Granites
+    ("<fim_prefix>", TEXT, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite code models
+    ("<fim-prefix>", TEXT, "<fim-suffix>", SUFFIX, "<fim-middle>"),  # SantaCoder
     (
         "<\uff5cfim\u2581begin\uff5c>",
+        TEXT,
         "<\uff5cfim\u2581hole\uff5c>",
+        SUFFIX,
         "<\uff5cfim\u2581end\uff5c>",
     ),  # DeepSeek-Coder and V3
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<|code_prefix|>", TEXT, "<|code_suffix|>", SUFFIX, "<|code_middle|>"),  # GLM
+    ("\u2581<PRE>", TEXT, "\u2581<SUF>", SUFFIX, "\u2581<MID>"),  # CodeLlama
+    ("[SUFFIX]", SUFFIX, "[PREFIX]", TEXT),  # Codestral
 )
-"""The tokens before the text, before the suffix, and before what the model writes."""
+"""The tokens of each family's prompts, with the places of the text and of the suffix."""
+_SPACE = "\u2581"
+_OTHER = "\u263a"
+"""A character that no token has beside others."""
 
 
 def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -31,17 +37,31 @@ def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: 
     Raises UserError for a tokenizer without tokens for infilling.
     """
     for family in FAMILIES:
-        marks = [tokenizer.token_to_id(mark) for mark in family]
-        if None not in marks:
+        marks = {mark: tokenizer.token_to_id(mark) for mark in family if mark not in (TEXT, SUFFIX)}
+        if None not in marks.values():
             break
     else:
         raise UserError(
             "suffix needs a model that was trained to infill: this one's tokenizer has no tokens for it", param="suffix"
         )
-    before, between, middle = (mark for mark in marks if mark is not None)
-    first = _beginning(tokenizer) if add_special_tokens else []
-    texts = [tokenizer.encode(part, add_special_tokens=False) for part in (text, suffix)]
-    return [*first, before, *texts[0], between, *texts[1], middle]
+    found = _beginning(tokenizer) if add_special_tokens else []
+    for part in family:
+        if part == TEXT:
+            found += tokenizer.encode(text, add_special_tokens=False)
+        elif part == SUFFIX:
+            found += _encode_inside(tokenizer, suffix)
+        elif (mark := marks[part]) is not None:
+            found.append(mark)
+    return found
+
+
+def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that nothing begins with, also where the tokenizer puts a space in front of texts."""
+    first = tokenizer.encode("a", add_special_tokens=False)[0]
+    if not (tokenizer.backend.id_to_token(first) or "").startswith(_SPACE):
+        return tokenizer.encode(text, add_special_tokens=False)
+    before, whole = (tokenizer.encode(each, add_special_tokens=False) for each in (_OTHER, _OTHER + text))
+    return whole[len(before) :]
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
 
@@ -37,11 +39,31 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process at once, wait for it and close its standard input. Idempotent."""
+    """End the process and its children at once, wait for it and close its standard input. Idempotent.
+
+    Children end with their parent by themselves (`watch_parent`), but for one that is stopped.
+    """
     assert process.stdin is not None
-    process.kill()
-    process.wait()
+    with contextlib.ExitStack() as stack:
+        children = [] if process.poll() is not None else _children(process.pid, stack)
+        process.kill()
+        process.wait()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
     process.stdin.close()
+
+
+def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
+    """Descriptors of a process's children, which `stack` closes; empty on systems without /proc and pidfds."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat") if hasattr(os, "pidfd_open") else ():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            descriptor = os.pidfd_open(int(path.parent.name))
+            stack.callback(os.close, descriptor)
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == parent:
+                found.append(descriptor)
+    return found
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:

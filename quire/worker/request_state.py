@@ -87,6 +87,10 @@ class RequestState:
         for seq_id, token_id in plan.token_overrides:
             row = self._row_of[seq_id]
             self.columns.write_tokens(row, int(self.lengths[row]) - 1, [token_id])
+        for seq_id, token_ids in plan.appended.items():
+            row = self._row_of[seq_id]
+            self.columns.write_tokens(row, int(self.lengths[row]), token_ids)
+            self.lengths[row] += len(token_ids)
         for seq_id, block_ids in plan.new_blocks.items():
             self.append_blocks(self._row_of[seq_id], block_ids)
         for seq_id, group, logical_index, block_id in plan.replaced_blocks:

@@ -192,15 +192,23 @@ class Worker:
         self.platform.release_reserve()
 
     @_computes
-    def wake_up(self) -> None:
-        """Copy the weights back, or load them, and allocate the pools again. Raises ModelLoadError or
-        InsufficientMemoryError."""
-        assert self._layout is not None, "allocate comes before sleep"
+    def wake_weights(self) -> None:
+        """Copy the weights back, or load them. Raises ModelLoadError or InsufficientMemoryError."""
+        self._wake_weights()
+
+    def _wake_weights(self) -> None:
         if self._model is None:
             self.load_model()
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._drop_offloaded()
+
+    @_computes
+    def wake_up(self) -> None:
+        """Bring the weights back where they still sleep, and allocate the pools again. Raises ModelLoadError or
+        InsufficientMemoryError."""
+        assert self._layout is not None, "allocate comes before sleep"
+        self._wake_weights()
         try:
             self.allocate(self._layout)
         except BaseException:

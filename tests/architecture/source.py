@@ -1,9 +1,8 @@
-"""The source tree as the architecture tests see it: every module of the package, parsed once."""
+"""The source tree as the architecture tests see it: every file parsed once."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -42,9 +41,14 @@ class Module:
     name: str
     path: Path
 
-    @cached_property
+    @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"), filename=str(self.path))
+        return tree_of(self.path)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def where(self) -> str:
@@ -54,6 +58,11 @@ class Module:
     def is_facade(self) -> bool:
         """`quire/__init__.py`, which offers names of every layer and imports them on first use."""
         return self.name == "quire"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 @cache
@@ -87,19 +96,22 @@ class Import:
     typing_only: bool
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every import of a module, at the top, in functions and under TYPE_CHECKING."""
     typing_lines = {
         line
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for statement in node.body
         for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
     }
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for target in sorted(_targets(node)):
-                yield Import(target, node.lineno, node.lineno in typing_lines)
+    return tuple(
+        Import(target, node.lineno, node.lineno in typing_lines)
+        for node in module.nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for target in sorted(_targets(node))
+    )
 
 
 def _targets(node: ast.Import | ast.ImportFrom) -> set[str]:

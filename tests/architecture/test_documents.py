@@ -9,9 +9,11 @@ import pytest
 
 from tests.architecture.source import ROOT
 
+SECURITY = ROOT / "SECURITY.md"
+COMMAND = re.compile(r"make ([\w-]+)(?: FUZZ=(\w+))?")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
 QUOTED = re.compile(r"`([^`\n]+)`")
-TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|\.ci)/[\w./*-]*")
+TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|deploy|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -34,3 +36,20 @@ def test_named_files_exist(document: Path) -> None:
 def test_relative_links_lead_somewhere(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_class_of_advisories_names_tests_and_fuzzers_that_exist() -> None:
+    """The last column of the table: files of tests, and commands of the Makefile."""
+    text = SECURITY.read_text(encoding="utf-8")
+    table = text.partition("## Advisories")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "fuzz").glob("*.py")]
+    fuzzers = {name for source in sources for name in re.findall(r'= Fuzzer\("(\w+)"', source)}
+    assert len(rows) >= 20
+    for row in rows:
+        named = QUOTED.findall(row[-1])
+        assert any(TREE_PATH.fullmatch(each) and (ROOT / each).is_file() for each in named), row
+        commands = [COMMAND.fullmatch(each) for each in named if each.startswith("make")]
+        assert all(each and each[1] in targets for each in commands), row
+        assert {each[2] for each in commands if each and each[2]} <= fuzzers, row

@@ -16,7 +16,7 @@ def test_only_envs_touches_the_environment() -> None:
     for module in modules():
         if module.name == "quire.envs":
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             names = []
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
                 names = [node.attr]
@@ -35,9 +35,7 @@ def test_variables_are_few() -> None:
 def test_every_variable_is_parsed_in_envs() -> None:
     """A name that appears elsewhere, say in a help text, must be one that envs.py really reads."""
     envs = next(module for module in modules() if module.name == "quire.envs")
-    known = {
-        node.value for node in ast.walk(envs.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    known = {node.value for node in envs.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     named = {
         name for m in modules() for name in re.findall(r"\bQUIRE_[A-Z][A-Z_]*", m.path.read_text(encoding="utf-8"))
     }

@@ -15,7 +15,7 @@ def test_every_record_of_the_configuration_is_frozen() -> None:
         (f"{module.where}:{node.lineno} {node.name}", node)
         for module in modules()
         if module.name.startswith("quire.config.")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef) and is_record(node)
     ]
     assert len(records) >= 7

@@ -18,10 +18,7 @@ MUTATORS = {
 
 def test_no_global_statement() -> None:
     found = [
-        f"{module.where}:{node.lineno}"
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Global)
+        f"{module.where}:{node.lineno}" for module in modules() for node in module.nodes if isinstance(node, ast.Global)
     ]
     assert found == []
 
@@ -40,7 +37,7 @@ def test_module_level_containers_are_never_changed_by_functions() -> None:
     found = [
         f"{module.where}:{line}: {name}"
         for module in modules()
-        for function in ast.walk(module.tree)
+        for function in module.nodes
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for name, line in mutated(function)
         if name in containers(module)

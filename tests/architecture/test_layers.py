@@ -46,7 +46,7 @@ def test_registries_name_targets_below() -> None:
     upward = [
         f"{module.where}:{node.lineno}: {match[1]} is of a higher layer"
         for module in modules()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and (match := REGISTRY_TARGET.fullmatch(node.value))

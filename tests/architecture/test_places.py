@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tests.architecture.source import ROOT
 
-FOLDERS = (".ci", "quire", "tests", "docs", "training", "benchmarks", "csrc")
+FOLDERS = (".ci", "quire", "tests", "docs", "training", "benchmarks", "csrc", "deploy")
 SUFFIXES = {
     "", ".py", ".md", ".toml", ".txt", ".json", ".jinja", ".html", ".css", ".js", ".cpp", ".h", ".sh", ".yml",
+    ".yaml", ".service", ".dockerignore",
 }  # fmt: skip
 SKIPPED_FOLDERS = {"__pycache__", "runs"}
 SKIPPED_FILES = {"tokenizer.json"}

@@ -29,8 +29,8 @@ HIDES_THE_ACTOR = re.compile(
     rf"(?<![a-z])(?:{'|'.join((*PRONOUNS, *(GAP.join(words) for words in PHRASES)))})(?![a-z])", re.IGNORECASE
 )
 
-FOLDERS = ("quire", "csrc", "tests", "benchmarks", "docs", "training")
-SUFFIXES = (".py", ".md", ".cpp", ".h", ".html", ".css", ".js", ".sh")
+FOLDERS = ("quire", "csrc", "tests", "benchmarks", "docs", "training", "deploy")
+SUFFIXES = (".py", ".md", ".cpp", ".h", ".html", ".css", ".js", ".sh", ".yaml", ".service")
 
 
 @dataclass(frozen=True)

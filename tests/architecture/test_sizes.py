@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.architecture.source import PACKAGE, ROOT, python_files
+from tests.architecture.source import PACKAGE, ROOT, python_files, tree_of
 
 MAX_FILE_LINES = 600
 MAX_KERNEL_FILE_LINES = 800
@@ -35,7 +35,7 @@ class FunctionSize(NamedTuple):
 
 @cache
 def functions() -> list[FunctionSize]:
-    """Of every Python file. Only the numbers are kept: the garbage collector would walk the trees all along."""
+    """Of every Python file."""
     return [
         FunctionSize(
             f"{path.relative_to(ROOT)}:{node.lineno} {node.name}",
@@ -43,7 +43,7 @@ def functions() -> list[FunctionSize]:
             num_parameters(node),
         )
         for path in python_files()
-        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,17 +25,21 @@ class Reply:
 
 @dataclass
 class OpenAIServer:
-    """answer: number of the request (from 0) and its body -> Reply. Everything received is in `requests`."""
+    """answer: number of the request (from 0) and its body -> Reply. num_together: answers wait until that many
+    requests are open at once. Everything received is in `requests`."""
 
     answer: Callable[[int, dict[str, Any]], Reply]
     models: Reply = field(default_factory=lambda: Reply([json.dumps({"data": [{"id": "test-model"}]}).encode()]))
     requests: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    num_together: int = 1
     num_connections: int = 0
     num_open: int = 0
     most_open: int = 0
     base_url: str = ""
+    sent_at: list[float] = field(default_factory=list)
+    """When each part was sent, by time.perf_counter."""
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
     def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,6 +72,8 @@ class OpenAIServer:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         try:
+            while method == "POST" and self.most_open < self.num_together:
+                await asyncio.sleep(0.001)
             return await self._send(reply, writer)
         finally:
             self.num_open -= 1
@@ -75,6 +82,7 @@ class OpenAIServer:
         writer.write(f"HTTP/1.1 {reply.status} X\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for index, part in enumerate(reply.parts):
             await asyncio.sleep(reply.delay if index else 0)
+            self.sent_at.append(time.perf_counter())
             writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             await writer.drain()
         if reply.close_early:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.cli import doctor
 from quire.cli.doctor import TypicalStep, typical_steps
+from quire.cli.machine import Machine, find_machine
 from quire.cli.main import main
 from quire.config.cuda import CudaDevice, CudaFacts
 from quire.config.device import default_ladder
@@ -22,6 +24,8 @@ PRESENT = CudaFacts("13.0", (13, 1), (H200,), None)
 ABSENT = CudaFacts(None, None, (), "torch 2.13.0+cpu was built without CUDA")
 
 COMPLETE = Toolchain("/usr/bin/gcc", "/usr/include/python3.12", "/usr/lib", None)
+
+ROOMY = Machine(64, None, None, 2**30, "madvise", None)
 
 Run = Callable[..., tuple[int, str]]
 
@@ -36,11 +40,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         triton: bool = True,
         node: bool = False,
         toolchain: Toolchain = COMPLETE,
+        machine: Machine = ROOMY,
     ) -> tuple[int, str]:
         for place in ("quire.cli.doctor", "quire.config.resolve_device"):
             monkeypatch.setattr(f"{place}.find_cuda", lambda: facts)
             monkeypatch.setattr(f"{place}.has_triton", lambda: triton)
         monkeypatch.setattr(doctor, "find_toolchain", lambda: toolchain)
+        monkeypatch.setattr(doctor, "find_machine", lambda: machine)
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         monkeypatch.setattr(doctor, "DEVICE_NODE", Path("/" if node else "/nowhere"))
         status = main(["doctor", *arguments])
@@ -57,6 +63,47 @@ def test_a_cpu(run: Run) -> None:
     assert "bundled (LlamaForCausalLM" in text
     assert "Sizes of CUDA graphs" not in text
     assert text.rstrip().endswith("No problems.")
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "problem"),
+    [
+        (("--threads", "8"), {"cpu_quota": 2.5}, "8 threads share a quota of 2.5 cores, and stand still"),
+        (("--threads", "8"), {"cores": 4}, "8 threads share 4 cores: set --threads 4"),
+        ((), {"open_files": 1024}, "at most 1024 open files: the server takes 896 connections; 8320 files allow all"),
+        (("--kv-cache-memory", "900TiB"), {}, "a KV cache of 900.0 TiB does not fit into the"),
+        (("-tp", "2"), {"shared_memory": 64 * 2**20}, "/dev/shm is too small for the ranks of one model"),
+        ((), {"huge_pages": "never"}, "transparent huge pages are off"),
+        ((), {"governor": "acpi-cpufreq: powersave"}, "the frequency governor is powersave"),
+    ],
+)
+def test_limits_of_a_container(run: Run, options: tuple[str, ...], change: dict[str, object], problem: str) -> None:
+    """Each with what to change; an engine would start all the same."""
+    status, text = run(*options, machine=replace(ROOMY, **change))  # type: ignore[arg-type]
+    assert status == 0
+    [found] = [line for line in text.splitlines() if line.startswith("  - ")]
+    assert problem in found
+
+
+def test_a_governor_that_follows_the_load_is_none_to_change(run: Run) -> None:
+    assert "No problems." in run(machine=replace(ROOMY, governor="intel_pstate: powersave"))[1]
+
+
+def test_this_machine_is_described(tmp_path: Path) -> None:
+    found = find_machine()
+    assert found.cores >= 1
+    assert [name for name, _ in found.rows()] == ["processor", "open files", "memory pages"]
+    files = {
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "acpi-cpufreq\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    made_up = find_machine(tmp_path)
+    assert (made_up.huge_pages, made_up.governor) == ("never", "acpi-cpufreq: powersave")
+    assert (made_up.cpu_quota, made_up.shared_memory) == (None, None)
 
 
 def test_a_device(run: Run) -> None:

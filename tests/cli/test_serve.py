@@ -89,6 +89,11 @@ def test_every_server_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["--port", "70000"], "port must be between 0 and 65535"),
         (["--prot", "1"], "did you mean '--port'"),
         (["--port", "http"], "invalid int value: 'http'"),
+        (
+            ["--num-gpu-blocks-override", "8"],
+            "a flag of vLLM, whose lines `python -m quire.cli.vllm serve` takes (docs/",
+        ),
+        (["--no-enable-lora"], "(docs/from-vllm.md)"),
         (["--ssl-keyfile", "x"], "ssl_keyfile and ssl_certfile go together"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
     ],

@@ -21,7 +21,7 @@ from quire.dashboard.frame import Frame
 from quire.errors import QuireError
 from tests.fakes.panic import Panic
 from tests.server.model_directory import write_model
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 KEY = "schlüssel"
 
@@ -29,7 +29,7 @@ KEY = "schlüssel"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     path = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    process = Process(path, "slow", api_key=[KEY], served_model_name=["tiny"], shutdown_timeout=1).wait_ready()
+    process = Process(path, api_key=[KEY], served_model_name=["tiny"], shutdown_timeout=1).wait_ready()
     yield process
     process.signal(signal.SIGTERM)
     assert process.finish()[0] == 0
@@ -71,7 +71,7 @@ def test_the_key_of_the_environment(
 def test_a_wrong_key(server: Process, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main(["top", server.url, "--api-key", "wrong", *flags]) == 2
     error = capsys.readouterr().err
-    assert "401: incorrect API key" in error
+    assert "401: Incorrect API key provided" in error
     assert error.count("\n") == 1
 
 
@@ -172,7 +172,7 @@ def test_live_and_interrupted(server: Process) -> None:
 
 
 def test_the_server_leaves(tmp_path: Path) -> None:
-    process = Process(write_model(tmp_path / "tiny"), "slow", served_model_name=["tiny"]).wait_ready()
+    process = Process(write_model(tmp_path / "tiny"), served_model_name=["tiny"]).wait_ready()
     terminal = Terminal(process.url)
     try:
         terminal.read_until("no requests")

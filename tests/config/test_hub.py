@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-COMMIT = "a" * 40
-FILES = {
+from tests.server.model_directory import write_model
+
+COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
+FILES: dict[str, dict[str, bytes] | None] = {
     "someone/tiny-GGUF": {
         "tiny-Q4_K_M.gguf": b"four bits",
         "tiny-q8_0.gguf": b"eight bits",
@@ -38,6 +40,19 @@ for name in sys.argv[1:]:
 """
 
 
+TOKENIZERS = """
+import sys
+from quire.config.options import EngineOptions
+from quire.engine.front_end import open_tokenizer
+for name, revision, directory in zip(*[iter(sys.argv[1:])] * 3):
+    options = EngineOptions(
+        model="unused", tokenizer=name, tokenizer_revision=revision or None, revision="not its own",
+        download_dir=directory or None,
+    )
+    print(open_tokenizer(options, 300).chat_template)
+"""
+
+
 class Hub(BaseHTTPRequestHandler):
     """The requests that a snapshot is made of: a repository, its files, and one of them."""
 
@@ -45,6 +60,8 @@ class Hub(BaseHTTPRequestHandler):
         parts = self.path.split("?")[0].strip("/").split("/")
         is_listing = parts[:2] == ["api", "models"]
         name = "/".join(parts[2:4] if is_listing else parts[:2])
+        commit = OTHER_COMMIT if OTHER_COMMIT in parts or "other" in parts else COMMIT
+        name += "@other" if f"{name}@other" in FILES and commit == OTHER_COMMIT else ""
         files = FILES.get(name, {})
         if name not in FILES:
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
@@ -54,10 +71,10 @@ class Hub(BaseHTTPRequestHandler):
             tree = [{"type": "file", "path": file, "size": len(files[file]), "oid": file} for file in files]
             return self._answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         if is_listing:
-            found = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            found = {"id": name, "sha": commit, "siblings": [{"rfilename": file} for file in files]}
             return self._answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
         content = files[parts[-1]]
-        return self._answer(200, content, {"ETag": f'"{parts[-1]}"', "X-Repo-Commit": COMMIT})
+        return self._answer(200, content, {"ETag": f'"{parts[-1]}-{commit}"', "X-Repo-Commit": commit})
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -84,10 +101,10 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-def fetched(names: list[str], home: Path, **environment: str) -> list[str]:
+def fetched(names: list[str], home: Path, program: str = PROGRAM, **environment: str) -> list[str]:
     values = {**os.environ, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *names], env=values, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", program, *names], env=values, capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout.splitlines()
 
@@ -107,3 +124,14 @@ def test_files_of_a_repository_by_the_end_of_their_names(endpoint: str, tmp_path
     cached, unknown = fetched([names[0], "someone/else"], tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert cached == four
     assert unknown.startswith("error: model 'someone/else' is neither a directory nor a reachable hub id: ")
+
+
+def test_a_tokenizers_own_revision_and_the_directory_that_files_come_to(endpoint: str, tmp_path: Path) -> None:
+    for name, template in (("someone/words", "of main"), ("someone/words@other", "of other")):
+        directory = write_model(tmp_path / name, template)
+        FILES[name] = {path.name: path.read_bytes() for path in directory.iterdir()}
+    home, chosen = tmp_path / "home", tmp_path / "chosen"
+    arguments = ["someone/words", "other", str(chosen), "someone/words", "", str(chosen)]
+    assert fetched(arguments, home, TOKENIZERS, HF_ENDPOINT=endpoint) == ["of other", "of main"]
+    assert len(list(chosen.rglob("tokenizer.json"))) == 2
+    assert not list(home.rglob("tokenizer.json"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig
@@ -25,7 +24,8 @@ def test_one_rank_by_default(model: str) -> None:
 
 
 def test_ranks_run_on_plain_operators_and_share_the_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envs, "affinity_cores", lambda: 6)
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
+    monkeypatch.setattr("quire.config.resolve.usable_cores", lambda: 6)
     config = resolved(model, tensor_parallel_size=4)
     assert config.parallel == ParallelConfig(tp=4)
     assert config.parallel.num_devices == 4

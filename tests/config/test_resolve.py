@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import MAX_BLOCK_SIZE, resolve
 from quire.errors import ConfigError
+from quire.utils.control_groups import usable_cores
 from tests.config.conftest import CONTEXT
 
 
@@ -148,7 +148,8 @@ def test_a_small_budget_lowers_the_default_of_max_num_seqs(model: str, budget: i
 def test_threads_come_from_the_option_then_the_environment_then_the_machine(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolved(model).device.num_threads == envs.affinity_cores()
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
+    assert resolved(model).device.num_threads == usable_cores()
     monkeypatch.setenv("QUIRE_NUM_THREADS", "7")
     assert resolved(model).device.num_threads == 7
     assert resolved(model, num_threads=2).device.num_threads == 2

@@ -16,7 +16,7 @@ from quire.dashboard.page import SCRIPTS, content_policy, load_page, load_refere
 from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
 from tests.server.conftest import Served, serving
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 COUNTS = "({...document.querySelector('#map').dataset})"
 
@@ -65,10 +65,8 @@ class TestDocument:
 
 @pytest.fixture(scope="module")
 def server(model_path: Path) -> Iterator[Process]:
-    """Steps take 20 ms, so that there is time to look. Four sequences of one request fit into its share of the rows."""
-    process = Process(
-        model_path, "slow", max_num_seqs=8, served_model_name=["tiny<b>"], shutdown_timeout=1
-    ).wait_ready()
+    """Steps take 0.4 s, so that there is time to look. Four sequences of one request fit into its share of the rows."""
+    process = Process(model_path, max_num_seqs=8, served_model_name=["tiny<b>"], shutdown_timeout=1).wait_ready()
     yield process
     process.signal(signal.SIGTERM)
     assert process.finish()[0] == 0
@@ -101,7 +99,7 @@ def text(tab: Chromium, selector: str) -> str:
 
 @pytest.mark.browser
 class TestInABrowser:
-    def test_blocks_appear_are_shared_and_all_are_free_at_the_end(self, page: Chromium) -> None:
+    def test_blocks_appear_are_shared_and_all_are_free_at_the_end(self, page: Chromium, server: Process) -> None:
         assert text(page, "#model") == "tiny<b>"
         assert page.evaluate(f"Number({COUNTS}.free) + Number({COUNTS}.cached)") == 64
         run(page, n=4)
@@ -111,10 +109,12 @@ class TestInABrowser:
         assert page.evaluate("document.querySelectorAll('.page-of .count').length") >= 4
         assert page.evaluate("document.querySelector('.page-of .count').innerText") == "×4"
         page.wait_for("document.querySelectorAll('.output pre').length === 4")
+        server.hurry()
         page.wait_for(f"{COUNTS}.used === '0' && {COUNTS}.shared === '0'")
         page.wait_for("!document.querySelector('#run').disabled")
         assert page.evaluate("[...document.querySelectorAll('.output pre')].every((p) => p.innerText.length === 200)")
         assert text(page, "#queues").split() == ["Running", "0", "nothing", "runs"]
+        server.slow_down()
         assert int(page.evaluate(f"{COUNTS}.cached")) > 0, "what was computed stays"
 
     def test_the_cells_have_the_colours_of_their_states(self, page: Chromium) -> None:
@@ -204,14 +204,14 @@ class TestInABrowser:
 
 @pytest.mark.browser
 def test_a_key_is_asked_for(tab: Chromium, model_path: Path) -> None:
-    process = Process(model_path, "slow", api_key=["open sesame"], shutdown_timeout=1).wait_ready()
+    process = Process(model_path, api_key=["open sesame"], shutdown_timeout=1).wait_ready()
     tab.open(process.url)
     tab.wait_for("!document.querySelector('#key-form').hidden")
     for key in ("wrong", "open sesame"):
         tab.evaluate(f"document.querySelector('#key').value = {key!r}")
         tab.evaluate("document.querySelector('#key-form').requestSubmit()")
         if key == "wrong":
-            tab.wait_for("document.querySelector('#key-error').innerText === 'incorrect API key'")
+            tab.wait_for("document.querySelector('#key-error').innerText === 'Incorrect API key provided'")
     tab.wait_for("document.querySelector('#link').dataset.state === 'live'")
     assert tab.evaluate("document.querySelector('#key-form').hidden")
     run(tab, n=4)

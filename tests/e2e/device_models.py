@@ -26,7 +26,9 @@ MODELS = {
     "mixed": lambda: qwen3(
         use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"], **SIZES
     ),
-    "latent": lambda: deepseek_v3(first_k_dense_replace=2, kv_lora_rank=24, **{**SIZES, "num_key_value_heads": 2}),
+    "latent": lambda: deepseek_v3(
+        first_k_dense_replace=1, kv_lora_rank=24, **{**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    ),
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

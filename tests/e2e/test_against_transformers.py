@@ -9,7 +9,7 @@ import torch
 from tests.e2e.conftest import GREEDY, generate
 from tests.models.dense_families import DENSE_FAMILIES
 from tests.models.families import FAMILIES
-from tests.models.harness import random_prompts
+from tests.models.harness import next_logits, random_prompts
 from tests.models.hybrid_families import HYBRID_FAMILIES
 
 PROMPT_LENGTHS = [1, 33, 7, 60]
@@ -32,16 +32,11 @@ def test_greedy_tokens_and_logprobs(name: str, saved_model) -> None:  # type: ig
     params = msgspec.structs.replace(GREEDY, max_tokens=num_generated)
     outputs, _ = generate(str(saved.directory), prompts, params, max_num_batched_tokens=48, max_num_seqs=8)
     for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.inference_mode():
-            expected = saved.reference.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=num_generated, pad_token_id=0
-            )[0]
-            logprobs = torch.log_softmax(saved.reference(expected[None]).logits[0].double(), dim=-1)
         completion = output.outputs[0]
-        assert completion.token_ids == expected[len(prompt) :].tolist()
-        assert completion.finish_reason == "length"
-        for index, (token, alternatives) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-            row = logprobs[len(prompt) - 1 + index]
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", num_generated)
+        logprobs = torch.log_softmax(next_logits(saved.reference, prompt, completion.token_ids).double(), dim=-1)
+        assert completion.token_ids == logprobs.argmax(-1).tolist()
+        for token, alternatives, row in zip(completion.token_ids, completion.logprobs, logprobs, strict=True):
             assert alternatives[token].logprob == pytest.approx(float(row[token]), abs=tolerance)
             best = row.topk(3).values.tolist()
             assert sorted((entry.logprob for entry in alternatives.values()), reverse=True)[:3] == pytest.approx(

@@ -15,18 +15,18 @@ from tests.models.harness import random_prompts
 
 VARIANTS = [
     Variant("gemma2"),
-    Variant("gemma3", {"dtype": "bfloat16", "num_threads": 2}),
+    Variant("gemma3", {"dtype": "bfloat16"}),
     Variant("olmo3", {"kv_cache_dtype": "int8"}),
     Variant("glm4-biases", {"attention_backend": "torch"}),
     Variant("gpt-oss", {"num_threads": 2}),
-    Variant("llama4", {"num_threads": 2, "kv_cache_dtype": "bfloat16"}),
+    Variant("llama4", {"kv_cache_dtype": "bfloat16"}),
     Variant("qwen2-moe", {"attention_backend": "torch"}),
-    Variant("qwen3-moe", {"quantization": "w8a8", "num_threads": 2}),
+    Variant("qwen3-moe", {"quantization": "w8a8"}),
 ]
 FEW_BLOCKS = {"glm": 12, "qwen": 12, "llama4": 16}
 """By how many groups of blocks a family has, and how soon they give blocks back; others: 20."""
 PROMPTS = random_prompts([37, 1, 22, 16, 30, 5], 97, seed=3)
-SHORT = msgspec.structs.replace(GREEDY, max_tokens=20)
+SHORT = msgspec.structs.replace(GREEDY, max_tokens=12)
 FORKS = SamplingParams(temperature=50.0, n=3, seed=5, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
 BEAMS = SamplingParams(
     use_beam_search=True, n=2, best_of=3, max_tokens=8, ignore_eos=True, detokenize=False, temperature=0.0
@@ -45,9 +45,7 @@ def together(model: Variant) -> list[object]:
     return exact(outputs)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_num_seqs": 1}, {"max_prefill_chunk": 7}, {"block_size": 32, "queue_depth": 2}]
-)
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"max_prefill_chunk": 7, "block_size": 32, "queue_depth": 2}])
 def test_alone_in_chunks_and_in_other_blocks(model: Variant, together: list[object], options: dict[str, int]) -> None:
     outputs, _ = generate(model, PROMPTS, SHORT, **options)
     assert exact(outputs) == together

@@ -21,7 +21,7 @@ from tests.e2e.device_models import MODELS, OPTIONS, continuation, greedy, open_
 from tests.models.harness import random_prompts, randomize, save
 
 PROMPTS = random_prompts([3, 13, 6], 97, seed=4)
-NUM_TOKENS = 5
+NUM_TOKENS = 4
 
 
 @dataclass

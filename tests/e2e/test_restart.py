@@ -1,4 +1,4 @@
-"""kill -9 of engines over the bundled model: every request ends with the tokens and logprobs of an undisturbed run.
+"""Real models whose engines are killed: every request ends with the tokens and logprobs of an undisturbed run.
 
 The long form (`make soak-restart`) kills many times: `python -m tests.e2e.test_restart --deaths 50`.
 """
@@ -8,18 +8,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import random
-import signal
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
 
 from quire import AsyncLLM, SamplingParams
+from quire.config.options import EngineOptions
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
 from quire.engine.restarting_client import RestartingClient
 from quire.outputs import RequestOutput
+from tests.fakes.fates import Fates
+from tests.models.conftest import SavedModel
+from tests.processes import has_ended
 
+GUARD_SECONDS = 300
+"""Against a test that hangs; nothing here takes so long."""
 TEXT = "def read(path):\n    with open(path) as file:\n        return [line.split() for line in file]\n\n\ndef "
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "num_blocks_override": 22,
     "max_num_seqs": 12,
     "max_num_batched_tokens": 96,
@@ -28,9 +40,7 @@ OPTIONS = {
     "num_threads": 1,
 }
 """A pool that the requests do not fit into together: they preempt and swap one another."""
-PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
-STOPS = {"stop": ["\n\n", "return"], "min_tokens": 5, "include_stop_str_in_output": True}
-KINDS: list[dict[str, object]] = [
+KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 60},
     {"temperature": 0.9, "max_tokens": 50, "n": 3, "logprobs": 2},
     {
@@ -52,14 +62,40 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.0, "max_tokens": 16, "n": 3, "use_beam_search": True},
     {"temperature": 0.9, "max_tokens": 30, "prompt_logprobs": 1, "logprobs": 0},
     {"temperature": 0.9, "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3,20}(, [a-z]{2,9}){2,5}"}},
+    {
+        "temperature": 1.0,
+        "max_tokens": 60,
+        "n": 2,
+        "structured_outputs": {
+            "regex": r'\{"first_name":"[a-z]{2,8}","last_name":"[a-z]{2,8}","confirmed":(true|false)\}'
+        },
+    },
 ]
+IDS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 24, "logprobs": 1},
+    {"temperature": 20.0, "max_tokens": 16, "n": 3, "logprobs": 0},
+    {"temperature": 0.0, "max_tokens": 8, "n": 2, "use_beam_search": True},
+]
+"""For models without a tokenizer."""
 
 
-async def ask(engine: AsyncLLM, number: int) -> object:
+def text_request(number: int) -> tuple[str, dict[str, Any]]:
+    return TEXT[: 20 + number % 60], KINDS[number % len(KINDS)]
+
+
+def ids_request(number: int) -> tuple[list[int], dict[str, Any]]:
+    rng = random.Random(number)
+    return [rng.randrange(97) for _ in range(10 + 23 * (number % 5))], {"detokenize": False, **IDS[number % len(IDS)]}
+
+
+Make = Callable[[int], tuple[Any, dict[str, Any]]]
+
+
+async def ask(engine: AsyncLLM, number: int, make: Make) -> object:
     """What the caller of request `number` gets."""
-    params = SamplingParams(seed=number, **KINDS[number % len(KINDS)])  # type: ignore[arg-type]
+    prompt, fields = make(number)
     last: RequestOutput | None = None
-    async for output in engine.generate(TEXT[: 20 + number % 60], params):
+    async for output in engine.generate(prompt, SamplingParams(seed=number, **fields)):
         last = output
     assert last is not None
     assert last.finished
@@ -70,48 +106,116 @@ async def ask(engine: AsyncLLM, number: int) -> object:
     return completions, last.prompt_logprobs
 
 
-async def ask_all(engine: AsyncLLM, num_requests: int) -> list[object]:
-    return await asyncio.gather(*(ask(engine, number) for number in range(num_requests)))
+async def ask_all(engine: AsyncLLM, num_requests: int, make: Make) -> list[object]:
+    return await asyncio.gather(*(ask(engine, number, make) for number in range(num_requests)))
 
 
-async def kill_at_random(engine: AsyncLLM, rng: random.Random, num_deaths: int) -> None:
-    """Each time when some requests have begun, and behind a random number of further tokens."""
-    client = engine._client
-    assert isinstance(client, RestartingClient)
-    for _ in range(num_deaths):
-        until = (await engine.stats()).generation_tokens_total + rng.randrange(150, 500)
-        while (await engine.stats()).generation_tokens_total < until and engine.num_unfinished:
-            await asyncio.sleep(0.002)
-        if not engine.num_unfinished:
-            return
-        num_restarts = engine.num_restarts
-        assert isinstance(client.client, ProcessClient)
-        os.kill(client.client.pid, signal.SIGKILL)
-        while engine.num_restarts == num_restarts:
-            await asyncio.sleep(0.01)
+def open_engine(options: dict[str, Any]) -> AsyncLLM:
+    return AsyncLLM.from_options(
+        EngineOptions.from_keywords(options),
+        restart_engine=True,
+        hung_engine_timeout=SILENCE_LIMIT,
+        executor="tests.fakes.fates:fated",
+    )
 
 
-async def run(num_requests: int, num_deaths: int, seed: int) -> tuple[int, int]:
-    """Run the requests twice, once with deaths. Returns how many deaths there were, and how many swaps."""
-    engine = AsyncLLM(restart_engine=True, **OPTIONS)
+async def compare(
+    engine: AsyncLLM, fates: Fates, planned: list[tuple[str, int]], num_requests: int, make: Make = text_request
+) -> int:
+    """Run the requests twice, the second time while engines meet their fates. Returns how many swaps the first run
+    took."""
+    undisturbed = await ask_all(engine, num_requests, make)
+    num_swaps = (await engine.stats()).swap_preemptions_total
+    num_restarts = engine.num_restarts
+    fates.are(*planned)
+    disturbed = await ask_all(engine, num_requests, make)
+    for number, (before, after) in enumerate(zip(undisturbed, disturbed, strict=True)):
+        assert before == after, f"request {number}"
+    assert fates.num_left == 0
+    assert engine.num_restarts == num_restarts + len(planned)
+    stats = await engine.stats()
+    assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
+    return num_swaps
+
+
+@pytest.fixture
+def fates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fates:
+    return Fates(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+async def test_kill_9_under_load_changes_no_bit(fates: Fates, queue_depth: int) -> None:
+    engine = open_engine({**OPTIONS, "queue_depth": queue_depth})
     try:
-        undisturbed = await ask_all(engine, num_requests)
-        num_swaps = (await engine.stats()).swap_preemptions_total
-        killing = asyncio.ensure_future(kill_at_random(engine, random.Random(seed), num_deaths))
-        disturbed = await ask_all(engine, num_requests)
-        await killing
-        for number, (before, after) in enumerate(zip(undisturbed, disturbed, strict=True)):
-            assert before == after, f"request {number}"
-        assert (await engine.stats()).num_used_blocks == 0
-        return engine.num_restarts, num_swaps
+        async with asyncio.timeout(GUARD_SECONDS):
+            num_swaps = await compare(engine, fates, [("die", 23)], 18)
+        assert num_swaps > 0, "the requests are to be swapped as well"
     finally:
         engine.shutdown()
 
 
-async def test_kill_9_under_load_changes_no_bit() -> None:
-    num_deaths, num_swaps = await run(18, 1, seed=1)
-    assert num_deaths == 1
-    assert num_swaps > 0, "the requests are to be swapped as well"
+async def test_the_states_of_a_hybrid_model_are_made_again(
+    fates: Fates, saved_model: Callable[[str], SavedModel]
+) -> None:
+    options = {
+        "model": str(saved_model("qwen3.5-small-states").directory),
+        "skip_tokenizer_init": True,
+        "num_blocks_override": 60,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "state_snapshot_interval": 64,
+        "num_threads": 1,
+    }
+    engine = open_engine(options)
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            await compare(engine, fates, [("die", 5), ("die", 11)], 9, ids_request)
+    finally:
+        engine.shutdown()
+
+
+async def test_a_rank_that_stops_and_a_rank_that_is_killed(
+    fates: Fates, saved_model: Callable[[str], SavedModel]
+) -> None:
+    """A stopped process does not notice the end of its parent: it must be killed with it."""
+    options = {
+        "model": str(saved_model("qwen3").directory),
+        "skip_tokenizer_init": True,
+        "num_blocks_override": 40,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+    }
+    engine = open_engine(options)
+    try:
+        async with asyncio.timeout(GUARD_SECONDS):
+            _ = await asyncio.to_thread(lambda: engine.ready)
+            ranks = ranks_of(engine)
+            await compare(engine, fates, [("rank stops", 6), ("rank dies", 7)], 6, ids_request)
+        assert len(ranks) == 2
+        assert all(has_ended(rank) for rank in ranks)
+    finally:
+        engine.shutdown()
+
+
+def ranks_of(engine: AsyncLLM) -> list[psutil.Process]:
+    client = engine._client
+    assert isinstance(client, RestartingClient)
+    assert isinstance(client.client, ProcessClient)
+    return psutil.Process(client.client.pid).children()
+
+
+async def soak(fates: Fates, arguments: argparse.Namespace) -> None:
+    started, num_deaths, rng = time.perf_counter(), 0, random.Random(arguments.seed)
+    engine = open_engine(OPTIONS)
+    while num_deaths < arguments.deaths:
+        planned = [("die", rng.randrange(2, 20)) for _ in range(4)]
+        num_swaps = await compare(engine, fates, planned, arguments.requests)
+        num_deaths += len(planned)
+        print(f"{num_deaths} deaths, {num_swaps} swaps, the same tokens and logprobs", flush=True)
+    engine.shutdown()
+    print(f"{num_deaths} deaths in {time.perf_counter() - started:.0f} s")
 
 
 def main() -> None:
@@ -121,12 +225,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    started, num_deaths, seed = time.perf_counter(), 0, arguments.seed
-    while num_deaths < arguments.deaths:
-        found, num_swaps = asyncio.run(run(arguments.requests, 4, seed))
-        num_deaths, seed = num_deaths + found, seed + 1
-        print(f"round {seed}: {found} deaths, {num_swaps} swaps, the same tokens and logprobs", flush=True)
-    print(f"{num_deaths} deaths in {time.perf_counter() - started:.0f} s")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as path:
+        asyncio.run(soak(Fates(Path(path), patch), arguments))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def test_states_and_latents_are_computed_anew(saved_model, family: str, level: i
         before = exact(llm.generate(prompts, SHORT, use_tqdm=False))
         llm.sleep(level)
         assert llm.stats()["num_cached_blocks"] == 0
-        llm.wake_up()
+        llm.wake_up(tags=["weights"])
+        assert llm.is_sleeping()
+        llm.wake_up(tags=["kv_cache"])
         hits = llm.stats()["prefix_cache_hits_total"]
         assert exact(llm.generate(prompts, SHORT, use_tqdm=False)) == before
         assert llm.stats()["prefix_cache_hits_total"] == hits, "nothing was cached"

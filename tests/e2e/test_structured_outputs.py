@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 import jsonschema
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams, UserError
@@ -66,6 +67,21 @@ def test_other_languages(llm: LLM, structured: dict[str, object], pattern: str) 
         assert re.fullmatch(pattern, completion.text), completion.text
 
 
+def test_forced_tokens_change_nothing(llm: LLM, request: pytest.FixtureRequest) -> None:
+    """With one step in flight, runs of forced tokens are computed in one step; with log-probabilities never. Penalties
+    and later draws depend on all tokens before."""
+    for options in ({}, {"presence_penalty": 1.5, "repetition_penalty": 1.3}, {"n": 2, "top_k": 20}):
+        params = [sampled(JSON, **options), sampled(JSON, **options, logprobs=1)]
+        plain, told = llm.generate([PROMPTS[0], PROMPTS[0]], params, use_tqdm=False)
+        assert [each.token_ids for each in plain.outputs] == [each.token_ids for each in told.outputs]
+        assert all(each.logprobs is not None and len(each.logprobs) == len(each.token_ids) for each in told.outputs)
+    before = llm.stats()
+    [output] = llm.generate([PROMPTS[0]], sampled(JSON), use_tqdm=False)
+    num_steps = llm.stats()["steps_total"] - before["steps_total"]
+    num_tokens = len(output.outputs[0].token_ids)
+    assert num_steps < num_tokens - 5 if "depth 1" in request.node.name else num_steps >= num_tokens
+
+
 def test_unconstrained_neighbours_get_the_tokens_they_would_have_had(llm: LLM) -> None:
     free = SamplingParams(temperature=1.0, seed=11, max_tokens=24, logprobs=2)
     [alone] = llm.generate(["import re\n"], free, use_tqdm=False)
@@ -110,6 +126,11 @@ def test_stop_strings_and_best_of(llm: LLM) -> None:
         use_tqdm=False,
     )
     assert re.fullmatch("[a-z]{4}", outputs[0].outputs[0].text)
+    inside = sampled(StructuredOutputsParams(regex="[a-z]{4}=forced text[0-9]{3}"), stop="rced", min_tokens=2)
+    told = msgspec.structs.replace(inside, logprobs=0)
+    cut, expected = (each.outputs[0] for each in llm.generate(["x", "x"], [inside, told], use_tqdm=False))
+    assert re.fullmatch("[a-z]{4}=fo", cut.text)
+    assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (expected.token_ids, "stop", "rced")
     assert len(outputs[1].outputs) == 2
     for completion in outputs[1].outputs:
         jsonschema.validate(json.loads(completion.text), SCHEMA)

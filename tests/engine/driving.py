@@ -44,8 +44,8 @@ def first_update(client: EngineClient) -> SequenceUpdate:
             return outputs.updates[0]
 
 
-def call(client: EngineClient, method: str) -> CallResult:
-    client.send(Call(call_id=7, method=method))
+def call(client: EngineClient, method: str, argument: str = "") -> CallResult:
+    client.send(Call(call_id=7, method=method, argument=argument))
     while True:
         outputs = client.receive(30)
         assert outputs is not None

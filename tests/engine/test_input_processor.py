@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine import input_processor
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, prompt_text
 from quire.errors import PromptTooLongError, UserError
 from quire.request import EngineRequest
@@ -120,7 +121,12 @@ def test_a_request_id_must_be_able_to_cross_the_wire(processor: InputProcessor) 
 
 def test_a_prompt_that_is_too_long_says_both_numbers(processor: InputProcessor) -> None:
     assert len(process(processor, [5] * (CONTEXT - 1)).prompt_token_ids) == CONTEXT - 1
-    error = refused(processor, [5] * CONTEXT, "has 32 tokens, but the model's context is 32", "prompt")
+    error = refused(
+        processor,
+        [5] * CONTEXT,
+        "maximum context length is 32 tokens, prompt and at least one new token together, but the prompt has 32 tokens",
+        "prompt",
+    )
     assert isinstance(error, PromptTooLongError)
 
 
@@ -128,7 +134,7 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenised"))
-    error = refused(processor, "x" * 10_000_000, "has 10000000 characters, far more", "prompt")
+    error = refused(processor, "x" * 10_000_000, "far fewer than the prompt's 10000000 characters make", "prompt")
     assert isinstance(error, PromptTooLongError)
 
 
@@ -257,6 +263,19 @@ def test_no_bad_words(processor: InputProcessor) -> None:
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
 )
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1, 5.0, True])
+def test_a_wrong_id_is_found_in_every_piece_of_a_long_list(
+    processor: InputProcessor, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_processor, "PIECE_TOKENS", 4)
+    for place in (0, 3, 4, 9):
+        token_ids = [5] * 10
+        processor.check_token_ids(token_ids, "prompt")
+        token_ids[place] = wrong
+        with pytest.raises(UserError, match="prompt"):
+            processor.check_token_ids(token_ids, "prompt")
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_messages_from_many_threads_all_arrive(client: ProcessClient) -> None:
 def test_abort_frees_the_blocks(client: ProcessClient) -> None:
     client.send(add("a", max_tokens=1000))
     first_update(client)
-    assert stats(client).num_used_blocks == 1
+    assert stats(client).num_used_blocks > 0
     client.send(Abort("a"))
     assert stats(client).num_used_blocks == 0
 

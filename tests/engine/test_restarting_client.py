@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -70,11 +72,19 @@ def hear(
     for each in requests:
         client.send(AddRequest(each))
     heard: Heard = {}
+    return heard, hear_rest(client, requests, heard)
+
+
+def hear_rest(
+    client: RestartingClient | InProcessClient, requests: list[EngineRequest], heard: Heard
+) -> list[RequestRejected]:
+    """Add to the updates of each sequence until all of these requests have ended; what was rejected."""
     unfinished = {
         (each.request_id, index)
         for each in requests
         for index in range(each.params.n if each.params.use_beam_search else each.params.num_sequences)
     }
+    unfinished -= {key for key, updates in heard.items() if updates[-1].finish_reason is not None}
     rejected: list[RequestRejected] = []
     while unfinished:
         outputs = client.receive(30)
@@ -85,7 +95,15 @@ def hear(
             heard.setdefault((update.request_id, update.index), []).append(update)
             if update.finish_reason is not None:
                 unfinished.discard((update.request_id, update.index))
-    return heard, rejected
+    return rejected
+
+
+def receive_updates(client: RestartingClient, heard: Heard, num_steps: int) -> None:
+    for _ in range(num_steps):
+        outputs = client.receive(30)
+        assert outputs is not None
+        for update in outputs.updates:
+            heard.setdefault((update.request_id, update.index), []).append(update)
 
 
 def told(heard: Heard) -> dict[tuple[str, int], object]:
@@ -107,7 +125,7 @@ def told(heard: Heard) -> dict[tuple[str, int], object]:
 
 
 def restarting(
-    options: EngineOptions, is_due: Callable[[set[str]], bool], *, loses: bool = False
+    options: EngineOptions, is_due: Callable[[set[str]], bool], *, loses: bool = False, hung_engine_timeout: float = 0.0
 ) -> tuple[RestartingClient, list[MortalClient]]:
     engines: list[MortalClient] = []
 
@@ -115,7 +133,7 @@ def restarting(
         engines.append(MortalClient(options, FAKE, is_due, loses=loses))
         return engines[-1]
 
-    return RestartingClient(start), engines
+    return RestartingClient(start, hung_engine_timeout), engines
 
 
 def due_at(steps: list[int]) -> Callable[[set[str]], bool]:
@@ -149,11 +167,16 @@ CLEARS_ANY = 20
 
 
 @hypothesis_settings(max_examples=20)
-@given(steps=st.lists(st.integers(0, 40), min_size=1, max_size=8), loses=st.booleans())
+@given(steps=st.lists(st.integers(0, 40), min_size=1, max_size=8), loses=st.booleans(), queue_depth=st.integers(1, 2))
 def test_deaths_at_any_step_change_nothing(
-    small: EngineOptions, undisturbed: dict[tuple[str, int], object], steps: list[int], loses: bool
+    small: EngineOptions,
+    undisturbed: dict[tuple[str, int], object],
+    steps: list[int],
+    loses: bool,
+    queue_depth: int,
 ) -> None:
-    client, engines = restarting(small, due_at(steps), loses=loses)
+    options = msgspec.structs.replace(small, queue_depth=queue_depth)
+    client, engines = restarting(options, due_at(steps), loses=loses)
     requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
     heard, rejected = hear(client, requests)
     if rejected:
@@ -221,6 +244,124 @@ def test_aborted_sequences_and_requests_stay_aborted(small: EngineOptions) -> No
     client.shutdown()
 
 
+def test_an_engine_that_hangs_is_ended_and_another_one_goes_on(
+    small: EngineOptions, undisturbed: dict[tuple[str, int], object]
+) -> None:
+    client, engines = restarting(small, due_at([]), hung_engine_timeout=60.0)
+    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
+    for each in requests:
+        client.send(AddRequest(each))
+    heard: Heard = {}
+    receive_updates(client, heard, 7)
+    engines[0].silence = 59.9
+    assert client.receive(0) is None
+    assert not engines[0].was_shut_down, "it may come back"
+    engines[0].silence = 60.0
+    assert not hear_rest(client, requests, heard)
+    assert told(heard) == undisturbed
+    assert engines[0].was_shut_down
+    assert (len(engines), client.num_restarts) == (2, 1)
+    client.shutdown()
+
+
+def test_without_the_limit_an_engine_that_hangs_is_left_alone(small: EngineOptions) -> None:
+    client, engines = restarting(small, due_at([]))
+    client.send(AddRequest(request(0, max_tokens=5)))
+    assert client.receive(5) is not None
+    engines[0].silence = 1e6
+    assert client.receive(0.01) is None
+    engines[0].silence = 0.0
+    assert client.receive(5) is not None
+    assert len(engines) == 1
+    client.shutdown()
+
+
+class HeldStart:
+    """Engines after the first start when the test lets them."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self.engines: list[MortalClient] = []
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
+        if ready is not None:
+            self.has_begun.set()
+            assert self.may_end.wait(120)
+        is_due = due_at([3]) if ready is None else due_at([])
+        self.engines.append(MortalClient(self._options, FAKE, is_due, loses=False))
+        return self.engines[-1]
+
+
+def test_what_is_sent_and_aborted_while_an_engine_starts(small: EngineOptions) -> None:
+    start = HeldStart(small)
+    client = RestartingClient(start)
+    requests = [request(number, max_tokens=8) for number in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        for each in requests[:3]:
+            client.send(AddRequest(each))
+        heard: Heard = {}
+        hearing = pool.submit(hear_rest, client, [requests[0], requests[2]], heard)
+        assert start.has_begun.wait(120)
+        assert client.is_restarting
+        client.send(Abort("r1"))
+        client.send(AddRequest(requests[3]))
+        client.send(Abort("r3"))
+        client.send(Abort("unknown"))
+        client.send(Call(5, "stats"))
+        start.may_end.set()
+        hearing.result(120)
+    alone = InProcessClient(small, executor=FAKE)
+    expected = told(hear(alone, requests[:3])[0])
+    assert told({key: value for key, value in heard.items() if key[0] != "r1"}) == {
+        key: value for key, value in expected.items() if key[0] != "r1"
+    }
+    assert ("r3", 0) not in heard
+    assert start.engines[1].request_ids == {"r0", "r2"}, "the engine does not hear of what is over"
+    assert stats(client).num_used_blocks == 0
+    client.shutdown()
+
+
+def test_shutdown_while_an_engine_starts(small: EngineOptions) -> None:
+    start = HeldStart(small)
+    client = RestartingClient(start)
+    with ThreadPoolExecutor(1) as pool:
+        hearing = pool.submit(hear, client, [request(0, max_tokens=8)])
+        assert start.has_begun.wait(120)
+        client.shutdown()
+        start.may_end.set()
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            hearing.result(120)
+    assert [engine.was_shut_down for engine in start.engines] == [True, True]
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        client.send(Abort("r0"))
+
+
+def test_requests_that_a_pause_keeps_are_kept_by_the_next_engine(
+    small: EngineOptions, undisturbed: dict[tuple[str, int], object]
+) -> None:
+    client, engines = restarting(small, due_at([12]))
+    first = request(0, **KINDS[0])
+    client.send(AddRequest(first))
+    heard: Heard = {}
+    receive_updates(client, heard, 4)
+    client.send(Call(1, "pause", "all"))
+    while len(engines) < 2:
+        outputs = client.receive(0.01)
+        for update in outputs.updates if outputs is not None else ():  # planned before the pause
+            heard["r0", 0].append(update)
+    assert call(client, "is_paused").value == 1
+    num_steps = stats(client).steps_total
+    for _ in range(3):
+        client.receive(0.01)
+    assert stats(client).steps_total == num_steps
+    client.send(Call(2, "resume"))
+    hear_rest(client, [first], heard)
+    assert told(heard) == {("r0", 0): undisturbed["r0", 0]}
+    client.shutdown()
+
+
 def test_prefixes_and_open_calls_and_counters_go_on(small: EngineOptions) -> None:
     client, engines = restarting(small, due_at([6]))
     prefix = msgspec.structs.replace(request(3, max_tokens=1), register_prefix=True)
@@ -250,7 +391,8 @@ def test_an_engine_that_slept_sleeps_again(small: EngineOptions) -> None:
     while len(engines) < 2:
         client.receive(0.01)
     assert call(client, "is_sleeping").value == 1
-    client.send(Call(2, "wake_up"))
+    assert call(client, "wake_up", "weights").value == 1
+    client.send(Call(2, "wake_up", "kv_cache"))
     outputs = client.receive(5)
     assert outputs is not None
     assert outputs.results[0].error is None

@@ -95,6 +95,23 @@ def test_asleep_twice_and_more_deeply(driver: CoreDriver) -> None:
     assert driver.executor.asleep == 0
 
 
+def test_weights_wake_up_first(driver: CoreDriver) -> None:
+    assert call(driver, "wake_up", "kv_cache").error is None  # awake already
+    call(driver, "sleep", "2")
+    assert "weights sleep" in str(call(driver, "wake_up", "kv_cache").error)
+    assert "must be one of" in str(call(driver, "wake_up", "scales").error)
+    assert not driver.executor.has_woken_weights
+    assert call(driver, "wake_up", "weights").value == 2
+    assert driver.executor.has_woken_weights
+    assert (driver.executor.asleep, call(driver, "is_sleeping").value) == (2, 1)
+    assert call(driver, "sleep", "1").value == 2  # they sleep again
+    assert "weights sleep" in str(call(driver, "wake_up", "kv_cache").error)
+    call(driver, "wake_up", "weights")
+    assert call(driver, "wake_up", "kv_cache").value == 0
+    driver.add("b", PROMPT, max_tokens=4)
+    driver.run()
+
+
 def test_who_cannot_wake_stays_asleep_and_may_try_again(driver: CoreDriver) -> None:
     call(driver, "sleep", "2")
     driver.executor.wake_error = InsufficientMemoryError("no memory on the device for the weights")
@@ -119,7 +136,10 @@ def test_idle_work_is_for_when_nothing_else_is_to_do(driver: CoreDriver) -> None
     driver.add("b", PROMPT, max_tokens=1)
     assert not driver.core.idle()
     driver.run()
-    assert [driver.core.idle() for _ in range(3)] == [True, True, False]
+    assert [driver.core.idle() for _ in range(2)] == [True, True]
+    assert not driver.masks.is_prepared
+    assert not driver.core.idle()
+    assert driver.masks.is_prepared, "what the first constraint would wait for comes last"
     call(driver, "sleep", "1")
     driver.executor.idle_work = 9
     assert not driver.core.idle()

@@ -30,7 +30,7 @@ from quire.executors.multiprocess import RankProcesses
 from quire.executors.ranked import RankedExecutor
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.request import EngineRequest
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import NewSequence, SamplingInputs, SequenceSampling, StepPlan
 from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
@@ -67,7 +67,8 @@ def configured(path: Path, **options: Any) -> EngineConfig:
 
 
 def requests() -> list[EngineRequest]:
-    """Twelve greedy requests, a third of which begin alike, and a fourth of which have a constraint."""
+    """Twelve greedy requests, a third of which begin alike, and a fourth of which have a constraint, which forces some
+    tokens of the last one. One has a limit on its thoughts."""
     rng = random.Random(0)
     made = []
     for number in range(12):
@@ -82,7 +83,8 @@ def requests() -> list[EngineRequest]:
                 params=params,
                 max_tokens=MAX_TOKENS,
                 seed=number,
-                constraint="5" if number % 4 == 1 else "",
+                constraint={1: "5", 5: "5", 9: "70"}.get(number, ""),
+                thinking_budget=ThinkingBudget(3, [90], [91, 92], is_open=True) if number == 2 else None,
             )
         )
     return made

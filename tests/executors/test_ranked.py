@@ -93,9 +93,10 @@ def test_every_call_goes_to_the_ranks() -> None:
     executor = RankedExecutor(workers := FakeWorkers("plain torch", "plain torch"))
     assert executor.describe_backend() == "plain torch, on each of 2 ranks"
     executor.sleep(2)
+    executor.wake_weights()
     executor.wake_up()
     executor.shutdown()
-    assert workers.calls == [("describe_backend",), ("sleep", 2), ("wake_up",), ("close",)]
+    assert workers.calls == [("describe_backend",), ("sleep", 2), ("wake_weights",), ("wake_up",), ("close",)]
 
 
 def test_an_idle_engine_notices_the_end_of_a_rank() -> None:

@@ -9,43 +9,24 @@ batched, chunked, cached and preempted.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from quire.executors.interface import VitalSigns
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import (
-    NewSequence,
-    PromptLogprobs,
-    SequenceFork,
-    SequenceSampling,
-    StepPlan,
-    StepResult,
-)
-from quire.transfers import TransferReport
+from quire.step import NewSequence, PromptLogprobs, SequenceFork, SequenceSampling, StepPlan, StepResult
 from tests.fakes.groups import Kind, first_read, layer_spec, read_by, written_by
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
-from tests.fakes.transfers import copies
+from tests.fakes.transfers import FakeWorkerConnector, copies
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
 """(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
-
-
-class FakeWorkerConnector(Protocol):
-    """The worker's half of a KV connector over the executor's numbers."""
-
-    def run(
-        self, plan: StepPlan, host: dict[int, list[int | None]], device: dict[int, list[int | None]]
-    ) -> TransferReport | None:
-        """The transfers of one plan, behind its copies and its model. Returns what has ended."""
-        ...
 
 
 class ContractViolationError(AssertionError):
@@ -82,10 +63,10 @@ class _Row:
 class FakeExecutor:
     """See the module's docstring.
 
-    windows: the kind of each layer. latency: seconds a step takes, on its own
-    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
-    load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
+    windows: the kind of each layer. latency: seconds a step takes, on its own thread, while `hurry` is not set.
+    fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error: of `load`.
+    choose: replaces the rule that picks tokens. verify=False: trust the plans and only make tokens (for benchmarks).
+    record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -103,6 +84,7 @@ class FakeExecutor:
         self._specs = [layer_spec(kind) for kind in windows]
         self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
+        self.hurry = threading.Event()
         self._fail_at_step = fail_at_step
         self._load_error = load_error
         self._verify = verify
@@ -114,8 +96,7 @@ class FakeExecutor:
         self.num_drafts = self.num_accepted_drafts = 0
         self.connector: FakeWorkerConnector | None = None
         """The worker's half of the KV connector; set it before the first plan."""
-        self.nonfinite_token: int | None = None
-        """A token behind which a sequence's logits are no numbers."""
+        self.nonfinite_token: int | None = None  # behind it a sequence's logits are no numbers
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
@@ -133,9 +114,9 @@ class FakeExecutor:
         self.num_steps = 0
         self.is_shut_down = False
         self.asleep = 0
+        self.has_woken_weights = False
         self.wake_error: Exception | None = None
-        self.idle_work = self.num_idle_calls = 0
-        """Pieces of work that can wait, and how often was asked for one."""
+        self.idle_work = self.num_idle_calls = 0  # pieces of work that can wait, and how often was asked for one
 
     @property
     def live_seq_ids(self) -> list[int]:
@@ -191,10 +172,14 @@ class FakeExecutor:
     def sleep(self, level: int) -> None:
         """Everything that blocks hold is gone, and so are the rows."""
         self.asleep = level
+        self.has_woken_weights = False
         self._rows.clear()
         self._owners.clear()
         self._slots.clear()
         self._host_slots.clear()
+
+    def wake_weights(self) -> None:
+        self.has_woken_weights = True
 
     def wake_up(self) -> None:
         assert self._layout is not None
@@ -205,6 +190,7 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self.hurry.set()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -212,7 +198,7 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._latency:
-            time.sleep(self._latency)
+            self.hurry.wait(self._latency)
         if self.num_steps == self._fail_at_step:
             raise RuntimeError(f"injected failure at step {self._fail_at_step}")
         self.num_steps += 1
@@ -229,6 +215,8 @@ class FakeExecutor:
             self._reorder_beam(fork)
         for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
+        for seq_id, token_ids in plan.appended.items():
+            self._append(seq_id, token_ids)
         self._save_to_host(copies(plan).swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
@@ -410,6 +398,15 @@ class FakeExecutor:
             f"the token chosen for {seq_id} would replace one that was computed",
         )
         row.token_ids[-1] = token_id
+
+    def _append(self, seq_id: int, token_ids: list[int]) -> None:
+        row = self._row(seq_id)
+        _require(bool(token_ids), f"no tokens are appended to {seq_id}")
+        _require(
+            row.num_computed == len(row.token_ids) - 1,
+            f"tokens are appended to {seq_id}, of which {row.num_computed} of {len(row.token_ids)} are computed",
+        )
+        row.token_ids += token_ids
 
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         """Every token is picked before any row grows: a child reads its parent's logits, not its token."""

@@ -17,12 +17,15 @@ VOCAB_SIZE = 97
 
 
 class AllowedByPosition:
-    """A MaskSource. A constraint is a number: at place p, behind token t, every token of which p + t + token is one of
-    its multiples is allowed."""
+    """A MaskSource. A constraint is a number: at place p, behind token t, every token of which 31 p p + 17 t + token is
+    one of its multiples is allowed."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
         self.num_masks = 0
+        self.is_prepared = False
+        self.tells_forced = True
+        """Whether matchers name a token that alone may follow."""
         self.compile_checks = 0
         """How often a new constraint says that it is not ready."""
         self.max_tokens: int | None = None
@@ -35,13 +38,18 @@ class AllowedByPosition:
             raise UserError(f"{text!r} is not a number", param="constraint")
         return NumberConstraint(self, text, self.compile_checks)
 
+    def prepare(self) -> None:
+        self.is_prepared = True
+
     def close(self) -> None:
         """Nothing is compiled."""
 
     def is_allowed(self, constraint: str, token_ids: Sequence[int]) -> np.ndarray:
         """[vocab size] bool: the tokens that may follow."""
         previous = token_ids[-1] if token_ids else 0
-        return np.asarray((np.arange(self.vocab_size) + len(token_ids) + previous) % int(constraint) == 0)
+        return np.asarray(
+            (np.arange(self.vocab_size) + 31 * len(token_ids) ** 2 + 17 * previous) % int(constraint) == 0
+        )
 
     def mask(self, constraint: str, token_ids: Sequence[int]) -> bytes:
         self.num_masks += 1
@@ -87,6 +95,11 @@ class NumberMatcher:
         self._token_ids.append(token_id)
         self.is_finished = self.ends_in_text = len(self._token_ids) == self._source.max_tokens
         return True
+
+    def forced_token(self) -> int | None:
+        allowed = np.flatnonzero(self._source.is_allowed(self._text, self._token_ids))
+        is_open = self._source.tells_forced and len(self._token_ids) != self._source.fails_after
+        return int(allowed[0]) if is_open and len(allowed) == 1 else None
 
     def mask(self) -> bytes:
         if len(self._token_ids) == self._source.fails_after:

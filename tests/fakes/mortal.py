@@ -26,14 +26,13 @@ class MortalClient:
         self._loses = loses
         self._death: EngineDeadError | None = None
         self.request_ids: set[str] = set()
+        self.silence = 0.0
+        """Seconds; while it is not 0, nothing is received."""
+        self.was_shut_down = False
 
     @property
     def ready(self) -> EngineReady:
         return self.core.ready
-
-    @property
-    def silence(self) -> float:
-        return 0.0
 
     def send(self, message: ClientMessage) -> None:
         self._raise_if_dead()
@@ -45,6 +44,8 @@ class MortalClient:
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         self._raise_if_dead()
+        if self.silence:
+            return None
         is_due = self._is_due(self.request_ids)
         if not is_due or self._loses:
             outputs = self.core.receive(timeout)
@@ -54,6 +55,7 @@ class MortalClient:
         raise self._death.again()
 
     def shutdown(self, timeout: float = 5.0) -> None:
+        self.was_shut_down = True
         self.core.shutdown(timeout)
 
     def _raise_if_dead(self) -> None:

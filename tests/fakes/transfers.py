@@ -1,9 +1,11 @@
-"""Reading the transfers of a plan."""
+"""Reading the transfers of a plan, and who makes those of a KV connector."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from quire.step import StepPlan
-from quire.transfers import HostTransfers, OffloadTransfers
+from quire.transfers import HostTransfers, OffloadTransfers, TransferReport
 
 
 def copies(plan: StepPlan) -> HostTransfers:
@@ -14,3 +16,13 @@ def copies(plan: StepPlan) -> HostTransfers:
 def disk_orders(plan: StepPlan) -> OffloadTransfers:
     """The orders of OffloadConnector; empty lists where the plan has none."""
     return plan.transfers if isinstance(plan.transfers, OffloadTransfers) else OffloadTransfers()
+
+
+class FakeWorkerConnector(Protocol):
+    """The worker's half of a KV connector over the executor's numbers."""
+
+    def run(
+        self, plan: StepPlan, host: dict[int, list[int | None]], device: dict[int, list[int | None]]
+    ) -> TransferReport | None:
+        """The transfers of one plan, behind its copies and its model. Returns what has ended."""
+        ...

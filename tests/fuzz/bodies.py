@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.server.errors import MESSAGES_PATH
 from quire.server.openapi import api_description
 from quire.server.weight import MAX_ANSWER_BYTES
 from tests.fuzz.harness import Attack, Fuzzer
@@ -27,6 +28,26 @@ from tests.server.model_directory import write_model
 ERROR_BYTES = 8_000
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+TEXT = {"type": "text", "text": "a"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "does it", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HISTORY = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+    {"role": "tool", "tool_call_id": "call_0", "content": "2"},
+]
+RESPONSE_INPUT = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "function_call", "call_id": "call_0", "name": "f", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "call_0", "output": "2"},
+]
+CONVERSATION = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_0", "name": "f", "input": {"a": 1}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_0", "content": "2"}]},
+]
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 2, "seed": 3}),
@@ -45,6 +66,42 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2, "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": MESSAGES, "stream": True, "max_completion_tokens": 3}),
     ("/v1/chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"shout": True}, "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "max_tokens": 3}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "max_tokens": 9}),
+    ("/v1/chat/completions", {"messages": HISTORY, "tools": [TOOL], "tool_choice": "none", "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            "max_tokens": 9,
+        },
+    ),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "[a-z]+"}, "max_tokens": 4}),
+    ("/v1/responses", {"input": "hello", "instructions": "be brief", "max_output_tokens": 3}),
+    ("/v1/responses", {"input": RESPONSE_INPUT, "tools": [{"type": "function", **FUNCTION}], "stream": True}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_0", "store": True, "reasoning": {"effort": "low"}}),
+    ("/v1/responses/input_tokens", {"input": "hello", "instructions": "be brief"}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 3, "messages": CONVERSATION, "system": "be brief"}),
+    (
+        "/v1/messages",
+        {
+            "model": "tiny",
+            "max_tokens": 9,
+            "messages": CONVERSATION,
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "any"},
+            "stop_sequences": ["x"],
+            "thinking": {"type": "disabled"},
+            "metadata": {"user_id": "Ann"},
+        },
+    ),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 3, "messages": CONVERSATION, "stream": True, "top_k": 3}),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": CONVERSATION, "system": [TEXT]}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4}),
+    ("/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [65, 66, 256]}),
@@ -181,7 +238,8 @@ class Target:
             if response.headers["content-type"].startswith("application/json"):
                 json.loads(answer)
         else:
-            assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}, what
+            names = {"message", "type"} if path.startswith(MESSAGES_PATH) else {"message", "type", "param", "code"}
+            assert set(json.loads(answer)["error"]) == names, what
             assert len(answer) <= ERROR_BYTES, f"an error of {len(answer)} bytes to {what}"
         assert self._served.engine.num_unfinished == 0, f"something of {what} is left"
 

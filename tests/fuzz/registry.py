@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.fuzz import bodies, checkpoints, constraints, gguf_files, native_plans, raw_http, templates
+from tests.fuzz import (
+    bodies,
+    checkpoints,
+    constraints,
+    gguf_files,
+    native_plans,
+    operator_files,
+    outputs,
+    raw_http,
+    templates,
+    tokenizer_files,
+)
 from tests.fuzz.harness import Fuzzer
 
 FUZZERS: tuple[Fuzzer, ...] = (
@@ -13,4 +24,7 @@ FUZZERS: tuple[Fuzzer, ...] = (
     gguf_files.FUZZER,
     native_plans.FUZZER,
     constraints.FUZZER,
+    outputs.FUZZER,
+    tokenizer_files.FUZZER,
+    operator_files.FUZZER,
 )

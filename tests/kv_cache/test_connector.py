@@ -176,7 +176,7 @@ class TiersMachine(RuleBasedStateMachine):
 def test_random_transfers() -> None:
     run_state_machine_as_test(
         TiersMachine,
-        settings=settings(max_examples=100, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
+        settings=settings(max_examples=50, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
     )
     # Which rules hypothesis draws is chance; loads that fail have tests in tests/scheduler/test_connector_loads.py.
     assert TiersMachine.num_hits > 5

@@ -436,7 +436,7 @@ def test_random_sequences_over_groups(name: str) -> None:
     run_state_machine_as_test(
         type("Machine", (GroupMachine,), {"name": name}),
         settings=settings(
-            max_examples=40,
+            max_examples=30,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

@@ -11,9 +11,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from quire.engine.messages import EngineReady
 from quire.metrics.families import LEGAL_NAME, MetricNames, one_two_five
 from quire.metrics.prometheus import EngineMetrics
 from quire.server.scrape import HttpCounter, _encoder_for
+from quire.utils.shared_numbers import Numbers
 
 MAX_MODEL_LEN = 4096
 LENGTHS = "1 2 5 10 20 50 100 200 500 1000 2000"
@@ -86,13 +88,11 @@ ACCEPTS = [
 def make(names: MetricNames = MetricNames.VLLM) -> EngineMetrics:
     metrics = EngineMetrics(
         "m",
-        block_size=16,
-        num_blocks=100,
-        max_model_len=MAX_MODEL_LEN,
+        EngineReady(max_model_len=MAX_MODEL_LEN, num_blocks=100, block_size=16, seconds={}, backend=""),
         names=names,
         cache_config={"cache_dtype": "float32", "enable_prefix_caching": "True"},
     )
-    counter = HttpCounter()
+    counter = HttpCounter(["/v1/completions"], Numbers.alone())
     counter.count_response("/v1/completions", "POST", 200)
     metrics.registry.register(counter)
     return metrics

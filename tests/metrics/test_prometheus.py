@@ -7,12 +7,15 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.clock import VirtualClock
+from quire.engine.messages import EngineReady
 from quire.metrics.families import COUNTERS, GAUGES
 from quire.metrics.prometheus import EngineMetrics
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
+
+READY = EngineReady(max_model_len=256, num_blocks=100, block_size=16, seconds={}, backend="")
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def metrics(clock: VirtualClock) -> EngineMetrics:
-    return EngineMetrics('a "name"', block_size=16, num_blocks=100, max_model_len=256, clock=clock)
+    return EngineMetrics('a "name"', READY, clock=clock)
 
 
 def sums(metrics: EngineMetrics) -> dict[str, float]:
@@ -69,7 +72,7 @@ def test_counters_and_gauges_come_from_the_last_snapshot(metrics: EngineMetrics)
         for family in families:
             for row in family.rows:
                 assert found[family.name + suffix + "".join(row.labels)] == row.read(last), family.name
-    assert found["num_requests_running"] == metrics.num_running == fields["num_running"]
+    assert found["num_requests_running"] == metrics.stats.num_running == fields["num_running"]
     assert found["num_requests_waiting"] == fields["num_waiting"]
     assert found["num_preemptions_total"] == fields["preemptions_total"]
     assert found["kv_cache_usage_perc"] == shares(last)["kv_cache_usage"] == found["kv_blocks_used"] / last.num_blocks
@@ -113,7 +116,7 @@ def test_refused_requests(metrics: EngineMetrics) -> None:
 
 @pytest.mark.parametrize(("level", "state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
 def test_sleep(level: int, state: str) -> None:
-    metrics = EngineMetrics('a "name"', block_size=16, num_blocks=1, max_model_len=16, sleep_level=lambda: level)
+    metrics = EngineMetrics('a "name"', READY, sleep_level=lambda: level)
     found = {name: value for name, value in sums(metrics).items() if name.startswith("engine_sleep_state")}
     assert sum(found.values()) == found[f"engine_sleep_state{state}"] == 1
 
@@ -178,7 +181,7 @@ def test_nothing_is_kept_of_finished_requests(metrics: EngineMetrics) -> None:
 
 
 def test_two_engines_do_not_share(metrics: EngineMetrics) -> None:
-    other = EngineMetrics("other", block_size=16, num_blocks=1, max_model_len=256)
+    other = EngineMetrics("other", READY)
     other.record_outputs([delta("r", [[1]], reasons=["stop"], first=1.0)])
     assert sums(metrics)["request_success_totalstop"] == 0
 

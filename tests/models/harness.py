@@ -158,6 +158,14 @@ def chunked_logits(runner: PagedRunner, prompts: Sequence[Sequence[int]], chunk:
             parts[rows.index(row)].append(logits)
 
 
+def next_logits(reference: PreTrainedModel, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+    """Transformers' logits behind `prompt` and behind each of `token_ids` but the last, in one pass over them all:
+    [len(token_ids), vocab_size] float32. Where each token is the best of its row, they are a greedy continuation."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*prompt, *token_ids[:-1]]])).logits[0]
+    return logits[len(prompt) - 1 :].float()
+
+
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]

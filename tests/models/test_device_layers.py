@@ -24,6 +24,7 @@ from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
+from tests.models.hybrid_families import HYBRID_FAMILIES
 
 SavedModels = Callable[[str], SavedModel]
 
@@ -86,9 +87,12 @@ def logits_of(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Te
 
 FREQUENCIES_ONLY = ("linear", "dynamic", "yarn", "yarn-attention-factor", "llama3")
 """Families that differ in nothing but the numbers that rotations are made from."""
+SAME_LAYERS = ("deepseek-v3-yarn", "llama4-llama3-rotation", "mistral-no-window", "qwen2-window", "qwen3-window")
+"""Families that differ in rotations' numbers, or in windows, which are the attention's, from others here."""
 LIBRARY = [name for name in FAMILIES if name.removeprefix("llama-") not in FREQUENCIES_ONLY]
 LIBRARY = [name for name in LIBRARY if name in DENSE_SAMPLE or name not in DENSE_FAMILIES]
 LIBRARY = [name for name in LIBRARY if not name.startswith("deepseek-v3.2")]  # an indexer is refused
+LIBRARY = [name for name in LIBRARY if name not in SAME_LAYERS]
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 
 
@@ -99,12 +103,14 @@ BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 def test_logits_like_transformers(name: str, batch_invariant: bool, saved_model: SavedModels) -> None:
     saved = saved_model(name)
     _, model = load_device(saved.directory, batch_invariant=batch_invariant)
-    prompts = random_prompts([1, 16, 8], 97)
+    prompts = random_prompts([1, 9, 6], 97)  # 16 rows: the interpreter takes its time for each tile of rows
     for prompt, logits in zip(prompts, logits_of(model, prompts), strict=True):
         with torch.inference_mode():
             expected = saved.reference(torch.tensor([prompt])).logits[0].float()
         assert expected.std() > 0.5, "logits too flat to compare"
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+        # A norm behind a delta rule magnifies results near zero.
+        tolerance = 5e-4 * float(expected.std()) if name in HYBRID_FAMILIES else 1e-4
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])

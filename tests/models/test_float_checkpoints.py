@@ -83,7 +83,7 @@ def greedy(directory: Path, **options: Any) -> list[list[int]]:
     with LLM(model=directory, skip_tokenizer_init=True, dtype="float32", num_blocks_override=64, **options) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-            SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -94,7 +94,7 @@ def greedy_of_transformers(directory: Path) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, min_new_tokens=16
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, min_new_tokens=8
         )
         rows.append(out[0, len(prompt) :].tolist())
     return rows

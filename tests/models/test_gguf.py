@@ -40,7 +40,7 @@ STORED = {
 }  # fmt: skip
 """Bits and group size of the integer weight."""
 PROMPTS = random_prompts([5, 1, 23, 12], 97)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=1, detokenize=False)
 
 
 def random_blocks(type_name: str, count: int, seed: int = 0) -> bytes:

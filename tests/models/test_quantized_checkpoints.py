@@ -122,7 +122,7 @@ def greedy(directory: Path) -> list[tuple[int, ...]]:
     with LLM(model=directory, skip_tokenizer_init=True, dtype="float32", num_blocks_override=64) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-            SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
         )
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 

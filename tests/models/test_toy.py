@@ -112,7 +112,7 @@ def generate(runner: PagedRunner, num_tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["native", "device"])
 def test_the_same_tokens_on_every_back_end(name: str) -> None:
     for order in ORDERS if name == "native" else ORDERS[:1]:
-        num_tokens = 24 if name == "native" else 5
+        num_tokens = 24 if name == "native" else 3
         expected = generate(torch_runner(order), num_tokens)
         assert len({token for tokens in expected for token in tokens}) > 4, "tokens too alike to compare"
         assert generate(RUNNERS[name](order), num_tokens) == expected

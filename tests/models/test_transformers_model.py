@@ -17,7 +17,7 @@ from quire.config.hf_config import load_model_config
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.transformers_model import TransformersModel
 from tests.e2e.device_models import continuation
-from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts, randomize, save
+from tests.models.harness import PagedRunner, chunked_logits, load, next_logits, random_prompts, randomize, save
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -123,7 +123,9 @@ def test_preemption(mode: str, tiny: tuple[PreTrainedModel, Path]) -> None:
     if mode == "swap":
         options["swap_space"] = "1MiB"
     with LLM(str(tiny[1]), attention_backend="native", **options) as llm:
-        assert generate(llm, PROMPTS, max_tokens=40) == [[continuation(tiny[0], each, 40)] for each in PROMPTS]
+        for prompt, (tokens,) in zip(PROMPTS, generate(llm, PROMPTS, max_tokens=40), strict=True):
+            assert len(tokens) == 40
+            assert tokens == next_logits(tiny[0], prompt, tokens).argmax(-1).tolist()
         assert llm.stats()["preemptions_total"] > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 Tensors = dict[str, torch.Tensor]
@@ -30,12 +31,7 @@ class Matrix:
 
     def definition(self) -> torch.Tensor:
         """[N, K] float64."""
-        weight = torch.zeros(self.size, dtype=torch.float64)
-        for row in range(self.size[0]):
-            for column, group in enumerate(self.group_of):
-                whole = int(self.values[row, column]) - int(self.zeros[row, group])
-                weight[row, column] = float(self.scales[row, group]) * whole
-        return weight
+        return self.scales.double()[:, self.group_of] * (self.values - self.zeros[:, self.group_of])
 
 
 def random_matrix(
@@ -70,7 +66,7 @@ def random_matrix(
 
 def words(shape: tuple[int, int], bits: int, field: Callable[[int, int, int], int]) -> torch.Tensor:
     """A matrix of 32-bit words; field(i, j, f) is number f of word [i, j], 0 standing in the lowest bits."""
-    packed = torch.zeros(shape, dtype=torch.int32)
+    packed = np.zeros(shape, np.int32)
     for i in range(shape[0]):
         for j in range(shape[1]):
             word = 0
@@ -79,18 +75,17 @@ def words(shape: tuple[int, int], bits: int, field: Callable[[int, int, int], in
                 assert 0 <= number < 2**bits
                 word |= number << (bits * f)
             packed[i, j] = word - 2**32 if word >= 2**31 else word
-    return packed
+    return torch.from_numpy(packed)
 
 
 def gptq(matrix: Matrix, *, version: int = 1) -> Tensors:
     (rows, columns), bits = matrix.size, matrix.bits
+    values, zeros = matrix.values.numpy(), matrix.zeros.numpy()
     count, groups = 32 // bits, matrix.num_groups
     less = 1 if version == 1 else 0
     return {
-        "qweight": words((columns // count, rows), bits, lambda r, n, f: matrix.values[n, r * count + f]),
-        "qzeros": words(
-            (groups, rows // count), bits, lambda g, c, f: (int(matrix.zeros[c * count + f, g]) - less) % 2**bits
-        ),
+        "qweight": words((columns // count, rows), bits, lambda r, n, f: values[n, r * count + f]),
+        "qzeros": words((groups, rows // count), bits, lambda g, c, f: (int(zeros[c * count + f, g]) - less) % 2**bits),
         "scales": matrix.scales.t().contiguous().half(),
         "g_idx": torch.tensor(matrix.group_of, dtype=torch.int32),
     }
@@ -98,10 +93,11 @@ def gptq(matrix: Matrix, *, version: int = 1) -> Tensors:
 
 def awq(matrix: Matrix) -> Tensors:
     rows, columns = matrix.size
+    values, zeros = matrix.values.numpy(), matrix.zeros.numpy()
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     return {
-        "qweight": words((columns, rows // 8), 4, lambda k, c, f: matrix.values[c * 8 + order[f], k]),
-        "qzeros": words((matrix.num_groups, rows // 8), 4, lambda g, c, f: matrix.zeros[c * 8 + order[f], g]),
+        "qweight": words((columns, rows // 8), 4, lambda k, c, f: values[c * 8 + order[f], k]),
+        "qzeros": words((matrix.num_groups, rows // 8), 4, lambda g, c, f: zeros[c * 8 + order[f], g]),
         "scales": matrix.scales.t().contiguous().half(),
     }
 
@@ -110,6 +106,7 @@ def pack_quantized(matrix: Matrix, *, zero_points: bool, group_index: bool = Fal
     """What is stored is the signed number with half the range added again: the unsigned number of `Matrix`."""
     (rows, columns), bits = matrix.size, matrix.bits
     count = 32 // bits
+    values, zeros = matrix.values.numpy(), matrix.zeros.numpy()
 
     def inside(limit: int, place: int, number: Callable[[], object]) -> int:
         return int(number()) if place < limit else 0
@@ -118,7 +115,7 @@ def pack_quantized(matrix: Matrix, *, zero_points: bool, group_index: bool = Fal
         "weight_packed": words(
             (rows, -(-columns // count)),
             bits,
-            lambda n, c, f: inside(columns, c * count + f, lambda: matrix.values[n, c * count + f]),
+            lambda n, c, f: inside(columns, c * count + f, lambda: values[n, c * count + f]),
         ),
         "weight_scale": matrix.scales.half(),
         "weight_shape": torch.tensor([rows, columns]),
@@ -127,7 +124,7 @@ def pack_quantized(matrix: Matrix, *, zero_points: bool, group_index: bool = Fal
         tensors["weight_zero_point"] = words(
             (-(-rows // count), matrix.num_groups),
             bits,
-            lambda r, g, f: inside(rows, r * count + f, lambda: matrix.zeros[r * count + f, g]),
+            lambda r, g, f: inside(rows, r * count + f, lambda: zeros[r * count + f, g]),
         )
     if group_index:
         tensors["weight_g_idx"] = torch.tensor(matrix.group_of, dtype=torch.int32)

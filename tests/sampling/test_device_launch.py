@@ -22,6 +22,8 @@ from tests.sampling.helpers import Case, beam
 
 HARMLESS = {"empty", "zeros", "select", "slice", "_to_copy", "detach", "alias", "empty_strided", "lift_fresh"}
 """Operators that make memory, views and copies on the device: none waits, none gives the host a value."""
+HARMLESS |= {"take", "index_select", "mul", "add", "sub"}
+"""Operators of one kernel whose shapes the host knows."""
 
 
 class Launches:
@@ -88,6 +90,7 @@ EVERYTHING = Case(
         min_tokens=2,
         allowed_token_ids=[1, 2],
         logprobs=3,
+        logprob_token_ids=[3, 5],
     ),
     stop=[4],
     bad=[[1, 2]],

@@ -42,6 +42,28 @@ def test_only_rows_that_ask_get_them_and_only_as_many() -> None:
         assert entry.logprobs[1:] == sorted(entry.logprobs[1:], reverse=True)
 
 
+@pytest.mark.usefixtures("kernel_set")
+def test_tokens_that_rows_name() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(4)) * 3
+    logits[3, 9] = -math.inf
+    lists = [None, [7], [], [9, 30, 9, 2], [0]]
+    counts = [2, None, 1, 3, None]
+    cases = [
+        Case(SamplingParams(temperature=0, logprobs=count, logprob_token_ids=listed, logit_bias={1: 50.0}), seed=index)
+        for index, (listed, count) in enumerate(zip(lists, counts, strict=True))
+    ]
+    result = sample(logits, cases, rows=[4, 0, 2, 3, 1])
+    expected = torch.log_softmax(logits.double(), dim=1)
+    assert sorted(result.logprobs) == [0, 1, 2, 3, 4]
+    for index, entry in result.logprobs.items():
+        named = list(dict.fromkeys(lists[index] or []))
+        assert entry.token_ids[0] == 1
+        assert (entry.token_ids[len(entry.token_ids) - len(named) :], entry.num_listed) == (named, len(named))
+        assert len(entry.token_ids) == 1 + (counts[index] or 0) + len(named)
+        np.testing.assert_allclose(entry.logprobs, expected[index][entry.token_ids].numpy(), atol=1e-5)
+        assert sample(logits[index : index + 1], [cases[index]]).logprobs[0] == entry
+
+
 @pytest.mark.usefixtures("plain_and_native")
 def test_equal_logits_come_in_the_same_order_whatever_others_ask_for() -> None:
     logits = torch.zeros(1, 200)

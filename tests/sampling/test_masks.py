@@ -38,7 +38,7 @@ def sample_masked(made: Prepared, logits: object, allowed: dict[int, list[int]])
 def test_only_allowed_tokens_are_chosen_and_other_rows_are_unchanged() -> None:
     logits = random_logits(len(CASES), VOCAB)
     free = sample(logits, CASES)
-    for masked in ([0], [1, 3], [2, 4], [0, 1, 2, 3, 4]):
+    for masked in ([1, 3], [0, 2, 4]):
         allowed = {index: [3, 31, 32, 64, 150, 199, 202] for index in masked}
         found = sample_masked(Prepared(CASES), logits, allowed)
         assert not found.nonfinite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,16 @@ from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
+from quire.engine.inprocess_client import InProcessClient
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_protocol import HttpServer, make_http_server
-from quire.server.run import bind
+from quire.server.listener import bind
 from quire.server.settings import ServerSettings
+from tests.fakes.executor import FakeExecutor
 from tests.server.model_directory import write_model
+from tests.server.serve_process import Process
 
 NUM_BLOCKS = 64
 HOST = "quire"
@@ -51,6 +55,14 @@ class Served:
                 return
             await asyncio.sleep(0.005)
 
+    def hurry(self) -> None:
+        """Steps of an engine in this process take no time any more."""
+        client = self.engine._client
+        assert isinstance(client, InProcessClient)
+        executor = client._core._executor
+        assert isinstance(executor, FakeExecutor)
+        executor.hurry.set()
+
     async def until_running(self, count: int) -> None:
         while (await self.engine.stats()).num_running < count:
             await asyncio.sleep(0.005)
@@ -62,7 +74,12 @@ async def serving_apart(
 ) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own, slow enough to be met at work."""
     options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
-    engine = AsyncLLM.from_options(options, restart_engine=restart_engine, executor=f"tests.server.executor:{executor}")
+    engine = AsyncLLM.from_options(
+        options,
+        restart_engine=restart_engine,
+        hung_engine_timeout=SILENCE_LIMIT,
+        executor=f"tests.server.executor:{executor}",
+    )
     try:
         app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -81,8 +98,10 @@ async def serving(
     live: bool = False,
     max_num_seqs: int = 8,
     scheduling_policy: str = "fcfs",
+    chat_template: str | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve the tiny model; `live`: over 127.0.0.1, else the client calls the application directly."""
+    """Serve the tiny model; `live`: over 127.0.0.1 or the settings' Unix socket, else the client calls the application
+    directly."""
     settings = settings or ServerSettings(served_model_name=["tiny"], port=0)
     settings = msgspec.structs.replace(settings, allowed_hosts=[*settings.allowed_hosts, HOST])
     options = EngineOptions(
@@ -90,6 +109,7 @@ async def serving(
         num_blocks_override=NUM_BLOCKS,
         max_num_seqs=max_num_seqs,
         scheduling_policy=scheduling_policy,
+        chat_template=chat_template,
     )
     engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
     try:
@@ -101,11 +121,12 @@ async def serving(
             return
         server = make_http_server(app, settings, shutdown_grace_seconds=2)
         with bind(settings) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            url = f"http://{HOST}" if settings.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
             running = asyncio.ensure_future(server.serve(sockets=[listener]))
             while not server.started:
                 await asyncio.sleep(0.005)
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            socket = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None
+            async with httpx.AsyncClient(base_url=url, timeout=60, transport=socket) as client:
                 yield Served(engine, app.state.context, client, url, app, server)
             server.should_exit = True
             await running
@@ -125,3 +146,14 @@ async def live(model_path: Path) -> AsyncIterator[Served]:
     """A server on a socket, whose steps take a while."""
     async with serving(model_path, executor="slow", live=True) as served:
         yield served
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    """Started servers, ended whatever happens."""
+    started: list[Process] = []
+    yield started
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.communicate()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 from quire.config.engine import EngineConfig
 from quire.step import SequenceSampling
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.fates import FatedExecutor
 from tests.fakes.masks import MaskingExecutor
 from tests.server.model_directory import VOCAB_SIZE
 
@@ -15,7 +17,8 @@ COPY = 28
 END_TOKEN = 257
 EXCLAMATION, QUESTION = 0, 30
 FIRST_LETTER = 64
-SLOW_STEP_SECONDS = 0.02
+FAILING_STEP_SECONDS = 0.02
+SLOW_STEP_SECONDS = 0.1
 VERY_SLOW_STEP_SECONDS = 0.4
 
 
@@ -36,7 +39,21 @@ def readable(config: EngineConfig) -> FakeExecutor:
 
 
 def slow(config: EngineConfig) -> FakeExecutor:
+    """A request of 200 tokens takes 20 seconds: a test acts before it has ended. A test that waits for its end makes
+    the steps short: `Served.hurry`, or `Process.hurry` where the engine is a process of its own."""
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
+
+
+def fated(config: EngineConfig) -> FatedExecutor:
+    return FatedExecutor(readable(config))
+
+
+def slow_between_signals(config: EngineConfig) -> FakeExecutor:
+    """In a process of its own: as slow as `very_slow`, but for the time from a SIGUSR1 to a SIGUSR2."""
+    executor = very_slow(config)
+    signal.signal(signal.SIGUSR1, lambda *_: executor.hurry.set())
+    signal.signal(signal.SIGUSR2, lambda *_: executor.hurry.clear())
+    return executor
 
 
 def very_slow(config: EngineConfig) -> FakeExecutor:
@@ -58,7 +75,7 @@ def nonfinite(config: EngineConfig) -> FakeExecutor:
 
 def failing(config: EngineConfig) -> FakeExecutor:
     """Dies at its tenth step."""
-    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS, fail_at_step=10)
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=FAILING_STEP_SECONDS, fail_at_step=10)
 
 
 def never_ready(config: EngineConfig) -> FakeExecutor:

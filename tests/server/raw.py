@@ -16,7 +16,7 @@ from quire.clock import VirtualClock
 from quire.server.connection import BoundedHttpProtocol
 from quire.server.http_protocol import HttpServer, make_http_server
 from quire.server.json_bodies import JsonBodies
-from quire.server.run import bind
+from quire.server.listener import bind
 from quire.server.settings import ServerSettings
 
 STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3}) ")

@@ -39,13 +39,15 @@ async def test_requests_get_503_while_the_engine_sleeps(model_path: Path) -> Non
 
 async def test_it_does_not_sleep_under_a_request_that_is_kept(model_path: Path) -> None:
     async with serving(model_path, SETTINGS, executor="slow") as served:
-        running = asyncio.ensure_future(served.client.post("/v1/completions", json={**BODY, "max_tokens": 50}))
+        running = asyncio.ensure_future(served.client.post("/v1/completions", json={**BODY, "max_tokens": 200}))
         await served.until_running(1)
         response = await served.client.post("/sleep?mode=keep")
         assert response.status_code == 400
         assert "while requests live" in response.json()["error"]["message"]
         assert (await served.client.get("/ready")).status_code == 200
-        assert (await served.client.post("/sleep?mode=wait")).status_code == 200
+        asleep = asyncio.ensure_future(served.client.post("/sleep?mode=wait"))
+        served.hurry()
+        assert (await asleep).status_code == 200
         assert (await running).json()["choices"][0]["finish_reason"] == "length"
         assert (await served.client.get("/ready")).status_code == 503
 
@@ -56,8 +58,12 @@ async def test_it_ends_requests_to_sleep(model_path: Path) -> None:
         await served.until_running(1)
         assert (await served.client.post("/sleep")).status_code == 200
         assert (await running).json()["choices"][0]["finish_reason"] == "abort"
-        for tags, status in (("weights", 400), ("scales", 400), ("weights&tags=kv_cache", 200)):
-            assert (await served.client.post(f"/wake_up?tags={tags}")).status_code == status
+        for tags, status in (("kv_cache", 400), ("scales", 400), ("weights", 200)):
+            response = await served.client.post(f"/wake_up?tags={tags}")
+            assert response.status_code == status
+        assert response.json() == {"is_sleeping": True}
+        assert (await served.client.post("/v1/completions", json=BODY)).status_code == 503
+        assert (await served.client.post("/wake_up?tags=kv_cache")).json() == {"is_sleeping": False}
         assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
@@ -79,26 +85,31 @@ async def test_without_the_settings_there_are_no_such_routes(model_path: Path) -
 
 async def test_a_pause_holds_new_requests(model_path: Path) -> None:
     """Running ones are kept, ended or waited for; the tokens are those of an engine that was not paused."""
-    async with serving(model_path, ADMIN, executor="slow") as served:
-        post, get = served.client.post, served.client.get
-        body = {**BODY, "max_tokens": 30}
-        expected = (await post("/v1/completions", json=body)).json()["choices"]
-        for mode in ("keep", "wait", "abort"):
+    body = {**BODY, "max_tokens": 200}
+    async with serving(model_path) as served:
+        expected = (await served.client.post("/v1/completions", json=body)).json()["choices"]
+    for mode in ("keep", "wait", "abort"):
+        async with serving(model_path, ADMIN, executor="slow") as served:
+            post, get = served.client.post, served.client.get
             running = asyncio.ensure_future(post("/v1/completions", json=body))
             await served.until_running(1)
-            assert (await post(f"/pause?mode={mode}")).json() == {"status": "paused"}
+            pausing = asyncio.ensure_future(post(f"/pause?mode={mode}"))
+            if mode == "wait":
+                served.hurry()
+            assert (await pausing).json() == {"status": "paused"}
             assert (await get("/is_paused")).json() == {"is_paused": True}
             assert ((await get("/ready")).status_code, (await get("/health")).status_code) == (503, 200)
             new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
             await asyncio.sleep(0.1)
             assert not new.done()
             assert running.done() == (mode != "keep")
+            served.hurry()
             assert (await post("/resume")).json() == {"status": "resumed"}
             choice = (await running).json()["choices"]
             assert choice == expected if mode != "abort" else choice[0]["finish_reason"] == "abort"
             assert (await new).text.endswith("data: [DONE]\n\n")
             assert (await get("/ready")).status_code == 200
-        await served.until_idle()
+            await served.until_idle()
 
 
 async def test_what_else_is_told_and_done(model_path: Path) -> None:

@@ -63,6 +63,20 @@ async def test_reasons_to_stop(client: anthropic.AsyncAnthropic) -> None:
     assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("stop_sequence", "d", "abc")
 
 
+async def test_more_tokens_than_fit_are_no_error(client: anthropic.AsyncAnthropic) -> None:
+    """Clients ask for as much as the models that they know can give; the stop reason says what ended the answer."""
+    short = await client.messages.create(model="tiny", max_tokens=16384, messages=says("abc"))
+    assert (short.stop_reason, short.content[0].text) == ("end_turn", "abc")
+    endless: list[Any] = [{"role": "user", "content": "no copy"}]
+    cut = await client.messages.create(model="tiny", max_tokens=16384, messages=endless)
+    assert cut.stop_reason == "model_context_window_exceeded"
+    assert cut.usage.input_tokens + cut.usage.cache_read_input_tokens + cut.usage.output_tokens == 256
+    async with client.messages.stream(model="tiny", max_tokens=16384, messages=endless) as stream:
+        assert (await stream.get_final_message()).stop_reason == "model_context_window_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="256"):
+        await client.messages.create(model="tiny", max_tokens=1, messages=says("a" * 300))
+
+
 async def test_a_stream(client: anthropic.AsyncAnthropic) -> None:
     stream = await client.messages.create(model="tiny", max_tokens=9, messages=says("stream"), stream=True)
     events = [event async for event in stream]
@@ -134,6 +148,17 @@ async def test_errors(client: anthropic.AsyncAnthropic, fast: Served) -> None:
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     answer = await fast.client.post("/v1/messages", content=b"a=b", headers={**headers, "Content-Type": "text/plain"})
     assert (answer.status_code, answer.json()["type"]) == (415, "error")
+
+
+async def test_a_conversation_that_the_server_should_hold_is_refused(fast: Served) -> None:
+    """By the details of the error the client's runner of tools knows that it has to send the whole conversation."""
+    body = {"model": "tiny", "max_tokens": 2, "messages": says("a"), "thread": {"type": "create"}}
+    answer = await fast.client.post("/v1/messages", json=body, headers={"x-api-key": "key"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["details"]) == (400, {"error_code": "thread_unsupported_request"})
+    assert "thread is not supported" in error["message"]
+    body["thread"] = None
+    assert (await fast.client.post("/v1/messages", json=body, headers={"x-api-key": "key"})).status_code == 200
 
 
 async def test_an_error_in_the_middle_of_a_stream(model_path: Path) -> None:

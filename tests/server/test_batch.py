@@ -70,13 +70,27 @@ async def test_what_is_wrong_with_a_line_stands_in_its_place(local: Served) -> N
         line(3, prompt="a", model="other"),
         line(4, "/v1/embeddings", input="a", max_tokens=None),
         line(5, prompt="=fine"),
+        line(6, "/v1/responses", input="a", background=True, max_tokens=None),
     ]
     found = await answers(local, lines, concurrency=3)
-    assert [each["custom_id"] for each in found] == [None, "only", None, "r0", "r1", "get", "r2", "r3", "r4", "r5"]
+    assert [each["custom_id"] for each in found] == [
+        None,
+        "only",
+        None,
+        "r0",
+        "r1",
+        "get",
+        "r2",
+        "r3",
+        "r4",
+        "r5",
+        "r6",
+    ]
     statuses = [each["response"] and each["response"]["status_code"] for each in found]
-    assert statuses == [None, None, None, None, None, None, 400, 404, 404, 200]
+    assert statuses == [None, None, None, None, None, None, 400, 404, 404, 200, None]
     assert found[6]["error"]["param"] == found[6]["response"]["body"]["error"]["param"] == "temperature"
     assert found[4]["error"]["message"].startswith("a batch is not streamed")
+    assert found[10]["error"]["message"].startswith("a batch waits for its answers")
 
 
 async def test_the_file_is_read_no_further_than_is_answered(local: Served) -> None:

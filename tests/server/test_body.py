@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from quire.server.errors import ApiError
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.tokenize import TokenizeRequest
+from tests.server.conftest import Served
 
 USER = '{"role": "user", "content": "hi"}'
 
@@ -226,3 +228,40 @@ def test_a_request_id_has_no_line_feeds(request_id: str) -> None:
 def test_long_names_are_not_compared() -> None:
     names = iter(("x" * 101,))
     assert nearest_name("x" * 101, names) == ""
+
+
+def test_a_large_body_is_decoded_piece_by_piece_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "text", "text": 'a"é\n' * 5}
+    value = {
+        "messages": [{"role": "user", "content": [part, part]}, {"role": "user", "content": "b" * 40}],
+        "numbers": list(range(30)),
+        "mixed": ["c", 1, None, {"d": [[1], [2, [3, [4, [5]]]]]}],
+        "empty": [{}, [], "", {"e": {}}],
+    }
+    pieces: list[int] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr(body_module, "PIECE_BYTES", 8)
+    monkeypatch.setattr(msgspec.json, "decode", lambda text: pieces.append(len(text)) or decode(text))
+    for text in (msgspec.json.encode(value), b" \n" + msgspec.json.format(msgspec.json.encode(value))):
+        pieces.clear()
+        assert body_module._decode(text, body_module.CONTAINER_LEVELS) == value
+        assert len(pieces) > 12
+        assert max(pieces) < len(text) / 2
+    for wrong in (b'{"messages": [{"role": "user"}, {"role" "user"}]}', b'{"messages": ["abc", "\xff", "abc"]}'):
+        assert failure(wrong, ChatRequest).detail.code in ("invalid_json", "invalid_utf8")
+
+
+async def test_only_short_bodies_are_parsed_on_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    parse = body_module.parse_body
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr(body_module, "parse_body", note)
+    for length in (10, body_module.SHORT_BODY_BYTES):
+        message = {"role": "user", "content": "a" * length}
+        answer = await served.client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
+        assert (answer.status_code == 200) == (length == 10)
+    assert threads == [True, False]

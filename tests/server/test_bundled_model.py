@@ -49,6 +49,21 @@ def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
     assert all(value <= 0 for value in whole.logprobs.token_logprobs)
 
 
+def test_logprobs_of_tokens_that_the_request_names(client: openai.OpenAI) -> None:
+    asked = {"model": "bundled", "max_tokens": 1, "temperature": 0, "logprobs": 0}
+    ids = {"logprob_token_ids": [300, 301], "return_tokens_as_token_ids": True}
+    logprobs = client.completions.create(prompt=PROMPT, **asked, extra_body=ids).choices[0].logprobs
+    assert logprobs.tokens[0] in logprobs.top_logprobs[0]
+    assert {"token_id:300", "token_id:301"} < logprobs.top_logprobs[0].keys()
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = {**asked, "logprobs": True, "messages": messages}
+    entry = client.chat.completions.create(**chat, extra_body=ids).choices[0].logprobs.content[0]
+    assert {each.token for each in entry.top_logprobs} == {"token_id:300", "token_id:301"}
+    assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
+    with pytest.raises(openai.BadRequestError, match="together with logprobs"):
+        client.chat.completions.create(**{**chat, "logprobs": False}, extra_body=ids)
+
+
 def test_a_repeated_prompt_hits_the_prefix_cache(client: openai.OpenAI) -> None:
     prompt = "import os\n" * 40
     first, second = [client.completions.create(model="bundled", prompt=prompt, max_tokens=1) for _ in range(2)]

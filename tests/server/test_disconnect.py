@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
+from quire.server.disconnect import ClientDisconnectedError, run_until_disconnect
 from tests.server.conftest import Served, serving
 
 HALF = b"host: quire\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 LONG = {"prompt": "abc", "max_tokens": 250}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 200}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"stream": True},
+    {"stream": True, "n": 3},
+    {"n": 2, "use_beam_search": True, "temperature": 0},
+]
+RUNNING = [
+    *(("/v1/completions", LONG, kind) for kind in [*KINDS, {"n": 2, "best_of": 4}]),
+    *(("/v1/chat/completions", CHAT, kind) for kind in KINDS),
+]
 
 
 async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -34,8 +47,7 @@ async def statuses(served: Served) -> set[str]:
     return {line.split('status="')[1][:3] for line in lines}
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
-@pytest.mark.parametrize("more", [{"stream": True}, {}, {"n": 3}])
+@pytest.mark.parametrize(("path", "body", "more"), RUNNING)
 async def test_while_running(live: Served, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
     reader, writer = await send(live, path, {**body, **more})
     await live.until_running(1)
@@ -119,3 +131,37 @@ async def test_the_end_of_a_stream_is_not_a_hang_up(live: Served) -> None:
         'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 0.0'
         in (await live.client.get("/metrics")).text
     )
+
+
+async def test_a_hang_up_behind_the_end_of_the_work_cancels_nothing() -> None:
+    left = asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def work() -> int:
+        left.set()
+        return 1
+
+    assert await run_until_disconnect(receive, work()) == 1
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_only_the_hang_up_is_told_as_one() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    running = asyncio.ensure_future(run_until_disconnect(receive, asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    async def hang_up() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnectedError):
+        await run_until_disconnect(hang_up, asyncio.Event().wait())

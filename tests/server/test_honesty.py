@@ -132,10 +132,13 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "return_prompt_text": {},
     "use_beam_search": {},
     "stream_interval": {},
+    "logprob_token_ids": {},  # tests/server/test_bundled_model.py
     "return_tokens_as_token_ids": {},
     "spaces_between_special_tokens": {},
     "early_stopping": {"use_beam_search": True, "early_stopping": "never"},
-    "tools": {},  # these five: test_tools.py
+    "tools": {},  # these: test_tools.py
+    "functions": {},
+    "function_call": {},
     "thinking_token_budget": {},
     "tool_choice": {},
     "parallel_tool_calls": {},
@@ -260,7 +263,8 @@ async def test_tokenize_fields(served: Served) -> None:
 
     assert set(TokenizeRequest.__struct_fields__) == {
         "model", "prompt", "messages", "add_special_tokens", "return_token_strs",
-        "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+        "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+        "documents", "tools",
     }  # fmt: skip
     assert set(DetokenizeRequest.__struct_fields__) == {"model", "tokens"}
     hi = [{"role": "user", "content": "hi"}]
@@ -277,5 +281,8 @@ async def test_tokenize_fields(served: Served) -> None:
     assert await post("/detokenize", tokens=[256, 64, 65]) == {"prompt": "<|start|>ab"}
     assert await post("/detokenize", tokens=[64], model="other") == 404
     assert await post("/detokenize", tokens=[300]) == 400
-    assert await post("/tokenize", prompt="ab", tools=[{}]) == 400
+    for field in ({"tools": [{"function": {"name": "f"}}]}, {"documents": [{"text": "d"}]}, {"chat_template": "x"}):
+        assert await post("/tokenize", prompt="ab", **field) == 400
+    assert await post("/tokenize", messages=hi, tools=[{}]) == 400
+    assert await post("/tokenize", messages=hi, chat_template="x") == 400
     assert await post("/detokenize", tokens=[64], token=[64]) == 400

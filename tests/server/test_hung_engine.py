@@ -135,7 +135,7 @@ async def test_clients_that_do_not_read_shut_no_door(model_path: Path) -> None:
         for _ in range(6):
             clients.append(StalledClient(served, {"prompt": "abc", "max_tokens": 150}))
             await clients[-1].has_begun.wait()
-            while served.engine.num_pending or served.context.metrics.num_running:
+            while served.engine.num_pending or served.engine.num_running:
                 await asyncio.sleep(0.005)
         assert served.engine.num_unfinished == 6, "none of them has read its answer"
         answer = await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})

@@ -84,6 +84,8 @@ def test_without_keys_anyone_is_a_client() -> None:
     [
         ("# nothing\n", "no table [name] with a key"),
         ("[a", "no valid TOML"),
+        ("a = " + "[" * 3000, "no valid TOML"),
+        ("a = " + "9" * 5000, "no valid TOML"),
         ('[a]\nkey = "very-secret"\nkey = "again"\n', "no valid TOML"),
         ("[a]\n", "[a]: Object missing required field `key`"),
         ("[a]\nkey = 7\n", "[a]: Expected `str`, got `int`"),

@@ -16,6 +16,7 @@ from quire.server.errors import ApiError
 from quire.server.keys import KeyRing
 from quire.server.limits import Allowance, RateLimit
 from quire.server.settings import ServerSettings
+from quire.utils.shared_numbers import Numbers
 from tests.server.conftest import Served, serving
 
 KEYS = """
@@ -113,7 +114,7 @@ def test_an_allowance_is_never_exceeded_by_more_than_its_last_use(
 ) -> None:
     """What is used before the last use begins stays within one minute's savings and what was refilled."""
     clock = VirtualClock()
-    allowance = Allowance(per_minute, clock)
+    allowance = Allowance(per_minute, Numbers.alone(), clock)
     used = 0.0
     for pause, amount in events:
         clock.advance(pause)
@@ -128,7 +129,7 @@ def test_an_allowance_is_never_exceeded_by_more_than_its_last_use(
 
 def test_a_limit_of_requests_refills_evenly() -> None:
     clock = VirtualClock()
-    limit = RateLimit(6, None, clock)
+    limit = RateLimit(6, None, Numbers.alone(), clock)
     for _ in range(6):
         limit.begin()
     with pytest.raises(ApiError) as raised:

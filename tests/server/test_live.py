@@ -22,7 +22,7 @@ from quire.server.settings import ServerSettings
 from quire.stats import EngineStats, shares
 from quire.utils.sse import EventParser
 from tests.server.conftest import NUM_BLOCKS, Served, serving
-from tests.server.test_serve import Process
+from tests.server.serve_process import Process
 
 LONG = {"prompt": "a" * 40, "max_tokens": 200, "n": 4, "temperature": 1.0}
 
@@ -117,6 +117,7 @@ async def test_requests_and_their_tables(live: Served) -> None:
 
 
 async def test_without_a_viewer_the_engine_is_not_asked(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.hurry()
     polls = count_polls(live, monkeypatch)
     await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20})
     assert polls == []
@@ -131,25 +132,26 @@ async def test_without_a_viewer_the_engine_is_not_asked(live: Served, monkeypatc
 
 
 async def test_several_viewers_share_the_polls(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = asyncio.Event()
+    ask = live.engine.kv_snapshot
+
+    async def held() -> Any:
+        await gate.wait()
+        return await ask()
+
+    monkeypatch.setattr(live.engine, "kv_snapshot", held)
     polls = count_polls(live, monkeypatch)
-    post = asyncio.ensure_future(live.client.post("/v1/completions", json=LONG))
 
-    async def look() -> list[bytes]:
-        found = []
-        async with watching(live, "/debug/kv/events?rate=10") as frames:
-            async for frame in frames:
-                found.append(msgspec.json.encode(frame))
-                if len(found) == 5:
-                    return found
-        return found
+    async def look() -> bytes:
+        async with watching(live) as frames:
+            return msgspec.json.encode(await anext(frames))
 
-    seen = await asyncio.gather(*(look() for _ in range(6)))
-    # The first viewer's poll may be over before the last one connects; six times as many there never are.
-    assert 5 <= len(polls) <= 12
-    assert len({frame for frames in seen for frame in frames}) <= len(polls)
-    post.cancel()
-    await asyncio.gather(post, return_exceptions=True)
-    await live.until_idle()
+    looking = [asyncio.ensure_future(look()) for _ in range(6)]
+    while feed_of(live).num_viewers < 6:
+        await asyncio.sleep(0.005)
+    assert len(polls) == 1, "all of them wait for the first one's poll"
+    gate.set()
+    assert len(set(await asyncio.gather(*looking))) <= len(polls)
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "11", "nan", "inf", "fast", ""])
@@ -186,17 +188,21 @@ async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> Non
 
 def test_a_viewer_sees_the_drain_and_does_not_delay_the_end(model_path: Path) -> None:
     process = Process(model_path).wait_ready()
-    parser, answers = EventParser(), []
-    with httpx.Client(base_url=process.url, timeout=60) as client, client.stream("GET", "/debug/kv/events") as events:
-        with client.stream("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 60, "stream": True}) as post:
+    parser = EventParser()
+    with httpx.Client(base_url=process.url, timeout=120) as client, client.stream("GET", "/debug/kv/events") as events:
+        frames = (json.loads(event) for data in events.iter_raw() for event in parser.feed(data))
+        with client.stream(
+            "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 200, "stream": True}
+        ) as post:
             lines = post.iter_lines()
             next(lines)
             process.signal(signal.SIGTERM)
+            while not next(frames)["is_draining"]:
+                pass
+            process.hurry()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        for data in events.iter_raw():
-            answers += [json.loads(event) for event in parser.feed(data)]
-    # The stream came to its regular end (else httpx raises), after frames that said what goes on.
-    assert [answer["is_draining"] for answer in answers][-1] is True
+        # The stream comes to its regular end (else httpx raises).
+        assert all(frame["is_draining"] for frame in frames)
     status, error = process.finish()
     assert status == 0
     assert "Cancel" not in error

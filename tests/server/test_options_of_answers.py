@@ -129,3 +129,14 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], param: str) -> No
     with pytest.raises(ConfigError) as caught:
         ServerSettings.from_keywords(settings)
     assert caught.value.param == param
+
+
+async def test_a_template_of_a_file_on_a_unix_socket(path: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}")
+    settings = ServerSettings(uds=str(tmp_path / "socket"), enable_admin_routes=True)
+    async with serving(path, settings, live=True, chat_template=str(template)) as served:
+        assert Path(str(settings.uds)).stat().st_mode & 0o777 == 0o660
+        response = await served.client.post("/v1/chat/completions", json={**CHAT, "return_prompt_text": True})
+        assert response.json()["prompt_text"] == "<user>=abcdefgh"
+        assert (await served.client.get("/is_paused")).json() == {"is_paused": False}, "its clients are on this machine"

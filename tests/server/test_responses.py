@@ -13,8 +13,9 @@ import openai
 import pytest
 
 from quire.errors import UserError
+from quire.server.protocol.response_items import items_of
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.response_store import ResponseStore
+from quire.server.response_store import ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -118,7 +119,7 @@ async def test_going_on(client: openai.AsyncOpenAI, fast: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await other.responses.create(model="tiny", input="a", previous_response_id=first.id)
     assert (missing.value.param, missing.value.code) == ("previous_response_id", "previous_response_not_found")
-    with pytest.raises(openai.BadRequestError, match="background"):
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
         await client.responses.cancel(first.id)
     await client.responses.delete(first.id)
     for gone in (client.responses.retrieve(first.id), client.responses.cancel(first.id)):
@@ -126,18 +127,29 @@ async def test_going_on(client: openai.AsyncOpenAI, fast: Served) -> None:
             await gone
 
 
+async def test_counting(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model="tiny", input="=one", instructions="be brief")
+    count = await client.responses.input_tokens.count(model="tiny", input="=one", instructions="be brief")
+    assert (count.object, count.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    goes_on: dict[str, Any] = {"model": "tiny", "input": "=two", "previous_response_id": first.id}
+    second = await client.responses.create(**goes_on)
+    assert (await client.responses.input_tokens.count(**goes_on)).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="tiny", input="a", previous_response_id="resp_none")
+
+
 async def test_errors(client: openai.AsyncOpenAI) -> None:
     create = client.responses.create
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"background": True, "store": False}, "background"),
+        ({"truncation": "other"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     ]
@@ -177,22 +189,26 @@ async def test_leaving_frees_the_blocks(live: Served) -> None:
 
 
 def test_the_synchronous_store_is_bounded() -> None:
+    def stored(body: bytes) -> StoredResponse:
+        return StoredResponse(body, b"[]", 0)
+
     store = ResponseStore(3, 1000)
     for number in range(5):
-        store.put("me", str(number), b"x" * 10, [])
+        store.put("me", str(number), stored(b"x" * 10))
     assert [store.find("me", str(number)) is not None for number in range(5)] == [False, False, True, True, True]
-    store.put("me", "4", b"y" * 20, [])
+    store.put("me", "4", stored(b"y" * 20))
     assert store.num_bytes == 12 + 12 + 22
-    store.put("me", "large", b"z" * 990, [])
+    store.put("me", "large", stored(b"z" * 990))
     assert (len(store), store.num_bytes) == (1, 992)
-    store.put("me", "too large", b"z" * 1000, [])
+    store.put("me", "too large", stored(b"z" * 1000))
     assert (len(store), store.find("me", "too large")) == (1, None)
     assert store.remove("me", "large")
     assert (store.num_bytes, store.remove("me", "large")) == (0, False)
 
 
 def to_chat(**fields: Any) -> dict[str, Any]:
-    return msgspec.convert({"input": "hi", **fields}, ResponsesRequest).to_chat([])
+    request = msgspec.convert({"input": "hi", **fields}, ResponsesRequest)
+    return request.to_chat(items_of(request.input))
 
 
 def test_a_conversation_with_tools_as_a_chat() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,6 +43,29 @@ async def test_models(served: Served, model_path: Path) -> None:
     assert (permission["allow_sampling"], permission["is_blocking"]) == (True, False)
     assert (await served.client.get("/v1/models/tiny")).json() == card
     assert (await served.client.get("/v1/models/not/there")).status_code == 404
+
+
+async def test_models_in_anthropics_words(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings(served_model_name=["a", "b", "c"])) as served:
+
+        async def page(query: str, **headers: str) -> dict[str, Any]:
+            return (await served.client.get(f"/v1/models{query}", headers=headers)).json()
+
+        version = {"anthropic-version": "2023-06-01"}
+        whole = await page("", **version)
+        assert [model["id"] for model in whole["data"]] == ["a", "b", "c"]
+        assert (whole["has_more"], whole["first_id"], whole["last_id"]) == (False, "a", "c")
+        model = whole["data"][0]
+        assert (model["type"], model["display_name"], model["max_tokens"]) == ("model", "a", 256)
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == served.context.created
+        assert await page("/a", **version) == model
+        first = await page("?limit=2", **version)
+        assert ([each["id"] for each in first["data"]], first["has_more"]) == (["a", "b"], True)
+        last = await page("?before_id=c&limit=1", **version)
+        assert ([each["id"] for each in last["data"]], last["has_more"]) == (["b"], True)
+        assert [each["id"] for each in (await page("?after_id=a"))["data"]] == ["b", "c"]
+        for query in ("limit=0", "limit=x", "limit=1001", "after_id=d"):
+            assert (await page(f"?{query}"))["error"]["param"] == query.partition("=")[0]
 
 
 async def test_the_models_own_name_is_the_default(model_path: Path) -> None:
@@ -149,6 +174,31 @@ async def test_openapi_describes_every_route(model_path: Path) -> None:
         assert "/pause" not in (await served.client.get("/openapi.json")).json()["paths"]
 
 
+async def test_openapi_says_where_a_key_is_asked_for(model_path: Path) -> None:
+    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, admin_api_key=["key"])) as served:
+        for path, operations in api_description()["paths"].items():
+            assert all("security" not in each for each in operations.values()), path
+        paths = (await served.client.get("/openapi.json")).json()["paths"]
+        assert "security" not in paths["/v1/completions"]["post"]
+        assert paths["/pause"]["post"]["security"] == [{"bearer": []}, {"header": []}]
+    async with serving(model_path, msgspec.structs.replace(ALL_ROUTES, api_key=["key"])) as served:
+        headers = {"x-api-key": "key"}
+        paths = (await served.client.get("/openapi.json", headers=headers)).json()["paths"]
+        assert "security" in paths["/v1/completions"]["post"]
+        assert "security" not in paths["/health"]["get"]
+
+
+async def test_examples_of_openapi_are_answered(served: Served) -> None:
+    """Those of routes that generate; the others need a model that pools, and say so."""
+    for path, operations in (await served.client.get("/openapi.json")).json()["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        for example in content.get("application/json", {}).get("examples", {}).values():
+            answer = await served.client.post(path, json=example["value"])
+            assert answer.status_code == 200 or "needs a model that pools" in answer.text, (path, answer.text)
+            kind = answer.headers["content-type"].partition(";")[0]
+            assert kind in operations["post"]["responses"][str(answer.status_code)]["content"]
+
+
 async def test_openapi_lists_the_error_statuses(served: Served) -> None:
     """Those of the application; others are made in front of it, and listed for every route."""
     paths = (await served.client.get("/openapi.json")).json()["paths"]
@@ -160,7 +210,7 @@ async def test_openapi_lists_the_error_statuses(served: Served) -> None:
             more = {401} if path not in public else set()
             more |= {404} if "{" in path else set()
             if method == "post" and path != "/ping" and "{" not in path:
-                converting = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+                converting = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
                 more |= {404, 413} | ({429} if path not in converting else set())
             assert listed == all_routes | more, path
             for status in listed:

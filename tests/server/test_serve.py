@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import ssl
 import subprocess
-import sys
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -21,87 +18,35 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.errors import ConfigError
-from quire.server.run import bind, check_certificate, serve
-from quire.server.settings import ServerSettings
-from tests.processes import has_ended
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import json, sys
-from quire.config.options import EngineOptions
+from quire.server.listener import bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
-options, settings, executor = json.loads(sys.argv[1])
-sys.exit(serve(EngineOptions(**options), ServerSettings(**settings), executor=executor))
-"""
-LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
+from tests.processes import has_ended
+from tests.server.serve_process import LONG, Process
 
 
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, model_path: Path, executor: str = "slow", max_num_seqs: int = 4, **settings: Any) -> None:
-        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
-        arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self.output = ""
-        self.url = ""
-
-    def wait_ready(self) -> Process:
-        """Read the line that names the address."""
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        assert " serves " in line, self.popen.communicate()
-        self.output = line
-        self.url = line.split(" on ")[1].split()[0]
-        return self
-
-    @property
-    def engine(self) -> psutil.Process:
-        [engine] = psutil.Process(self.popen.pid).children()
-        return engine
-
-    def signal(self, number: int) -> None:
-        os.kill(self.popen.pid, number)
-
-    def finish(self) -> tuple[int, str]:
-        """Exit status and standard error, once it has ended; the engine must be gone as well."""
-        assert self.popen.stdout is not None
-        assert self.popen.stderr is not None
-        self.output += self.popen.stdout.read()
-        error = self.popen.stderr.read()
-        self.popen.wait()
-        assert "Traceback" not in error, error
-        return self.popen.returncode, error
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    """Started servers, ended whatever happens."""
-    started: list[Process] = []
-    yield started
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.communicate()
-
-
-def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Process]) -> None:
-    process = Process(model_path, "readable", served_model_name=["tiny"], access_log=True)
+def test_ready_line_phases_and_a_clean_end(
+    model_path: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what systemd hears of them, at an abstract address."""
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.settimeout(120)
+    systemd.bind(f"\0quire-{uuid.uuid4().hex}")
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname().decode().replace("\0", "@"))
+    settings = {"served_model_name": ["tiny"], "access_log": True, "enable_admin_routes": True}
+    process = Process(model_path, "readable", **settings)
     processes.append(process)
     process.wait_ready()
+    assert systemd.recv(100) == b"READY=1"
     engine = process.engine
     with httpx.Client(base_url=process.url, timeout=60) as client:
         assert client.get("/health").status_code == 200
+        start_seconds = client.get("/server_info").json()["start_seconds"]
         answer = client.post("/v1/completions", json={"prompt": "=abc"}).json()
         assert answer["choices"][0]["text"] == "abc"
     process.signal(signal.SIGTERM)
+    assert systemd.recv(100) == b"STOPPING=1"
+    systemd.close()
     status, error = process.finish()
     assert status == 0, error
     assert has_ended(engine)
@@ -112,7 +57,8 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     assert "tiny" in first
     assert "ready in" in first
     assert backend.strip() == "fake executor"
-    assert {"import web server", "engine: load model"} <= {row.split(" s  ")[1] for row in phases}
+    assert {"import web server", "engine: load model"} <= start_seconds.keys()
+    assert [row.split(" s  ")[1] for row in phases] == list(start_seconds)
 
 
 async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> None:
@@ -120,7 +66,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
     process = Process(model_path).wait_ready()
     processes.append(process)
     async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 60}) as response:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.aiter_lines()
             await anext(lines)
             process.signal(signal.SIGTERM)
@@ -130,6 +76,7 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
             refused = await client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
+            process.hurry()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
@@ -261,11 +208,15 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str]) -> None:
-        process = Process(model_path, "readable", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]).wait_ready()
-        processes.append(process)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
+        files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+        process = Process(model_path, "readable", api_server_count=count, **files)
+        processes.append(process.wait_ready())
         assert process.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate[0])
+        with pytest.raises(httpx.TransportError):
+            httpx.get(process.url.replace("https", "http"), timeout=60)
         with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
             assert client.get("/health").status_code == 200
         process.signal(signal.SIGTERM)

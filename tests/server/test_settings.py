@@ -40,6 +40,8 @@ def test_sizes() -> None:
         ({"header_timeout": -1}, "header_timeout"),
         ({"body_timeout": float("nan")}, "body_timeout"),
         ({"write_timeout": float("inf")}, "write_timeout"),
+        ({"hung_engine_timeout": 3.9}, "hung_engine_timeout"),
+        ({"hung_engine_timeout": float("inf")}, "hung_engine_timeout"),
         ({"cors_allowed_origins": ["app.example"]}, "cors_allowed_origins"),
         ({"cors_allowed_origins": ["https://app.example/"]}, "cors_allowed_origins"),
         ({"cors_allowed_origins": ['["*"]']}, "cors_allowed_origins"),

@@ -271,14 +271,191 @@ async def test_tokens_are_told_though_no_text_is(served: Served) -> None:
     assert sum(len(entry["content"]) for entry in logprobs) == len(ids)
 
 
-async def test_what_strict_does(served: Served) -> None:
-    """Forced calls follow the schema anyway; a model that chooses is not held to it, and the header says so."""
-    tools = [{"type": "function", "function": {"name": "get_time", "strict": True}}]
-    response = await served.client.post("/v1/chat/completions", json=body("x", tools=tools))
-    assert response.headers["x-quire-ignored"] == "tools[].function.strict"
-    response = await served.client.post("/v1/chat/completions", json=body("{}", tools=tools, tool_choice="required"))
-    assert response.status_code == 200
-    assert "x-quire-ignored" not in response.headers
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+
+def call_of(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    [call] = message["tool_calls"]
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+async def test_strict_tools(served: Served) -> None:
+    """Behind the mark of a call its arguments follow the schema, whatever the model would write; other text is free, in
+    thoughts as well."""
+    tools = [STRICT, TIME]
+    wrong = CALL.replace('"city"', '"town"')
+    message = (await ask(served, "Look. " + wrong, tools=tools, max_tokens=150))["choices"][0]["message"]
+    assert message["content"] == "Look. "
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert message["tool_calls"][0]["function"]["arguments"].startswith('{"city": ')
+    loose = (await ask(served, wrong))["choices"][0]["message"]
+    assert call_of(loose) == ("get_weather", {"town": "Köln"})
+    answer = await ask(served, THOUGHT + CALLS, tools=tools)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == "hm"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "get_time"]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    message = (await ask(served, "no call", tools=tools))["choices"][0]["message"]
+    assert (message["content"], message["tool_calls"]) == ("no call", [])
+    says = f"see {wrong}</think>" + CALL
+    message = (await ask(served, says, tools=tools, chat_template_kwargs={"thinking": True}))["choices"][0]["message"]
+    assert message["reasoning"] == f"see {wrong}"
+    assert call_of(message) == ("get_weather", {"city": "Köln"})
+
+
+async def test_a_strict_answer_ends_with_the_one_call_that_it_may_have(served: Served) -> None:
+    answer = await ask(served, CALLS, tools=[STRICT, TIME], parallel_tool_calls=False)
+    assert call_of(answer["choices"][0]["message"]) == ("get_weather", {"city": "Köln"})
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    loose = await ask(served, CALLS, parallel_tool_calls=False)
+    assert answer["usage"]["completion_tokens"] < loose["usage"]["completion_tokens"]
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+async def test_an_answer_with_a_format_beside_tools(served: Served, kind: str) -> None:
+    """The model calls a tool, or its answer has the format; both behind thoughts, and nothing else."""
+    form = {"type": kind} | ({"json_schema": {"name": "x", "schema": NUMBER}} if kind == "json_schema" else {})
+
+    async def message(says: str, **more: Any) -> dict[str, Any]:
+        [choice] = (await ask(served, says, response_format=form, max_tokens=200, **more))["choices"]
+        assert choice["finish_reason"] == ("tool_calls" if choice["message"]["tool_calls"] else "stop")
+        return choice["message"]
+
+    assert call_of(await message(CALL)) == ("get_weather", {"city": "Köln"})
+    assert [call["function"]["name"] for call in (await message(CALLS))["tool_calls"]] == ["get_weather", "get_time"]
+    assert call_of(await message(CALLS, parallel_tool_calls=False)) == ("get_weather", {"city": "Köln"})
+    found = await message('{"n": 7}')
+    assert (found["content"], found["tool_calls"]) == ('{"n": 7}', [])
+    found = await message(THOUGHT + '{"n": 7}')
+    assert (found["reasoning"], found["content"]) == ("hm", '{"n": 7}')
+    assert call_of(await message(THOUGHT + CALL)) == ("get_weather", {"city": "Köln"})
+    opened = await message("hm</think>" + CALL, chat_template_kwargs={"thinking": True})
+    assert (opened["reasoning"], call_of(opened)[0]) == ("hm", "get_weather")
+    # Its "r" is taken for a brace: text is neither a call nor of the format.
+    answer = await ask(served, "rain", response_format=form, max_tokens=1)
+    assert answer["choices"][0]["message"]["content"] != "r"
+
+
+async def test_a_call_that_is_required_has_no_format(served: Served) -> None:
+    calls = '[{"name": "get_weather", "parameters": {"city": "Köln"}}]'
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBER}}
+    answer = await ask(served, calls, response_format=form, tool_choice="required")
+    assert call_of(answer["choices"][0]["message"]) == ("get_weather", {"city": "Köln"})
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    answer = await ask(served, '{"city": "Köln"}', response_format=form, tool_choice=named)
+    assert call_of(answer["choices"][0]["message"]) == ("get_weather", {"city": "Köln"})
+
+
+async def test_where_strict_has_no_effect(served: Served, tool_model: Path) -> None:
+    """Forced calls follow the schema anyway. The header names `strict` where the answer is not held to it: beside
+    another constraint, and in formats without marks or without JSON."""
+
+    async def ignored(server: Served, says: str, **more: Any) -> str | None:
+        asked = body(says, **{"tools": [STRICT], "max_tokens": 5, **more})
+        response = await server.client.post("/v1/chat/completions", json=asked)
+        assert response.status_code == 200, response.text
+        header: str | None = response.headers.get("x-quire-ignored")
+        return header
+
+    assert await ignored(served, "x") is None
+    assert await ignored(served, "[]", tool_choice="required") is None
+    assert await ignored(served, "{}", response_format={"type": "json_object"}) is None
+    assert await ignored(served, "{}", structured_outputs={"json_object": True}) == "tools[].function.strict"
+    async with serving(tool_model, ServerSettings(tool_call_parser="qwen3_coder")) as tags:
+        assert await ignored(tags, "x") == "tools[].function.strict"
+        flat = {"name": "f", "strict": True, "input_schema": {"type": "object"}}
+        asked = {
+            "model": str(tool_model),
+            "messages": [{"role": "user", "content": "=x"}],
+            "max_tokens": 5,
+            "tools": [flat],
+        }
+        response = await tags.client.post("/v1/messages", json=asked)
+        assert response.headers.get("x-quire-ignored") == "tools[].strict", response.text
+    unusable = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
+    response = await served.client.post("/v1/chat/completions", json=body("x", tools=[unusable]))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), response.text
+
+
+def rename_tokens(path: Path, first: int, texts: list[str]) -> None:
+    """Give the added tokens from number `first` on these texts, as special tokens."""
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    for token, text in zip(tokenizer["added_tokens"][first:], texts, strict=False):
+        token["content"], token["special"] = text, True
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+async def test_calls_of_gpt_oss(tmp_path: Path) -> None:
+    """Forced and strict calls stand in channels of their own, behind thoughts."""
+    template = (
+        "{# <|channel|> <|message|> <|start|> #}{% for message in messages %}{{ message.content }}<|return|>"
+        "{% endfor %}<|start|>assistant"
+    )
+    path = write_model(tmp_path / "harmony", template, 512)
+    rename_tokens(path, 1, ["<|return|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"])
+    head = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    right, wrong = head + call + '{"city": "Rom"}', head + call + '{"town": "Rom"}'
+    answer = head + "<|channel|>final<|message|>It rains."
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    async with serving(path) as served:
+        for more in ({"tool_choice": "required"}, {"tool_choice": named}, {"tools": [STRICT]}):
+            for says in (right, wrong):
+                [choice] = (await ask(served, says, max_tokens=150, **more))["choices"]
+                assert choice["message"]["reasoning"] == "hm"
+                [function] = [each["function"] for each in choice["message"]["tool_calls"]]
+                assert function["name"] == "get_weather"
+                assert function["arguments"].startswith('{"city": ' if says is wrong else '{"city": "Rom"}')
+                if says is right:
+                    assert choice["finish_reason"] == ("stop" if more.get("tool_choice") == named else "tool_calls")
+            message = (await ask(served, answer, max_tokens=150, **more))["choices"][0]["message"]
+            assert (message["content"] == "It rains.") == ("tools" in more)
+        assert call_of((await ask(served, wrong))["choices"][0]["message"]) == ("get_weather", {"town": "Rom"})
+
+
+async def test_functions_instead_of_tools(served: Served) -> None:
+    """OpenAI's former names, answered in their form, streamed as well; the model is shown tools."""
+    functions = [WEATHER["function"], TIME["function"]]
+    asked = {"tools": [], "functions": functions}
+    answer = await ask(served, "Look.\n" + CALLS, **asked, return_token_ids=True)
+    [choice] = answer["choices"]
+    message = choice["message"]
+    expected = {"name": "get_weather", "arguments": '{"city": "Köln"}'}
+    assert (message["content"], message["function_call"], message["tool_calls"]) == ("Look.\n", expected, [])
+    assert choice["finish_reason"] == "function_call"
+    prompt = served.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    assert prompt.startswith("get_weather get_time <|start|>user")
+    response = await served.client.post("/v1/chat/completions", json=body(CALL, stream=True, **asked))
+    deltas = [each["delta"] for chunk in chunks(response.text) for each in chunk["choices"]]
+    pieces = [delta["function_call"] for delta in deltas if "function_call" in delta]
+    assert pieces[0]["name"] == "get_weather"
+    assert "".join(piece.get("arguments") or "" for piece in pieces) == '{"city": "Köln"}'
+    assert not any("tool_calls" in delta for delta in deltas)
+    for choice in ({"name": "get_weather"}, "none"):
+        [found] = (await ask(served, '{"city": "Rom"}', **asked, function_call=choice))["choices"]
+        call = None if choice == "none" else {"name": "get_weather", "arguments": '{"city": "Rom"}'}
+        assert (found["message"]["function_call"], found["finish_reason"]) == (call, "stop")
+
+
+async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -> None:
+    """The template sees tool calls and messages of tools."""
+    template = (
+        "{# <tool_call> #}{% for message in messages %}{{ message.role }} {{ message.tool_call_id }}"
+        "{% for call in message.tool_calls %}{{ call.id }}{{ call.function.arguments.city }}{% endfor %};{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"city": "Rom"}'}},
+        {"role": "function", "name": "f", "content": "sunny"},
+    ]
+    async with serving(write_model(tmp_path / "functions", template, 512)) as served:
+        asked = body("", messages=messages, tools=[], functions=[{"name": "f"}], max_tokens=1, return_token_ids=True)
+        answer = (await served.client.post("/v1/chat/completions", json=asked)).json()
+        prompt = served.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+        assert prompt == "user ;assistant call00001Rom;tool call00001;"
 
 
 @pytest.mark.parametrize(
@@ -294,8 +471,11 @@ async def test_what_strict_does(served: Served) -> None:
         ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, "only 'function' is"),
         ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
         ({"tools": [{"function": {"name": "f" * 300}}]}, "tools[0].function.name"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude one another"),
+        ({"functions": [{"name": "f"}]}, "functions and function_call go without tools and tool_choice"),
+        ({"tools": [], "functions": [{"name": "f"}], "function_call": "required"}, "must be none, auto or a function"),
+        ({"tools": [], "functions": [{"name": "f"}], "function_call": {"name": "g"}}, "which is not in functions"),
+        ({"tools": [], "function_call": {"name": "g"}}, "which is not in functions"),
+        ({"tool_choice": "required", "structured_outputs": {"json_object": True}}, "exclude one another"),
     ],
 )
 async def test_what_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:
@@ -332,12 +512,7 @@ async def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     """They are left out of texts otherwise; the parser sees them, and clients do not."""
     template = TEMPLATE.replace("<think>", "[THINK]").replace("<tool_call>", "[TOOL_CALLS]")
     path = write_model(tmp_path / "mistral", template, 512)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    for token, text in zip(
-        tokenizer["added_tokens"][2:6], ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"], strict=True
-    ):
-        token["content"], token["special"] = text, True
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rename_tokens(path, 2, ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
     async with serving(path) as served:
         answer = await ask(served, '[THINK]hm[/THINK][TOOL_CALLS]get_weather[ARGS]{"city": "Rom"}')
         message = answer["choices"][0]["message"]

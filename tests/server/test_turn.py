@@ -44,9 +44,10 @@ class ScriptedAnswer:
     finish: ClassVar[str] = "tool_calls"
     deltas: ClassVar[list[dict[str, Any]]] = DELTAS
     bodies: ClassVar[list[Any]] = []
-    response_id = "chatcmpl-1"
+    ineffective_fields: ClassVar[list[str]] = []
+    engine_id = "chatcmpl-1"
 
-    def __init__(self, context: object = None, body: object = None) -> None:
+    def __init__(self, context: object = None, body: object = None, header_id: str | None = None, **_: object) -> None:
         self.bodies.append(body)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -169,7 +170,8 @@ async def test_a_response_that_calls_tools(with_tools: Served) -> None:
             found = [(each.name, json.loads(each.arguments)) for each in calls]
             assert found == [("get_weather", {"city": "Köln"}), ("get_time", {})]
             assert answer.usage.output_tokens_details.reasoning_tokens > 0
-        assert len(deltas) > 10
+        for index, call in enumerate(final.output[2:], 2):
+            assert "".join(each.delta for each in deltas if each.output_index == index) == call.arguments
         assert whole.tools[0].name == "get_weather"
         results = [
             {"type": "function_call_output", "call_id": each.call_id, "output": "=sunny"} for each in whole.output[2:]

@@ -145,9 +145,11 @@ class Sampler:
         assert allowed[-1] < self.vocab_size
         return allowed
 
-    def draw(self, params: StructuredOutputsParams, seed: int) -> tuple[str, bool]:
-        """(a text, whether the constraint was met to its end)."""
-        rng, matcher, tokens = np.random.default_rng(seed), self.matcher(params), list[int]()
+    def draw(self, params: StructuredOutputsParams, seed: int, begin: str = "") -> tuple[str, bool]:
+        """(a text that begins with `begin`, whether the constraint was met to its end)."""
+        rng, matcher = np.random.default_rng(seed), self.matcher(params)
+        tokens = self.tokenizer.encode(begin, add_special_tokens=False)
+        assert all(map(matcher.accept, tokens))
         while not matcher.is_finished and len(tokens) < HARD_LIMIT:
             allowed = self.allowed(matcher)
             closing = allowed[self._closing[allowed]]

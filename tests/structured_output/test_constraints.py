@@ -18,9 +18,10 @@ from quire.errors import UserError
 from quire.structured_output import compiler as compiler_module
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS
+from quire.structured_output.masks import GrammarMasks
 from quire.structured_output.regex import without_anchors
 from quire.structured_outputs_params import StructuredOutputsParams
-from quire.tokenization.tokenizer import load_tokenizer
+from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.structured_output.schemas import Sampler
 from tests.tokenization.build import BUILDERS
 
@@ -56,7 +57,7 @@ def takes(sampler: Sampler, structured: StructuredOutputsParams, text: str) -> b
         if matcher.is_finished or token not in sampler.allowed(matcher):
             return False
         assert matcher.accept(token)
-    return matcher.is_finished or 0 in sampler.allowed(matcher)
+    return matcher.is_finished or sampler.eos_token_ids[0] in sampler.allowed(matcher)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -133,6 +134,9 @@ def test_recursive_schemas(sampler: Sampler) -> None:
 def test_options_of_json(sampler: Sampler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert takes(sampler, params(json=json.dumps(schema)), '{"a":\n 1, "b": []}')
+    assert takes(sampler, params(json=schema), '{"a":' + 40 * " " + "\n" + 40 * "\t" + "1}")
+    assert not takes(sampler, params(json=schema), '{"a":' + 41 * " ")
+    assert not takes(sampler, params(json=schema), '{"a":\n \n')
     assert not takes(sampler, params(json=schema, disable_any_whitespace=True), '{"a": 1}')
     assert takes(sampler, params(json=schema, disable_any_whitespace=True), '{"a":1}')
     assert takes(sampler, params(json=schema, whitespace_pattern=" ?"), '{"a": 1}')
@@ -247,6 +251,22 @@ def test_nothing_in_common_with_the_allowed_tokens(sampler: Sampler) -> None:
     assert matcher.accept(token)
     with pytest.raises(UserError, match="allowed_token_ids"):
         matcher.mask()
+
+
+def test_a_vocabulary_that_is_prepared_is_there_for_the_first_constraint(sampler: Sampler) -> None:
+    loaded = []
+
+    def load() -> Tokenizer:
+        loaded.append(threading.current_thread())
+        return sampler.tokenizer
+
+    masks = GrammarMasks(load, sampler.vocab_size, sampler.eos_token_ids)
+    masks.prepare()
+    masks.prepare()
+    assert masks.constraint(sampler.compiler.compile(params(regex="a"))).matcher(ConstraintSpec(), []).mask()
+    masks.close()
+    assert len(loaded) == 1
+    assert loaded[0] is not threading.current_thread()
 
 
 def test_it_begins_behind_its_mark(sampler: Sampler) -> None:

@@ -14,7 +14,7 @@ from tests.worker.conftest import ON_A_CPU, MakeDriver
 from tests.worker.driver import GREEDY, Tracked, sampling_of
 
 PROMPTS = [[5, 9, 2], list(range(1, 38)), [7], [3, 3, 3, 8, 1, 1, 4, 60, 61, 62, 2, 2, 2, 17, 18, 19, 20]]
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import QuireError
 from quire.executors.local import LocalExecutor
+from quire.sampling_params import ThinkingBudget
 from quire.step import SamplingInputs
 from tests.fakes.core import CoreClient
 from tests.fakes.masks import AllowedByPosition
@@ -26,6 +27,14 @@ FREE: dict[str, dict[str, Any]] = {
 BOUND: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": [5, 9, 2], "max_tokens": 30, "constraint": "5"},
     "drawn twice": {"prompt": [3] * 21, "max_tokens": 20, "temperature": 1.0, "n": 2, "constraint": "7", "logprobs": 1},
+    "forced": {"prompt": [4] * 6, "max_tokens": 30, "constraint": "70", "frequency_penalty": 0.4, "n": 2, "seed": 2},
+    "thinking": {
+        "prompt": [8, 1],
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "n": 2,
+        "thinking_budget": ThinkingBudget(num_tokens=6, start=[90, 91], end=[92, 93, 94], is_open=True),
+    },
     "pressed": {"prompt": [7], "max_tokens": 28, "constraint": "31", "presence_penalty": 0.5, "temperature": 0.7},
 }
 
@@ -84,20 +93,24 @@ def test_at_queue_depth_2_as_at_depth_1(
         events = follow(client, executors[-1])
         assert run(client, FREE | BOUND) == alone
         for name, index in alone:
-            if name in BOUND:
+            if "constraint" in BOUND.get(name, {}):
                 assert source.follows(BOUND[name]["constraint"], client.tokens[name, index])
         sent = [number for number, (what, _) in enumerate(events) if what == "send"]
         late = [number for number in sent if events[number - 1][0] == "update"]
         assert len(late) > 15 if depth == 2 else not late
     assert not source.follows("5", alone["free", 0][0])
+    assert [alone["thinking", index][0][6:9] for index in range(2)] == 2 * [[92, 93, 94]]
 
 
 @ON_A_CPU
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-def test_preempted_and_aborted_at_queue_depth_2(make_client: Any, preemption_mode: str, platform: str) -> None:
-    expected = run(make_client(queue_depth=1), FREE | BOUND)
+@pytest.mark.parametrize(
+    ("preemption_mode", "queue_depth"), [("recompute", 1), ("recompute", 2), ("swap", 1), ("swap", 2)]
+)
+def test_preempted_and_aborted(make_client: Any, preemption_mode: str, queue_depth: int, platform: str) -> None:
+    """With one step in flight forced tokens are appended; the expected ones are sampled."""
+    expected = run(make_client(queue_depth=2), FREE | BOUND)
     options = {"swap_space": "4MiB"} if preemption_mode == "swap" else {}
-    client = make_client(queue_depth=2, num_blocks_override=33, preemption_mode=preemption_mode, **options)
+    client = make_client(queue_depth=queue_depth, num_blocks_override=33, preemption_mode=preemption_mode, **options)
     for name, request in (FREE | BOUND).items():
         fields = {key: value for key, value in request.items() if key != "prompt"}
         client.add(name, request["prompt"], ignore_eos=True, **fields)
@@ -106,7 +119,7 @@ def test_preempted_and_aborted_at_queue_depth_2(make_client: Any, preemption_mod
         client.step()
         client.scheduler.check()
         for name in FREE | BOUND:
-            if len(client.tokens.get((f"{name}, aborted", 0), [])) == 5:
+            if len(client.tokens.get((f"{name}, aborted", 0), [])) >= 5:
                 client.abort(f"{name}, aborted")
     client.assert_all_free()
     assert client.core.stats().preemptions_total > 0

@@ -114,7 +114,7 @@ SCHEDULER: tuple[VllmFlag, ...] = (
     noted("prefill_schedule_interval", "int", "each step takes prompts and decodes together", 1),
     noted("disable_hybrid_kv_cache_manager", "flag", "each kind of layer keeps only what it reads", True, False),
     to("async_scheduling", "flag", "queue_depth", values={True: 2, False: 1}),
-    noted("stream_interval", "int", "each step's tokens are sent at once", 1),
+    to("stream_interval", "int", why="a request's own stream_interval counts more"),
 )
 
 KERNELS: tuple[VllmFlag, ...] = (
@@ -150,7 +150,7 @@ FEATURES: tuple[VllmFlag, ...] = (
     refused("weight_transfer_config", "json", "weights come from files", {}),
     to("reasoning_parser", "text"),
     refused("reasoning_parser_plugin", "text", "no plugins are loaded", ""),
-    noted("reasoning_config", "json", "reasoning is not taken out of the text yet", {}),
+    noted("reasoning_config", "json", "the reasoning parser knows the marks of thoughts", {}),
     noted("disable_log_stats", "flag", "the log has no statistics; /metrics always has them", True, False),
     noted("aggregate_engine_logging", "flag", "the log has no statistics", True, False),
     noted("fail_on_environ_validation", "flag", "variables of vLLM are not read", False),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
-ONE_PROCESS = "one process serves"
 NO_COHERE = "Cohere's own routes are not served"
 SUPERVISOR = "one engine serves: there is no supervisor of replicas"
 
@@ -17,7 +16,7 @@ _CHAT: tuple[VllmFlag, ...] = (
     to("trust_request_chat_template", "flag"),
     to("default_chat_template_kwargs", "json"),
     to("response_role", "text"),
-    refused("return_tokens_as_token_ids", "flag", "log-probabilities name tokens by their text", False),
+    to("return_tokens_as_token_ids", "flag"),
     to("enable_auto_tool_choice", "flag"),
     to("exclude_tools_when_tool_choice_none", "flag"),
     to("tool_call_parser", "text"),
@@ -83,7 +82,7 @@ _HTTP: tuple[VllmFlag, ...] = (
 
 _PROCESS: tuple[VllmFlag, ...] = (
     refused("headless", "flag", "all ranks run on this machine", False),
-    noted("api_server_count", "int", ONE_PROCESS, 1, short=("-asc",)),
+    to("api_server_count", "int", short=("-asc",)),
     refused("grpc", "flag", "HTTP is served", False),
     so("disable_log_requests", "flag", "requests are logged only with --enable-log-requests", True, False),
     noted("disable_frontend_multiprocessing", "flag", "the engine runs in a process of its own", False),

@@ -142,8 +142,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {
+            "billing_policy",
             "cache_control",
             "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
             "inference_geo",
             "metadata",
             "service_tier",
@@ -153,9 +156,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "compaction": (),
         "container": (),
         "context_management": ({},),
         "mcp_servers": ([],),
+        "thread": (),
     }
 
     def ignored(self, *, reasons: bool) -> list[str]:
@@ -298,8 +303,9 @@ class MessageUsage(msgspec.Struct):
 
 
 class TextBlock(msgspec.Struct, tag="text"):
+    """`citations` are left out, as by Anthropic where there are none: clients want a list, or nothing."""
+
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):

@@ -11,8 +11,19 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import UNSUPPORTED_FIELDS, AnswerTimes, Int32, PromptLogprobs, Usage
-from quire.server.protocol.messages import Messages, check_continuation
-from quire.server.protocol.tools import ToolCall, ToolCallDelta, ToolFields
+from quire.server.protocol.messages import Messages, check_continuation, with_tool_calls
+from quire.server.protocol.tools import (
+    MAX_TOOLS,
+    FunctionCall,
+    FunctionCallDelta,
+    FunctionDefinition,
+    NamedFunction,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolFields,
+)
 
 SUPPORTED_CHAT_FIELDS = (
     "chat_template",
@@ -24,12 +35,11 @@ SUPPORTED_CHAT_FIELDS = (
 UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {
     **{name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in SUPPORTED_CHAT_FIELDS},
     "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
 }
 
 
 MAX_TEMPLATE = 2**20
+TemplateSource = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -47,6 +57,7 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     documents, reasoning_effort: for templates that know them; reasoning_effort also sets `enable_thinking`, unless
     chat_template_kwargs does. chat_template: the source of a template to take instead of the model's.
     return_prompt_text: the answer has what the template wrote. use_beam_search: search with n beams.
+    functions, function_call: OpenAI's former names of tools and tool_choice, which are answered in their form.
     """
 
     messages: Messages
@@ -57,12 +68,14 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
     echo: bool = False
     return_prompt_text: bool = False
+    functions: Annotated[list[FunctionDefinition], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
+    function_call: str | NamedFunction | None = None
     use_beam_search: bool = False
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -74,10 +87,40 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         self.check_special_tokens()
         if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs is only allowed together with logprobs", param="top_logprobs")
+        self.check_listed(self.logprobs)
         if self.stream and self.use_beam_search:
             raise UserError("beam search cannot be streamed: its answer is known at its end", param="stream")
         self.check_tools()
+        self.check_functions()
         check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
+
+    def check_functions(self) -> None:
+        """Raises UserError for a `function_call` that does not fit the functions."""
+        choice = self.function_call
+        if self.functions and (self.tools or self.tool_choice):
+            raise UserError("functions and function_call go without tools and tool_choice", param="functions")
+        if isinstance(choice, str) and choice not in ("none", "auto"):
+            raise UserError(
+                f"function_call must be none, auto or a function, not {choice!r:.80}", param="function_call"
+            )
+        if isinstance(choice, NamedFunction) and choice.name not in [function.name for function in self.functions]:
+            raise UserError(f"function_call names {choice.name!r}, which is not in functions", param="function_call")
+
+    @property
+    def with_tools(self) -> ChatRequest:
+        """The request with `tools` for `functions`, at most one of which is called, in the messages as well."""
+        if not self.functions:
+            return self
+        choice = self.function_call
+        return msgspec.structs.replace(
+            self,
+            messages=with_tool_calls(self.messages),
+            functions=[],
+            function_call=None,
+            tools=[Tool(function) for function in self.functions],
+            tool_choice=ToolChoice(function=choice) if isinstance(choice, NamedFunction) else choice,
+            parallel_tool_calls=False,
+        )
 
     @property
     def generation_prompt(self) -> bool:
@@ -140,14 +183,15 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """reasoning, reasoning_content: two names of the model's thoughts, vLLM's today and DeepSeek's."""
+    """reasoning, reasoning_content: two names of the model's thoughts, vLLM's today and DeepSeek's. function_call:
+    where the request has `functions`."""
 
     role: str
     content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -159,6 +203,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] = []
+    function_call: FunctionCallDelta | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -16,10 +16,10 @@ from quire.server.protocol.common import (
     AnswerTimes,
     Int32,
     PromptLogprobs,
-    SamplingFields,
     TokenId,
     Usage,
 )
+from quire.server.protocol.sampling import SamplingFields
 
 Prompt = str | list[int]
 
@@ -54,6 +54,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
     }
 
     def __post_init__(self) -> None:
+        self.check_listed(self.logprobs is not None)
         self.check_stream_options()
         self.check_special_tokens()
         self._check_ranking()

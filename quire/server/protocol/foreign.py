@@ -123,7 +123,6 @@ MESSAGE_NO_EFFECT: frozenset[str] = frozenset(
         "experimental_attachments",
         "experimental_providerMetadata",
         "finish_reason",
-        "function_call",
         "id",
         "index",
         "logprobs",

@@ -82,7 +82,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message. What servers add to their answers (`refusal`, `annotations`, ...) may come back, without effect.
 
     role: any that the template knows. reasoning, reasoning_content: two names of the assistant's thoughts.
-    tools: of a developer's message; task: a template's own; both are given to the template.
+    tools: of a developer's message; task: a template's own; both are given to the template. function_call: OpenAI's
+    former `tool_calls`.
     """
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -94,6 +95,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
     tools: list[dict[str, Any]] | None = None
     task: ShortString | None = None
+    function_call: CalledFunction | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
@@ -108,8 +110,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
         """What `to_dict` and the template have to join: characters of texts, and 64 for each of several parts."""
         content = self.content or ""
         size = len(content) if isinstance(content, str) else 64 * len(content)
-        for call in self.tool_calls or ():
-            size += 64 + (len(call.function.arguments) if isinstance(call.function.arguments, str) else 0)
+        calls = [call.function for call in self.tool_calls or ()]
+        for function in calls if self.function_call is None else [*calls, self.function_call]:
+            size += 64 + (len(function.arguments) if isinstance(function.arguments, str) else 0)
         return size
 
     @property
@@ -129,8 +132,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
             content = self.content
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.role == "assistant":
-            if self.tool_calls:
-                message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+            calls = self.tool_calls or []
+            if self.function_call is not None and not calls:
+                calls = [MessageToolCall(self.function_call)]
+            if calls:
+                message["tool_calls"] = [call.to_dict() for call in calls]
             if (reasoning := self.reasoning_content if self.reasoning is None else self.reasoning) is not None:
                 message["reasoning"] = reasoning
         if self.role == "developer" and self.tools is not None:
@@ -142,6 +148,22 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def with_tool_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The messages with `tool_calls` for `function_call`, and messages of a tool for those of a function. The ids are
+    as long as Mistral's templates want them."""
+    found = []
+    number = 0
+    for message in messages:
+        if message.function_call is not None:
+            number += 1
+            call = MessageToolCall(message.function_call, f"call{number:05}")
+            message = msgspec.structs.replace(message, tool_calls=[call], function_call=None)
+        elif message.role == "function":
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call{number:05}")
+        found.append(message)
+    return found
 
 
 def check_continuation(

@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""GET /v1/models: OpenAI's words, and Anthropic's."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ class ModelCard(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     object: str = "list"
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    """A model in Anthropic's words."""
+
+    id: str
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(msgspec.Struct):
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
-from quire.server.protocol.common import Identifier, Int32, Priority, ShortString
-from quire.server.protocol.messages import MAX_MESSAGES
+from quire.server.protocol.common import SharedFields, ShortString
+from quire.server.protocol.response_items import InputItem, Items, messages_of
 
 NAMES = {
     "messages": "input",
@@ -19,84 +20,10 @@ NAMES = {
 }
 """The chat endpoint's names of fields -> the ones here, for errors."""
 
-PASSED_ON = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "cache_salt",
-    "chat_template_kwargs",
-    "request_id",
-    "priority",
-    "user",
-)
+PASSED_ON = (*SharedFields.__struct_fields__, "chat_template_kwargs")
 """Fields that the chat endpoint has under the same name."""
 
 LOGPROBS = "message.output_text.logprobs"
-TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Type of a part of a message -> its field."""
-_MEDIA = ("image_url", "file_id", "file_data", "file_url", "filename", "input_audio")
-_ITEM_NO_EFFECT = frozenset(
-    {
-        "id",
-        "status",
-        "phase",
-        "encrypted_content",
-        "caller",
-        "namespace",
-        "async",
-        "created_by",
-        "internal_chat_message",
-    }
-)
-
-
-class Part(msgspec.Struct, frozen=True):
-    """A part of a message, of a tool's output or of thoughts."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "detail"})
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
-
-
-class InputItem(msgspec.Struct, frozen=True):
-    """message, function_call, function_call_output or reasoning; without a type a message."""
-
-    type: str = "message"
-    role: str | None = None
-    content: str | list[Part] | None = None
-    call_id: ShortString | None = None
-    name: ShortString | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
-
-    NO_EFFECT: ClassVar[frozenset[str]] = _ITEM_NO_EFFECT
-
-    def __post_init__(self) -> None:
-        needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
-            "function_call_output": ("call_id", "output"),
-            "reasoning": (),
-        }
-        if self.type not in needed:
-            raise UserError(
-                f"items of type {self.type!r} are not supported (only {', '.join(map(repr, needed))} are)", param="type"
-            )
-        for name in needed[self.type]:
-            if getattr(self, name) is None:
-                raise UserError(f"an item of type {self.type!r} needs {name}", param=name)
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
@@ -165,41 +92,29 @@ class Reasoning(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"generate_summary", "context"})
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
+class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     """input: a text of the user, or items. instructions: the system's message. store: whether the response can be gone
-    on from. Sampling fields as the chat endpoint has them."""
+    on from. background: the answer says only that the response is queued, and it is made whether the client waits or
+    not. truncation: whether the beginning of a prompt that is too long is cut off. Sampling fields as the chat endpoint
+    has them."""
 
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: str | None = None
+    input: str | Items
     instructions: str | None = None
     previous_response_id: ShortString | None = None
     store: bool = True
+    background: bool = False
     stream: bool = False
-    tools: list[FunctionTool] = []
+    tools: list[FunctionTool] = []  # noqa: RUF012  # msgspec copies it
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    include: Annotated[list[ShortString], Meta(max_length=64)] = []
+    include: Annotated[list[ShortString], Meta(max_length=64)] = []  # noqa: RUF012
     top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    metadata: dict[str, str] = {}
-    truncation: Literal["disabled"] = "disabled"
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: ShortString | list[ShortString] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: ShortString | None = None
+    metadata: dict[str, str] = {}  # noqa: RUF012
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
-    request_id: Identifier | None = None
-    priority: Priority = 0
-    user: ShortString | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {
@@ -214,18 +129,24 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "background": (False,),
         "context_management": ([],),
         "conversation": (),
         "max_tool_calls": (),
         "prompt": (),
     }
 
-    def to_chat(self, history: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of the chat completion, after the messages of `history`. Raises UserError."""
+    def __post_init__(self) -> None:
+        if self.background and not self.store:
+            raise UserError("what is made in the background is fetched later: store must be true", param="background")
+
+    def to_chat(self, items: Sequence[InputItem], num_before: int = 0) -> dict[str, Any]:
+        """The body of the chat completion that goes on from `items`: those of the conversation before, of which there
+        are `num_before`, and those of `input`. Raises UserError."""
         fields = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        fields["messages"] = [*system, *history, *self.messages()]
+        fields["messages"] = [*system, *messages_of(items, num_before)]
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
         if self.max_output_tokens is not None:
             fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
@@ -247,60 +168,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
         if LOGPROBS in self.include:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         return fields
-
-    def messages(self) -> list[dict[str, Any]]:
-        """What `input` adds to the conversation. Thoughts, text and calls that follow one another are one message of
-        the assistant. Raises UserError."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        found: list[dict[str, Any]] = []
-        for index, item in enumerate(self.input):
-            where = f"input[{index}]"
-            if item.type == "function_call_output":
-                content = _parts(item.output, f"{where}.output")
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-            elif item.type == "message" and item.role != "assistant":
-                found.append({"role": item.role, "content": _parts(item.content, f"{where}.content")})
-            else:
-                _add_to_assistant(found, item, where)
-        return found
-
-
-def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Add thoughts, text or a call to the last message, or begin a new one where that has such a part already."""
-    last = found[-1] if found and found[-1]["role"] == "assistant" else None
-    if item.type == "function_call":
-        if last is None:
-            found.append(last := {"role": "assistant", "content": None})
-        function = {"name": item.name, "arguments": item.arguments}
-        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-        return
-    field = "reasoning" if item.type == "reasoning" else "content"
-    if last is None or last.get("tool_calls") or last.get("content") is not None:
-        found.append(last := {"role": "assistant", "content": None})
-    parts = (item.content or item.summary or []) if field == "reasoning" else (item.content or "")
-    text = parts if isinstance(parts, str) else "".join(_text(part, where) for part in parts)
-    last[field] = last[field] + text if last.get(field) else text
-
-
-def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return [{"type": "text", "text": _text(part, f"{where}[{index}]")} for index, part in enumerate(content)]
-
-
-def _text(part: Part, where: str) -> str:
-    field = {**TEXT_PARTS, "reasoning_text": "text", "summary_text": "text"}.get(part.type)
-    if field is None:
-        known = ", ".join(map(repr, TEXT_PARTS))
-        raise UserError(
-            f"{where}: parts of type {part.type!r} are not supported (only {known} are)", param=f"{where}.type"
-        )
-    text = getattr(part, field)
-    if text is None:
-        raise UserError(f"{where}: a part of type {part.type!r} needs a {field}", param=f"{where}.{field}")
-    assert isinstance(text, str)
-    return text
 
 
 class ReasoningText(msgspec.Struct, tag="reasoning_text"):
@@ -365,7 +232,8 @@ class ResponseError(msgspec.Struct):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A response, as it is or as it was stored. status: in_progress, completed, incomplete or failed."""
+    """A response, as it is or as it was stored. status: queued, in_progress, completed, incomplete, failed or
+    cancelled."""
 
     id: str
     object: str = "response"
@@ -400,3 +268,18 @@ class ResponseDeleted(msgspec.Struct):
     id: str
     object: str = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class ItemList(msgspec.Struct):
+    """A page of the items that a response was made from. first_id, last_id: of the page; null where it is empty."""
+
+    data: list[dict[str, Any]]
+    has_more: bool
+    object: str = "list"
+    first_id: str | None = None
+    last_id: str | None = None

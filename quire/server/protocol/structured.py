@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError, reject_unknown
+from quire.server.protocol.common import SharedFields
 from quire.structured_outputs_params import CONSTRAINTS, StructuredOutputsParams
 
 MAX_CONSTRAINT = 2**20
@@ -54,7 +55,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
         raise UserError(f"response_format must be of type {', '.join(FORMATS)}, not {self.type!r:.100}")
 
 
-class StructuredFields(msgspec.Struct, kw_only=True, frozen=True):
+class StructuredFields(SharedFields, kw_only=True, frozen=True):
     """response_format: OpenAI's. structured_outputs: the fields of StructuredOutputsParams. guided_*: their old names;
     `guided_decoding_backend` has no effect, because there is one. At most one constraint may be given."""
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from quire.errors import UserError
+from quire.server.protocol.chat import TemplateInputs, TemplateSource
 from quire.server.protocol.common import RequestStruct, TokenId
 from quire.server.protocol.messages import Messages, check_continuation
+from quire.server.protocol.tools import Tools
+
+_OF_MESSAGES = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "tools",
+)
 
 
 class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
-    """Either `prompt` or `messages`. add_special_tokens: default true for a prompt, false for messages."""
+    """Either `prompt` or `messages`, and with these what the chat endpoint's template is given. add_special_tokens:
+    default true for a prompt, false for messages. return_token_strs: also each token's text."""
 
     model: str | None = None
     prompt: str | None = None
@@ -21,13 +33,10 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "chat_template": (),
-        "mm_processor_kwargs": ({},),
-        "tools": ([],),
-    }
+    documents: list[dict[str, Any]] | None = None
+    tools: Tools = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -35,9 +44,13 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
         if self.messages is not None:
             check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
             return
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in _OF_MESSAGES:
             if getattr(self, name):
                 raise UserError(f"{name} is only allowed together with messages", param=name)
+
+    @property
+    def template_inputs(self) -> TemplateInputs:
+        return TemplateInputs(self.documents, self.chat_template)
 
     @property
     def special_tokens(self) -> bool:

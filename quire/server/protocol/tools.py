@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
-from quire.server.protocol.common import SamplingFields
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+from quire.server.protocol.sampling import SamplingFields
 
 MAX_TOOLS = 1024
 CHOICES = ("none", "auto", "required")
@@ -26,6 +26,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
     strict: bool | UnsetType | None = UNSET
 
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object", "properties": {}}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -48,6 +52,9 @@ class Tool(msgspec.Struct, frozen=True):
         if self.function.strict is not UNSET:
             function["strict"] = self.function.strict
         return {"type": self.type, "function": function}
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -91,7 +98,7 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
     parallel_tool_calls: false keeps the first call only. include_reasoning: whether the answer shows the model's
     thoughts."""
 
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = msgspec.field(default_factory=list)
+    tools: Tools = msgspec.field(default_factory=list)
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
@@ -113,12 +120,6 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
                     f"the tool specified in tool_choice does not match any of the specified tools: {name!r}",
                     param="tool_choice",
                 )
-
-    @property
-    def ineffective_fields(self) -> list[str]:
-        """Fields that are known and have no effect with the others of this request."""
-        is_strict = any(tool.function.strict is True for tool in self.tools)
-        return ["tools[].function.strict"] if is_strict and self.choice_mode == "auto" else []
 
     @property
     def chosen_names(self) -> list[str]:

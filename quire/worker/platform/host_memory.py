@@ -7,7 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path("/")
+from quire.utils.control_groups import ROOT, group_directories
+
+GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""(limit, use, field of memory.stat) of a group, by the second and the first version."""
 RESET_PEAK = "5"
 """Written to clear_refs, this resets the peak of the resident set to its present size."""
 RESET_TOLERANCE = 16 * 2**20
@@ -68,31 +74,11 @@ def _status(root: Path, name: str) -> int | None:
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
     """For each control group that limits this process: limit - use + page cache that can be dropped."""
-    membership = root / "proc/self/cgroup"
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _headroom_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            yield from _headroom_upwards(
-                mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            )
-
-
-def _headroom_upwards(mount: Path, path: str, limit_name: str, use_name: str, cache_field: str) -> Iterator[int]:
-    # In a container the path may name a directory that only the host sees; its own group is then the mount itself.
-    group = mount / path.lstrip("/")
-    for directory in (group, *group.parents):
-        if not directory.is_relative_to(mount):
-            return
-        limit, use = directory / limit_name, directory / use_name
-        if not (limit.exists() and use.exists()):
-            continue
-        text = limit.read_text().strip()
-        if text != "max":
-            yield int(text) - int(use.read_text()) + _field(directory / "memory.stat", cache_field)
+    for directory in group_directories("memory", root):
+        for limit_name, use_name, cache_field in GROUP_FILES:
+            limit, use = directory / limit_name, directory / use_name
+            if limit.exists() and use.exists() and (text := limit.read_text().strip()) != "max":
+                yield int(text) - int(use.read_text()) + _field(directory / "memory.stat", cache_field)
 
 
 def _field(path: Path, name: str) -> int:

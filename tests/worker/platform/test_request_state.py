@@ -89,6 +89,9 @@ class World:
             if rng.random() < 0.2 and sequence.computed < len(sequence.tokens):
                 sequence.tokens[-1] = self.token()
                 plan.token_overrides.append((seq_id, sequence.tokens[-1]))
+            elif rng.random() < 0.1:
+                plan.appended[seq_id] = [self.token() for _ in range(rng.randint(1, 4))]
+                sequence.tokens += plan.appended[seq_id]
         self._schedule(plan)
         for _ in range(rng.randint(0, min(room, 3)) if plan.seq_ids else 0):
             self._fork(plan)
@@ -209,7 +212,15 @@ class Rows:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(seed: int, device: torch.device) -> None:
     world, rows = World(random.Random(seed)), Rows(device)
-    seen = {"beam_reorders": 0, "forks": 0, "token_overrides": 0, "replaced_blocks": 0, "new_blocks": 0, "released": 0}
+    seen = {
+        "beam_reorders": 0,
+        "forks": 0,
+        "token_overrides": 0,
+        "appended": 0,
+        "replaced_blocks": 0,
+        "new_blocks": 0,
+        "released": 0,
+    }
     for step in range(30):
         plan = world.plan(step)
         columns, (batch, token_ids) = rows.run(plan)

@@ -1,0 +1,103 @@
+"""What a machine, container or service lets this process have, and what of it to change for an engine."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire import envs
+from quire.config.engine import EngineConfig
+from quire.server.settings import ServerSettings
+from quire.utils.control_groups import ROOT, cpu_quota
+from quire.utils.open_files import NUM_RESERVED
+from quire.utils.sizes import format_bytes
+
+LEAST_SHARED_MEMORY = 256 * 2**20
+"""Bytes for the ranks of one model. Docker's default is 64 MiB."""
+SLOW_GOVERNORS = ("powersave", "conservative")
+OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
+"""Drivers whose `powersave` follows the load."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """cores: of the affinity mask. cpu_quota: cores' worth of time that control groups allow. open_files: the hard
+    limit, None: none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never;
+    governor: of the first core, "driver: governor"; None where the system does not say."""
+
+    cores: int
+    cpu_quota: float | None
+    open_files: int | None
+    shared_memory: int | None
+    huge_pages: str | None
+    governor: str | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, how much), for people."""
+        quota = "" if self.cpu_quota is None else f", a quota of {self.cpu_quota:g}"
+        shared = "none" if self.shared_memory is None else format_bytes(self.shared_memory)
+        return [
+            ("processor", f"{self.cores} cores{quota}" + (f", {self.governor}" if self.governor else "")),
+            ("open files", f"up to {'any number' if self.open_files is None else self.open_files}"),
+            ("memory pages", f"huge pages {self.huge_pages or 'unknown'}; {shared} in /dev/shm"),
+        ]
+
+    def problems(self, config: EngineConfig, memory: int) -> list[str]:
+        """What to change for this engine. memory: bytes that the process can still take."""
+        problems = []
+        threads, kv_memory = config.device.num_threads, config.cache.memory
+        if self.cpu_quota is not None and threads > max(1.0, self.cpu_quota):
+            problems.append(
+                f"{threads} threads share a quota of {self.cpu_quota:g} cores, and stand still when it is used up: "
+                f"raise the container's CPU limit or set --threads {max(1, int(self.cpu_quota))}"
+            )
+        if threads > self.cores:
+            problems.append(f"{threads} threads share {self.cores} cores: set --threads {self.cores}")
+        needed = ServerSettings().max_connections + NUM_RESERVED
+        if self.open_files is not None and self.open_files < needed:
+            problems.append(
+                f"at most {self.open_files} open files: the server takes {max(1, self.open_files - NUM_RESERVED)} "
+                f"connections; {needed} files allow all (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+            )
+        if config.device.device == "cpu" and kv_memory is not None and kv_memory > memory:
+            problems.append(
+                f"a KV cache of {format_bytes(kv_memory)} does not fit into the {format_bytes(memory)} that machine "
+                "and control groups leave: the system ends the engine when the cache fills (raise the memory limit)"
+            )
+        if config.parallel.tp > 1 and (self.shared_memory or 0) < LEAST_SHARED_MEMORY:
+            problems.append(
+                "/dev/shm is too small for the ranks of one model: give the container 1 GiB (--shm-size, or a volume "
+                "of medium Memory)"
+            )
+        if config.device.device == "cpu" and self.huge_pages == "never":
+            problems.append(
+                "transparent huge pages are off, which makes reading weights slower: write madvise to "
+                "/sys/kernel/mm/transparent_hugepage/enabled"
+            )
+        driver, _, governor = (self.governor or "").partition(": ")
+        if governor in SLOW_GOVERNORS and driver not in OWN_GOVERNORS:
+            problems.append(f"the frequency governor is {governor}: cpupower frequency-set -g performance")
+        return problems
+
+
+def find_machine(root: Path = ROOT) -> Machine:
+    """Look at this process's limits. root: where /proc, /sys and /dev are looked for."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared, frequency = root / "dev/shm", root / "sys/devices/system/cpu/cpu0/cpufreq"
+    pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    driver, governor = _text(frequency / "scaling_driver"), _text(frequency / "scaling_governor")
+    return Machine(
+        envs.affinity_cores(),
+        cpu_quota(root),
+        None if hard == resource.RLIM_INFINITY else hard,
+        shutil.disk_usage(shared).total if shared.is_dir() else None,
+        None if pages is None else pages.partition("[")[2].partition("]")[0],
+        None if driver is None or governor is None else f"{driver}: {governor}",
+    )
+
+
+def _text(path: Path) -> str | None:
+    """None where the system has no such file."""
+    return path.read_text().strip() if path.exists() else None

@@ -1,0 +1,160 @@
+"""Tool calls as constraints: for each format with JSON arguments, the structural tag (docs/structured-output.md) of an
+answer whose calls follow schemas.
+
+`schemas` are those of the arguments, by the name of the tool. Only these tools can be called. `parallel`: whether the
+answer may have several calls; without, it ends with the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Form = dict[str, Any]
+Schemas = Mapping[str, Any]
+
+ANY_TEXT: Form = {"type": "any_text"}
+SPACE: Form = {"type": "regex", "pattern": "[ \n]{0,2}"}
+
+
+def literal(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def matching(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
+
+
+def schema_form(schema: Any) -> Form:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def in_order(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(elements: Sequence[Form]) -> Form:
+    return {"type": "or", "elements": list(elements)}
+
+
+def tag(begin: str, content: Form, end: str | Sequence[str] = "") -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end if isinstance(end, str) else list(end)}
+
+
+def repeated(tags: Sequence[Form], *, at_least_one: bool, at_most_one: bool = False) -> Form:
+    """The tags, one behind the other."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": "",
+        "at_least_one": at_least_one,
+        "stop_after_first": at_most_one,
+    }
+
+
+def in_text(tags: Sequence[Form], parallel: bool) -> Form:
+    """Free text, in which the beginning of a tag is always that tag's."""
+    triggers = list(dict.fromkeys(each["begin"] for each in tags))
+    return {"type": "triggered_tags", "triggers": triggers, "tags": list(tags), "stop_after_first": not parallel}
+
+
+def calls_or(calls: Form, answer: Form) -> Form:
+    """Calls and nothing else, or the answer. calls: as `in_text` makes them."""
+    tags = [{**each, "end": [end + space for end in _ends(each) for space in ("", "\n")]} for each in calls["tags"]]
+    alone = repeated(tags, at_least_one=True, at_most_one=calls["stop_after_first"])
+    return one_of([in_order(SPACE, alone), answer])
+
+
+def _ends(form: Form) -> list[str]:
+    end = form["end"]
+    return [end] if isinstance(end, str) else list(end)
+
+
+def calls_schema(schemas: Schemas, key: str, *, parallel: bool) -> dict[str, Any]:
+    """Of a list of objects with the name of a tool and, under `key`, its arguments."""
+    calls, definitions = [], dict[str, Any]()
+    for number, (name, schema) in enumerate(schemas.items()):
+        place = f"tool_{number}"
+        definitions[place] = _moved(schema, f"#/$defs/{place}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{place}"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    definitions["call"] = {"anyOf": calls}
+    limit = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/call"}, "$defs": definitions, **limit}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with references into itself that hold when it stands at `place`."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for name, value in schema.items()
+    }
+
+
+def call_objects(schemas: Schemas, key: str, parallel: bool) -> Form:
+    """An object, or a list of them."""
+    several = calls_schema(schemas, key, parallel=parallel)
+    definitions = several.pop("$defs")
+    return in_order(SPACE, schema_form({"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": definitions}), SPACE)
+
+
+def section_calls(markers: tuple[str, str, str, str, str], schemas: Schemas, parallel: bool) -> Form:
+    """DeepSeek-V3 (the kind and a code block), V3.1 (the name alone) and Kimi-K2 (the name with a number). markers: as
+    `SectionFormat.markers`."""
+    section, section_end, call, separator, call_end = markers
+    forms = []
+    for name, schema in schemas.items():
+        arguments = schema_form(schema)
+        forms += [
+            in_order(literal(f"function{separator}{name}\n```json\n"), arguments, literal("\n```")),
+            in_order(literal(name + separator), arguments),
+            in_order(literal(f"functions.{name}:"), matching("[0-9]{1,3}"), literal(separator), arguments),
+        ]
+    one = tag(call, one_of(forms), [call_end, call_end + "\n"])
+    many = repeated([one], at_least_one=True, at_most_one=not parallel)
+    return in_text([tag(section, many, section_end), one], parallel)
+
+
+def mistral_calls(schemas: Schemas, parallel: bool) -> Form:
+    """`[TOOL_CALLS]` before a list of objects, or before a name, perhaps with an id, and arguments."""
+    identifier = one_of([literal(""), in_order(literal("[CALL_ID]"), matching("[A-Za-z0-9]{9}"))])
+    mark = one_of([literal(""), literal("[ARGS]")])
+    forms = [in_order(literal(name), identifier, mark, schema_form(schema)) for name, schema in schemas.items()]
+    objects = in_order(SPACE, schema_form(calls_schema(schemas, "arguments", parallel=parallel)))
+    return in_text([tag("[TOOL_CALLS]", one_of([objects, *forms]))], parallel)
+
+
+def harmony_calls(schemas: Schemas, *, is_forced: bool) -> Form:
+    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, unless is_forced."""
+    ends = []
+    for name, schema in schemas.items():
+        kind = " <|constrain|>json<|message|>"
+        ends += [
+            tag(f"<|channel|>commentary to=functions.{name}{kind}", schema_form(schema)),
+            tag(f" to=functions.{name}<|channel|>commentary{kind}", schema_form(schema)),
+        ]
+    if not is_forced:
+        ends.append(tag("<|channel|>final<|message|>", ANY_TEXT))
+    before = [
+        tag(f"<|channel|>{channel}<|message|>", ANY_TEXT, "<|end|><|start|>assistant")
+        for channel in ("analysis", "commentary")
+    ]
+    return in_order(repeated(before, at_least_one=False), one_of(ends))
+
+
+def behind_thoughts(form: Form, starts: Sequence[str], ends: Sequence[str]) -> Form:
+    """The form, behind thoughts between marks or at once."""
+    thoughts = [in_order(SPACE, tag(start, ANY_TEXT, ends)) for start in starts]
+    return in_order(one_of([literal(""), *thoughts]), form)

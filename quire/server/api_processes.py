@@ -1,0 +1,401 @@
+"""The parent of several API processes: it listens, has the engine, and hands each connection to the process with the
+fewest (docs/decisions/0048-several-api-processes.md).
+
+One event loop drives it. Whatever happens (a packet of a process, the end of one, the engine's, a signal) sets
+`_changed`, and a waiting task looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from quire import envs
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.engine.client import EngineClient
+from quire.engine.messages import EngineFailed
+from quire.engine.process_client import ProcessClient
+from quire.engine.restarting_client import start_restarting
+from quire.engine.shared_engine import SharedEngine
+from quire.engine.shared_state import SharedState
+from quire.errors import EngineDeadError, QuireError, named_error
+from quire.logging import get_logger, tell
+from quire.metrics.prometheus import StepTokens
+from quire.server.api_process import (
+    KEYS_FILE,
+    NUMBERS_FILE,
+    PACKET_BYTES,
+    RESPONSES,
+    TICK_SECONDS,
+    ApiLaunch,
+    Connection,
+    Drain,
+    Drained,
+    Leave,
+    Serving,
+    ToParent,
+    ToProcess,
+)
+from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
+from quire.server.listener import remove_socket, url_of
+from quire.server.report import StartReport, tell_systemd
+from quire.server.response_store import ResponseStore, answer_from
+from quire.server.settings import ServerSettings
+from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.runtime_directory import RuntimeDirectory
+from quire.utils.shared_numbers import Numbers
+
+logger = get_logger(__name__)
+
+MAX_FAILED_STARTS = 3
+"""Starts in a row, of processes that took the place of others, that may fail."""
+BACKLOG = 2048
+MAX_ACCEPTED = 64
+"""Connections that are accepted before other events have their turn."""
+EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
+
+
+def serve_with_processes(
+    options: EngineOptions, settings: ServerSettings, listener: socket.socket, executor: str, report: StartReport
+) -> int:
+    """As `quire.server.run.serve`, with `api_server_count` API processes."""
+    config = resolve(options)
+    directory = RuntimeDirectory.create(envs.runtime_directory())
+    try:
+        if settings.api_key_file is not None:
+            (directory.path / KEYS_FILE).write_bytes(Path(settings.api_key_file).read_bytes())
+        numbers = Numbers.create(directory.path / NUMBERS_FILE, settings.api_server_count + 1)
+        client: EngineClient
+        if settings.restart_engine:
+            client = start_restarting(options, executor, settings.hung_engine_timeout)
+        else:
+            client = ProcessClient(options, executor=executor)
+        parent = _Parent(options, settings, listener, directory, numbers, client)
+        report.phase("launch engine process")
+        names = settings.served_model_name or [config.model.name]
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                return runner.run(parent.run(report, names))
+        finally:
+            parent.close()
+    finally:
+        directory.remove()
+        remove_socket(settings)
+
+
+@dataclass(slots=True)
+class _Process:
+    """An API process. num_given: connections handed to it."""
+
+    slot: int
+    session: int
+    popen: subprocess.Popen[bytes]
+    control: socket.socket
+    is_serving: bool = False
+    is_drained: bool = False
+    num_given: int = 0
+
+    def say(self, message: ToProcess) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which is noticed when `control` is read
+            self.control.send(msgspec.msgpack.encode(message))
+
+
+class _Parent:
+    def __init__(
+        self,
+        options: EngineOptions,
+        settings: ServerSettings,
+        listener: socket.socket,
+        directory: RuntimeDirectory,
+        numbers: Numbers,
+        client: EngineClient,
+    ) -> None:
+        self._options, self._settings = options, settings
+        self._listener, self._directory = listener, directory
+        state = SharedState(numbers)
+        steps = StepTokens(numbers)
+        self._loads = state.loads
+        self._loads.begin(settings.api_server_count, os.getpid())
+        store = ResponseStore(settings.max_stored_responses, settings.response_store_bytes)
+        self._engine = SharedEngine(
+            client,
+            directory,
+            state.engine,
+            services={RESPONSES: lambda message: answer_from(store, message)},
+            on_stats=steps.record,
+            on_change=self._note_change,
+        )
+        self._processes: dict[int, _Process] = {}
+        """By slot, those that live."""
+        self._waiting: list[socket.socket] = []
+        """Accepted connections that no process could be given yet."""
+        self._has_begun = self._is_draining = self._is_leaving = False
+        self._num_failed_starts = 0
+        self._failure: QuireError | None = None
+        """Why there can be no API processes."""
+        self._signals: list[int] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+
+    async def run(self, report: StartReport, model_names: list[str]) -> int:
+        """Until a signal comes, the engine dies or API processes cannot be started. Returns the exit status; raises
+        what a start failed with."""
+        self._loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        self._engine.start()
+        for slot in range(self._settings.api_server_count):
+            self._start(slot, preloads=slot == 0)
+        ticking = asyncio.ensure_future(self._tick())
+        try:
+            await self._until(lambda: bool(self._signals) or self._is_over or self._serves)
+            if self._is_over:
+                raise self._reason
+            if self._signals:
+                return 128 + self._signals[-1]
+            assert self._engine.ready is not None
+            report.phase("wait for engine and API processes")
+            report.engine_phases(self._engine.ready.seconds)
+            self._begin()
+            report.show(model_names, url_of(self._settings, self._listener), self._engine.ready.backend)
+            tell_systemd("READY=1")
+            await self._until(lambda: bool(self._signals) or self._is_over)
+            tell_systemd("STOPPING=1")
+            status = await (self._drain() if self._signals else self._tell_end())
+            if len(self._signals) < 2:
+                await self._leave()
+            return status
+        finally:
+            ticking.cancel()
+            for number in SIGNALS:
+                self._loop.remove_signal_handler(number)
+
+    def close(self) -> None:
+        """End all processes at once, the engine as EngineClient.shutdown."""
+        for process in self._processes.values():
+            kill(process.popen)
+            process.control.close()
+        for connection in self._waiting:
+            connection.close()
+        self._engine.shutdown()
+
+    # The course of things.
+
+    @property
+    def _serves(self) -> bool:
+        return self._engine.ready is not None and all(process.is_serving for process in self._processes.values())
+
+    @property
+    def _is_over(self) -> bool:
+        return self._failure is not None or self._engine.failure is not None
+
+    @property
+    def _reason(self) -> QuireError:
+        failure = self._failure or self._engine.failure
+        assert failure is not None
+        return failure
+
+    async def _until(self, is_so: Callable[[], bool], *, seconds: float | None = None) -> bool:
+        """Wait; returns whether it came to be so in `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_so():
+                    self._changed.clear()
+                    await self._changed.wait()
+        return is_so()
+
+    async def _tell_end(self) -> int:
+        """Of the engine, or of the API processes: the end of the server."""
+        reason = self._reason
+        if isinstance(reason, EngineDeadError):
+            tell(f"error {reason.error_id}: the engine died: {reason}")
+            await asyncio.sleep(OBITUARY_SECONDS)
+        else:
+            tell(f"error: {reason}")
+        return 1
+
+    async def _drain(self) -> int:
+        """Let the running requests end, in all processes."""
+        self._is_draining = True
+        num_running = self._loads.num_unfinished
+        tell(f"shutting down: {num_running} requests are running (a second signal leaves at once)")
+        for process in self._processes.values():
+            process.say(Drain(self._settings.shutdown_timeout))
+        while not await self._until(self._is_drained_or_forced, seconds=TICK_SECONDS):
+            if self._engine.failure is None:
+                num_running = self._loads.num_unfinished
+        if len(self._signals) > 1:
+            return 128 + self._signals[-1]
+        failure = self._engine.failure
+        if isinstance(failure, EngineDeadError) and num_running:
+            # An engine that leaves with nothing left to do (a signal to the whole group reaches it too) is no failure.
+            tell(f"error {failure.error_id}: the engine died while requests were running: {failure}")
+            return 1
+        return 0
+
+    def _is_drained_or_forced(self) -> bool:
+        return len(self._signals) > 1 or all(process.is_drained for process in self._processes.values())
+
+    async def _leave(self) -> None:
+        assert self._loop is not None
+        self._is_leaving = True
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for process in self._processes.values():
+            process.say(Leave())
+        await self._until(lambda: not self._processes or len(self._signals) > 1, seconds=EXIT_SECONDS)
+
+    async def _tick(self) -> None:
+        while True:
+            self._engine.tell()
+            self._hand_over()
+            if not self._waiting:
+                self._listen()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._changed.set()
+
+    def _note_change(self) -> None:
+        """Of the engine, from its threads."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: all is over anyway
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+    # Connections.
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._loop is not None and self._has_begun and not self._is_leaving:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._loop is not None
+        try:
+            while len(self._waiting) < MAX_ACCEPTED:
+                self._waiting.append(self._listener.accept()[0])
+        except (BlockingIOError, ConnectionAbortedError):
+            pass
+        except OSError as error:
+            self._loop.remove_reader(self._listener)  # until the next tick: connections wait in the backlog
+            logger.warning("no connections are accepted for a moment: %s", error)
+        self._hand_over()
+        if self._waiting:
+            self._loop.remove_reader(self._listener)
+
+    def _hand_over(self) -> None:
+        """Give each waiting connection to the process that has the fewest; where none can take it, it waits on."""
+        packet = [msgspec.msgpack.encode(Connection())]
+        while self._waiting:
+            for process in self._by_load():
+                try:
+                    socket.send_fds(process.control, packet, [self._waiting[0].fileno()])
+                except OSError:
+                    continue  # it has ended, or has not taken what it was sent
+                process.num_given += 1
+                self._waiting.pop(0).close()
+                break
+            else:
+                return
+
+    def _by_load(self) -> list[_Process]:
+        serving = {process.slot: process.num_given for process in self._processes.values() if process.is_serving}
+        return [self._processes[slot] for slot in self._loads.by_load(serving)]
+
+    # Processes.
+
+    def _start(self, slot: int, *, preloads: bool = False) -> None:
+        assert self._loop is not None
+        count = self._settings.api_server_count
+        session = self._engine.open_session()
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launch = ApiLaunch(
+            self._options,
+            share_of(self._settings, count),
+            str(self._directory.path),
+            session,
+            slot,
+            count + 1,
+            theirs.fileno(),
+            preloads,
+        )
+        popen = start_interpreter(
+            "quire.server.api_process", f"quire-api-{slot}", msgspec.json.encode(launch), [theirs.fileno()]
+        )
+        theirs.close()
+        control.setblocking(False)
+        self._loads.begin(slot, popen.pid)
+        process = self._processes[slot] = _Process(slot, session, popen, control)
+        self._loop.add_reader(control, self._hear, process)
+
+    def _hear(self, process: _Process) -> None:
+        """Take what a process has sent, or its end."""
+        try:
+            while packet := process.control.recv(PACKET_BYTES):
+                match msgspec.msgpack.decode(packet, type=ToParent):
+                    case Serving():
+                        process.is_serving = True
+                        self._num_failed_starts = 0
+                        self._hand_over()
+                    case Drained():
+                        process.is_drained = True
+                    case EngineFailed() as failed:
+                        kind = failed.error_type if failed.is_user_error else QuireError.__name__
+                        self._note_end(process, named_error(kind, failed.message, failed.param))
+                        break
+            else:
+                self._note_end(process, None)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._note_end(process, None)
+        self._changed.set()
+
+    def _note_end(self, process: _Process, error: QuireError | None) -> None:
+        """A process has ended; error: why, where it has said so. Start another one, unless the server ends."""
+        assert self._loop is not None
+        self._loop.remove_reader(process.control)
+        process.control.close()
+        wait_or_kill(process.popen, EXIT_SECONDS)
+        kill(process.popen)
+        del self._processes[process.slot]
+        self._engine.close_session(process.session)
+        self._loads.begin(process.slot, 0)
+        if self._is_leaving or self._is_over:
+            return
+        error = error or QuireError(f"API process {process.slot} {describe_exit(process.popen.returncode)}")
+        if not self._has_begun:
+            self._failure = error
+            return
+        if not process.is_serving:
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= MAX_FAILED_STARTS:
+                self._failure = QuireError(f"API processes cannot be started any more: {error}")
+                return
+        if not self._is_draining:
+            logger.warning("%s; another one is started", error)
+            self._start(process.slot)
+
+
+def share_of(settings: ServerSettings, count: int) -> ServerSettings:
+    """The settings of one of `count` processes: of what is bounded for the server it has its share."""
+    return msgspec.structs.replace(
+        settings,
+        max_connections=-(-settings.max_connections // count),
+        max_total_body_size=max(settings.max_total_body_bytes // count, settings.max_body_bytes),
+    )

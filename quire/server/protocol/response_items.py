@@ -1,0 +1,177 @@
+"""The items of /v1/responses that a conversation consists of: as requests send them, as chat messages, as listed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import UserError
+from quire.server.protocol.common import ShortString
+from quire.server.protocol.messages import MAX_MESSAGES
+
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Type of a part of a message -> its field."""
+_MEDIA = ("image_url", "file_id", "file_data", "file_url", "filename", "input_audio")
+_ITEM_NO_EFFECT = frozenset(
+    {
+        "status",
+        "phase",
+        "encrypted_content",
+        "caller",
+        "namespace",
+        "async",
+        "created_by",
+        "internal_chat_message",
+    }
+)
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+    "item_reference": ("id",),
+}
+"""Type of an item -> the fields that it cannot be without."""
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message, of a tool's output or of thoughts."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "detail"})
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """message, function_call, function_call_output, reasoning, or item_reference to one of a stored response; without a
+    type a message. id: of an item_reference; other items get ids of their own."""
+
+    type: str = "message"
+    id: ShortString | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: ShortString | None = None
+    name: ShortString | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = _ITEM_NO_EFFECT
+
+    def __post_init__(self) -> None:
+        if self.type not in _NEEDED:
+            known = ", ".join(map(repr, _NEEDED))
+            raise UserError(f"items of type {self.type!r} are not supported (only {known} are)", param="type")
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise UserError(f"an item of type {self.type!r} needs {name}", param=name)
+
+
+Items = Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def items_of(given: str | list[InputItem]) -> list[InputItem]:
+    """The items that the `input` of a request stands for."""
+    return [InputItem(role="user", content=given)] if isinstance(given, str) else given
+
+
+def messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[dict[str, Any]]:
+    """The chat messages that items mean; no item_reference may be among them. Thoughts, text and calls that follow one
+    another are one message of the assistant. num_before: leading items that are not of the request's `input`.
+
+    Raises UserError with the place in `input`."""
+    found: list[dict[str, Any]] = []
+    for index, item in enumerate(items, -num_before):
+        where = f"input[{index}]"
+        if item.type == "function_call_output":
+            content = _parts(item.output, f"{where}.output")
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        elif item.type == "message" and item.role != "assistant":
+            found.append({"role": item.role, "content": _parts(item.content, f"{where}.content")})
+        else:
+            _add_to_assistant(found, item, where)
+    return found
+
+
+def listed(item: InputItem, item_id: str) -> dict[str, Any]:
+    """An item as /input_items lists it and as the store keeps it."""
+    head = {"id": item_id, "type": item.type, "status": "completed"}
+    match item.type:
+        case "message":
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            return {**head, "role": item.role, "content": _listed_parts(item.content, kind)}
+        case "function_call":
+            return {**head, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        case "function_call_output":
+            is_text = isinstance(item.output, str)
+            output = item.output if is_text else _listed_parts(item.output, "input_text")
+            return {**head, "call_id": item.call_id, "output": output}
+    content = _listed_parts(item.content, "reasoning_text")
+    return {**head, "summary": _listed_parts(item.summary, "summary_text"), "content": content}
+
+
+def input_item_id(item: InputItem, name: str, index: int) -> str:
+    """The id of the `index`th input item of the response resp_`name`. `response_of_item` finds the response again."""
+    return f"{_ID_PREFIXES[item.type]}_{name}_in{index}"
+
+
+def response_of_item(item_id: str) -> str:
+    """The id of the response that an item, of its input or its output, belongs to."""
+    return "resp_" + item_id.partition("_")[2].rpartition("_")[0]
+
+
+def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[str, Any]]:
+    parts = [Part(kind, content)] if isinstance(content, str) else content or ()
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if part.type == "refusal":
+            found.append({"type": part.type, "refusal": part.refusal})
+        elif part.type == "output_text":
+            found.append({"type": part.type, "text": part.text, "annotations": []})
+        else:
+            found.append({"type": part.type, "text": part.text})
+    return found
+
+
+def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Add thoughts, text or a call to the last message, or begin a new one where that has such a part already."""
+    last = found[-1] if found and found[-1]["role"] == "assistant" else None
+    if item.type == "function_call":
+        if last is None:
+            found.append(last := {"role": "assistant", "content": None})
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        return
+    field = "reasoning" if item.type == "reasoning" else "content"
+    if last is None or last.get("tool_calls") or last.get("content") is not None:
+        found.append(last := {"role": "assistant", "content": None})
+    parts = (item.content or item.summary or []) if field == "reasoning" else (item.content or "")
+    text = parts if isinstance(parts, str) else "".join(_text(part, where) for part in parts)
+    last[field] = last[field] + text if last.get(field) else text
+
+
+def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [{"type": "text", "text": _text(part, f"{where}[{index}]")} for index, part in enumerate(content)]
+
+
+def _text(part: Part, where: str) -> str:
+    field = {**TEXT_PARTS, "reasoning_text": "text", "summary_text": "text"}.get(part.type)
+    if field is None:
+        known = ", ".join(map(repr, TEXT_PARTS))
+        raise UserError(
+            f"{where}: parts of type {part.type!r} are not supported (only {known} are)", param=f"{where}.type"
+        )
+    text = getattr(part, field)
+    if text is None:
+        raise UserError(f"{where}: a part of type {part.type!r} needs a {field}", param=f"{where}.{field}")
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,91 @@
+"""What completions and chat completions have in common: sampling fields and stream options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import UserError
+from quire.sampling_params import MOST_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from quire.server.protocol.common import Int32, ShortString, TokenId
+from quire.server.protocol.structured import StructuredFields
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(StructuredFields, kw_only=True, frozen=True):
+    """Fields of completions and chats.
+
+    logprob_token_ids: tokens whose log-probabilities are told beside the best ones. stream_interval: tokens of each
+    chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the server
+    is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave out.
+    """
+
+    n: Int32 | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Int32 | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
+    bad_words: Annotated[list[ShortString], Meta(max_length=1024)] | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Int32 | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    timeout_s: float | None = None
+    thinking_token_budget: Int32 | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
+    spaces_between_special_tokens: bool = True
+    include_metrics: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        if not self.stream and self.stream_options not in (None, StreamOptions()):
+            raise UserError("stream_options is only allowed together with stream", param="stream_options")
+
+    def check_listed(self, asks: bool) -> None:
+        """asks: whether the request asks for log-probabilities."""
+        if self.logprob_token_ids and not asks:
+            raise UserError("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
+
+    @property
+    def max_kept_tokens(self) -> int | None:
+        """Tokens that are left of a prompt; None for all that fit."""
+        return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+    def check_special_tokens(self) -> None:
+        if not self.spaces_between_special_tokens and self.skip_special_tokens is False:
+            raise UserError(
+                "spaces_between_special_tokens=false is not supported by this server together with "
+                "skip_special_tokens=false",
+                param="spaces_between_special_tokens",
+            )
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Build the engine's settings from what was given; `more` holds what the endpoint words differently."""
+        given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        given["structured_outputs"] = self.to_structured_outputs()
+        return SamplingParams(**(given | more))
+
+
+_SAMPLING_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name in SamplingParams.__struct_fields__)

@@ -1,0 +1,238 @@
+"""One response of /v1/responses: OpenAI's events and objects, made from a turn of the chat endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.server.errors import to_api_error
+from quire.server.protocol.response_items import InputItem, input_item_id, listed
+from quire.server.protocol.responses import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    Reasoning,
+    ReasoningText,
+    ResponseBody,
+    ResponseError,
+    ResponsesRequest,
+    ResponseUsage,
+    TextConfig,
+    TextFormat,
+)
+from quire.server.response_store import StoredResponse
+from quire.server.turn import Event, Kind, Segment, Step, Turn
+
+_PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""HTTP status of what went wrong -> the code that a failed response has."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class Conversation(NamedTuple):
+    """What a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
+
+    items: bytes
+    num_items: int
+
+    @classmethod
+    def of(cls, before: list[dict[str, Any]], given: list[InputItem], response_id: str) -> Conversation:
+        """before: the conversation that is gone on from, `given` what the request adds."""
+        name = response_id.removeprefix("resp_")
+        added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
+        return cls(_encoder.encode([*before, *added]), len(before) + len(added))
+
+
+class ResponseAnswer:
+    """keep: called with the whole response before the client sees its end."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        request: ResponsesRequest,
+        model: str,
+        *,
+        stores: bool,
+        keep: Callable[[ResponseAnswer], Awaitable[None]] | None = None,
+    ) -> None:
+        self._turn, self._request, self._keep = turn, request, keep
+        self._number = 0
+        name = turn.response_id.partition("-")[2]
+        self.body = ResponseBody(
+            id=f"resp_{name}",
+            created_at=int(time.time()),
+            status="queued" if request.background else "in_progress",
+            background=request.background,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata,
+            model=model,
+            parallel_tool_calls=request.parallel_tool_calls,
+            previous_response_id=request.previous_response_id,
+            reasoning=request.reasoning or Reasoning(),
+            store=stores,
+            temperature=request.temperature,
+            text=TextConfig(request.text.format or TextFormat()),
+            tool_choice=request.tool_choice,
+            tools=request.tools,
+            top_logprobs=request.top_logprobs,
+            top_p=request.top_p,
+            truncation=request.truncation,
+            user=request.user,
+        )
+
+    async def complete(self) -> ResponseBody:
+        await self._turn.run()
+        return await self._end()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Once the response has begun, an error is its status. One in the background begins at once."""
+        begun = self._request.background
+        if begun:
+            yield self._event("response.created", response=self.body)
+            yield self._event("response.queued", response=self.body)
+        try:
+            async with aclosing(self._turn.events()) as events:
+                async for event in events:
+                    begun = True
+                    for written in self._write(event):
+                        yield written
+        except Exception as error:
+            if not begun:
+                raise
+            yield self.failed(error)
+            return
+        body = await self._end()
+        yield self._event(f"response.{body.status}", response=body)
+
+    def _write(self, event: Event) -> list[bytes]:
+        segment = event.segment
+        if segment is None:
+            self.body.status = "in_progress"
+            created = [] if self._request.background else [self._event("response.created", response=self.body)]
+            return [*created, self._event("response.in_progress", response=self.body)]
+        place = {"item_id": self._item_id(segment), "output_index": segment.index}
+        if segment.kind is not Kind.CALL:
+            place["content_index"] = 0
+        match event.step:
+            case Step.OPEN:
+                return self._open(segment, place)
+            case Step.GROW:
+                more = {"logprobs": event.logprobs} if segment.kind is Kind.TEXT else {}
+                return [self._event(f"response.{_DELTAS[segment.kind]}.delta", **place, delta=event.piece, **more)]
+        return self._close(segment, place)
+
+    def _open(self, segment: Segment, place: dict[str, Any]) -> list[bytes]:
+        item = self._item(segment.as_opened(), "in_progress")
+        written = [self._event("response.output_item.added", output_index=segment.index, item=_without_content(item))]
+        if segment.kind is not Kind.CALL:
+            written.append(self._event("response.content_part.added", **place, part=_content(segment.as_opened())))
+        return written
+
+    def _close(self, segment: Segment, place: dict[str, Any]) -> list[bytes]:
+        name, text = f"response.{_DELTAS[segment.kind]}.done", segment.text
+        match segment.kind:
+            case Kind.CALL:
+                written = [self._event(name, **place, name=segment.name, arguments=text)]
+            case Kind.TEXT:
+                written = [self._event(name, **place, text=text, logprobs=segment.logprobs)]
+            case Kind.REASONING:
+                written = [self._event(name, **place, text=text)]
+        if segment.kind is not Kind.CALL:
+            written.append(self._event("response.content_part.done", **place, part=_content(segment)))
+        item = self._item(segment, self._status_of(segment))
+        return [*written, self._event("response.output_item.done", output_index=segment.index, item=item)]
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        data = _encoder.encode({"type": name, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    async def _end(self) -> ResponseBody:
+        """The finished response."""
+        body = self.body
+        body.completed_at = int(time.time())
+        body.status = "completed"
+        if self._turn.finish_reason == "length":
+            body.status, body.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        self._add_output()
+        if self._keep is not None:
+            await self._keep(self)
+        return body
+
+    def failed(self, error: BaseException) -> bytes:
+        """The last event of a response that an error ends; from now on the response is a failed one."""
+        failure = to_api_error(error)
+        self.body.status = "failed"
+        self.body.error = ResponseError(_ERROR_CODES.get(failure.status, "server_error"), failure.detail.message)
+        self._add_output()
+        return self._event("response.failed", response=self.body)
+
+    def cancelled(self) -> bytes:
+        """The last event of a response that its client cancels; from now on the response is a cancelled one. OpenAI has
+        no event of that name: clients know this one as an end."""
+        self.body.status = "cancelled"
+        self._add_output()
+        return self._event("response.incomplete", response=self.body)
+
+    def _add_output(self) -> None:
+        """What the turn has said and counted so far."""
+        body, usage = self.body, self._turn.usage
+        body.output = [self._item(segment, self._status_of(segment)) for segment in self._turn.segments]
+        body.usage = ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.num_cached),
+            usage.completion_tokens,
+            OutputTokensDetails(usage.num_reasoning),
+            usage.prompt_tokens + usage.completion_tokens,
+        )
+
+    def stored(self, conversation: Conversation) -> StoredResponse:
+        """The response at its end, with the conversation that the next one goes on from. An answer that says nothing is
+        an empty message there: templates expect the turns to alternate."""
+        said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
+        added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
+        before = msgspec.json.decode(conversation.items)
+        can_continue = self.body.status in ("completed", "incomplete")
+        items = _encoder.encode([*before, *added])
+        return StoredResponse(_encoder.encode(self.body), items, conversation.num_items, can_continue)
+
+    def _status_of(self, segment: Segment) -> str:
+        """A part is incomplete when the turn ended within it, or before its own end."""
+        is_cut = self._turn.finish_reason in ("", "length") and segment is self._turn.segments[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _item_id(self, segment: Segment) -> str:
+        return f"{_PREFIXES[segment.kind]}_{self.body.id[5:]}_{segment.index}"
+
+    def _item(self, segment: Segment, status: str) -> OutputItem:
+        item_id = self._item_id(segment)
+        match segment.kind:
+            case Kind.TEXT:
+                return OutputMessage(item_id, [OutputText(segment.text, [], segment.logprobs)], status)
+            case Kind.REASONING:
+                return OutputReasoning(item_id, [ReasoningText(segment.text)], status)
+        return OutputCall(item_id, segment.call_id, segment.name, segment.text, status)
+
+
+_DELTAS = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text", Kind.CALL: "function_call_arguments"}
+
+
+def _content(segment: Segment) -> OutputText | ReasoningText:
+    text = segment.text
+    return OutputText(text, [], segment.logprobs) if segment.kind is Kind.TEXT else ReasoningText(text)
+
+
+def _without_content(item: OutputItem) -> OutputItem:
+    """The item before its only part."""
+    return item if isinstance(item, OutputCall) else msgspec.structs.replace(item, content=[])

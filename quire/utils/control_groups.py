@@ -1,0 +1,55 @@
+"""The control groups of Linux (v1 or v2) that this process is in, and how much of the processors they leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire import envs
+
+ROOT = Path("/")
+
+
+def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Directories of the groups that limit this process by `controller` ("memory", "cpu"), the innermost first.
+
+    root: where /proc and /sys are looked for. In a container the system may name a directory that only the host sees;
+    the process's own group is then the mount itself, which comes last.
+    """
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        yield from (each for each in (group, *group.parents) if each.is_relative_to(mount))
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores' worth of time that the groups of this process may use, by the tightest of them; None: no limit."""
+    found = []
+    for directory in group_directories("cpu", root):
+        if (directory / "cpu.max").exists():
+            quota, period = (directory / "cpu.max").read_text().split()
+        elif (directory / "cpu.cfs_quota_us").exists():
+            quota = (directory / "cpu.cfs_quota_us").read_text().strip()
+            period = (directory / "cpu.cfs_period_us").read_text().strip()
+        else:
+            continue
+        if quota not in ("max", "-1"):
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Threads that can compute all the time: cores of the affinity mask, no more than the quota pays for. At least 1.
+
+    More threads than the quota would use it up early in each period, and all would stand still for the rest of it.
+    """
+    quota = cpu_quota(root)
+    cores = envs.affinity_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))

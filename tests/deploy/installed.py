@@ -1,0 +1,69 @@
+"""Install a wheel as deploy/install.sh does, where no compiler can be found, and serve from there as the image does.
+
+python -m tests.deploy.installed WHEEL
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.deploy import files
+
+TOOLS = ("sh", "dirname")
+"""All that the script may call besides Python."""
+GUARD_SECONDS = 600.0
+
+
+def main() -> int:
+    [wheel] = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="quire-installed-") as name:
+        directory = Path(name)
+        path = _path_without_compiler(directory / "bin")
+        environment = _environment(path, directory)
+        command = [str(files.INSTALL), str(directory / "quire"), str(Path(wheel).resolve())]
+        subprocess.run(command, env=environment, check=True, timeout=GUARD_SECONDS)
+        _serve(directory, {**environment, "PATH": str(directory / "quire" / "bin")})
+    return 0
+
+
+def _path_without_compiler(directory: Path) -> str:
+    directory.mkdir()
+    for tool in TOOLS:
+        found = [Path(part) / tool for part in os.defpath.split(":") if part and (Path(part) / tool).exists()]
+        (directory / tool).symlink_to(found[0])
+    (directory / "python3").symlink_to(Path(sys.executable).resolve())
+    return str(directory)
+
+
+def _environment(path: str, directory: Path) -> dict[str, str]:
+    """What pip was told where to find packages stays; nothing else of this environment does."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name.endswith("_proxy")}
+    return {**kept, "PATH": path, "HOME": str(directory)}
+
+
+def _serve(directory: Path, environment: dict[str, str]) -> None:
+    """Start the image's command, wait until the image's health check passes, stop it as the image says."""
+    check = files.health_check()[1]
+    server = subprocess.Popen(files.entrypoint(), env=environment, cwd=directory)
+    try:
+        end = time.monotonic() + GUARD_SECONDS
+        while subprocess.run(check, env=environment, cwd=directory, capture_output=True, check=False).returncode != 0:
+            assert server.poll() is None, f"the server ended with {server.returncode}"
+            assert time.monotonic() < end, "the server does not get healthy"
+            time.sleep(0.5)
+        server.send_signal(getattr(signal, files.instruction("STOPSIGNAL")))
+        status = server.wait(files.seconds(files.compose()["stop_grace_period"]))
+    finally:
+        server.kill()
+    assert status == 0, f"the server ended with {status}"
+    print("==> installed without a compiler, served, healthy, stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A server that runs as users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys
+from quire.config.options import EngineOptions
+from quire.server.run import serve
+from quire.server.settings import ServerSettings
+options, settings, executor = json.loads(sys.argv[1])
+sys.exit(serve(EngineOptions(**options), ServerSettings(**settings), executor=executor))
+"""
+LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(
+        self, model_path: Path, executor: str = "slow_between_signals", max_num_seqs: int = 4, **settings: Any
+    ) -> None:
+        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
+        arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.output = ""
+        self.url = ""
+
+    def wait_ready(self) -> Process:
+        """Read the line that names the address."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert " serves " in line, self.popen.communicate()
+        self.output = line
+        self.url = line.split(" on ")[1].split()[0]
+        return self
+
+    @property
+    def engine(self) -> psutil.Process:
+        children = psutil.Process(self.popen.pid).children()
+        [engine] = children if len(children) == 1 else [each for each in children if _name(each) == "quire-engine"]
+        return engine
+
+    @property
+    def api_processes(self) -> list[psutil.Process]:
+        """Where there are several, by slot."""
+        children = psutil.Process(self.popen.pid).children()
+        return sorted((each for each in children if _name(each).startswith("quire-api")), key=_name)
+
+    def hurry(self) -> None:
+        """From now on steps of `slow_between_signals` take no time."""
+        self.engine.send_signal(signal.SIGUSR1)
+
+    def slow_down(self) -> None:
+        self.engine.send_signal(signal.SIGUSR2)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit status and standard error, once it has ended; the engine must be gone as well."""
+        assert self.popen.stdout is not None
+        assert self.popen.stderr is not None
+        self.output += self.popen.stdout.read()
+        error = self.popen.stderr.read()
+        self.popen.wait()
+        assert "Traceback" not in error, error
+        return self.popen.returncode, error
+
+
+def _name(process: psutil.Process) -> str:
+    """What lists of processes show; empty for one that has ended."""
+    try:
+        return "".join(process.cmdline()[-1:])
+    except psutil.NoSuchProcess:
+        return ""
