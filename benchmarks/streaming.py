@@ -47,6 +47,8 @@ STEP_SECONDS = 0.005
 """Of the engine that computes nothing, where a stream is watched."""
 BODY_BYTES = 8_000_000
 WARM_STREAM_SECONDS = 1.0
+STREAM_TOKENS = 5000
+"""Half a minute, in which the large body is answered."""
 LONG_CONTEXT = 8_000_000
 LONG_CONTEXT_OPTIONS: dict[str, Any] = {
     "hf_overrides": {"max_position_embeddings": LONG_CONTEXT},
@@ -205,6 +207,10 @@ class Running:
         self._process.start()
         theirs.close()
 
+    @property
+    def is_at_work(self) -> bool:
+        return not self._pipe.poll()
+
     def done(self) -> Done:
         done: Done = self._pipe.recv()
         self._process.join()
@@ -307,12 +313,14 @@ def body(arguments: argparse.Namespace) -> None:
         for name, num_messages in (("nothing else", 0), (f"a chat history of {BODY_BYTES} bytes", len(messages))):
             gaps = []
             for _ in range(arguments.rounds):
-                stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=1000, ignore_eos=True, stream=True)
+                stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=STREAM_TOKENS, ignore_eos=True, stream=True)
                 running = Running(server.port, [stream])
                 time.sleep(WARM_STREAM_SECONDS)
                 if num_messages:
                     large = post(CHAT, messages=messages[:num_messages], max_tokens=1)
                     Running(server.port, [large]).done()
+                    if not running.is_at_work:
+                        raise RuntimeError("the stream ended before the body was answered")
                 gaps.append(1e3 * running.done().gaps[0])
             print(f"  beside {name}: longest gap {statistics.median(gaps):.1f} ms ({min(gaps):.1f} to {max(gaps):.1f})")
     print("  (target: 20 ms more; a step takes 5 ms)")
