@@ -2,13 +2,15 @@
 
 streams: streaming clients of the bundled model, in turns with `LLM.generate` of the same work: seconds of the processor
 a token in each process, tokens/s, and the engine's time between steps. requests: short requests to an engine that
-computes nothing. body: the longest gap in a stream while a chat history of 8 MB arrives. Clients are raw sockets in a
+computes nothing. body: the longest gap in a stream while a chat history of 8 MB arrives. holds: how long such a body
+keeps the event loop, in seconds of the processor. Clients are raw sockets in a
 process of their own. Prints medians beside the targets; on a busy machine only seconds of the processor mean much.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import multiprocessing
@@ -28,8 +30,12 @@ import psutil
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
 from quire.engine.input_processor import Prompt
 from quire.executors.step_log import read_step_log
+from quire.server.app import create_app
+from quire.server.http_protocol import make_http_server
+from quire.server.listener import bind
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
 from tests.fakes.executor import FakeExecutor
@@ -42,6 +48,14 @@ STEP_SECONDS = 0.005
 BODY_BYTES = 8_000_000
 WARM_STREAM_SECONDS = 1.0
 LONG_CONTEXT = 8_000_000
+LONG_CONTEXT_OPTIONS: dict[str, Any] = {
+    "hf_overrides": {"max_position_embeddings": LONG_CONTEXT},
+    "num_blocks_override": LONG_CONTEXT // 16 + 64,
+    "max_num_batched_tokens": 2**18,
+}
+TICK_SECONDS = 0.0005
+TEXT = "def add(first, second):\n    return first + second\n"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENGINE_NAME = "quire-engine"
 """In the command line of the engine's process."""
 
@@ -160,8 +174,8 @@ def converse(port: int, requests: Sequence[bytes], num_repeats: int) -> Done:
             connection = key.data
             data = connection.socket.recv(1 << 16)
             now = time.perf_counter()
-            if not data:
-                raise RuntimeError("the server hung up")
+            if not data or not (connection.end or data.startswith(b"HTTP/1.1 200")):
+                raise RuntimeError(f"the server answered {data[:400]!r}")
             if connection.last:
                 connection.gap = max(connection.gap, now - connection.last)
             connection.last = now
@@ -184,10 +198,10 @@ def converse(port: int, requests: Sequence[bytes], num_repeats: int) -> Done:
 class Running:
     """A client process at work."""
 
-    def __init__(self, server: Server, requests: list[bytes], num_repeats: int = 1) -> None:
+    def __init__(self, port: int, requests: list[bytes], num_repeats: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_client, args=(server.port, requests, num_repeats, theirs), daemon=True)
+        self._process = context.Process(target=_client, args=(port, requests, num_repeats, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -230,7 +244,7 @@ def compare(arguments: argparse.Namespace, num_clients: int) -> None:
     sizes = {"kv_cache_memory": "64MiB", "num_threads": arguments.threads, "enable_prefix_caching": False}
     prompts: list[Prompt] = [[(7 * n + i) % VOCAB_SIZE for i in range(PROMPT_TOKENS)] for n in range(num_clients)]
     asked = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    if path == "/v1/chat/completions":
+    if path == CHAT:
         requests = [post(path, messages=[{"role": "user", "content": f"{n}"}], **asked) for n in range(num_clients)]
     else:
         requests = [post(path, prompt=prompt, **asked) for prompt in prompts]
@@ -246,7 +260,7 @@ def compare(arguments: argparse.Namespace, num_clients: int) -> None:
             llm.generate(prompts, params, use_tqdm=False)
             offline, used = time.perf_counter() - began, time.process_time() - used
             before = server.cost()
-            done = Running(server, requests).done()
+            done = Running(server.port, requests).done()
             after = server.cost()
             if number:
                 engine, api = (after.engine - before.engine) / total, (after.api - before.api) / total
@@ -270,11 +284,11 @@ def requests(arguments: argparse.Namespace) -> None:
     """Print what short requests cost."""
     num_clients, num_repeats = 32, arguments.requests // 32
     with serving({"num_blocks_override": 512}, "instant") as server:
-        asked = [post("/v1/completions", prompt=[n + 1, 2, 3], max_tokens=1) for n in range(num_clients)]
+        asked = [post(COMPLETIONS, prompt=[n + 1, 2, 3], max_tokens=1) for n in range(num_clients)]
         rows = []
         for _ in range(arguments.rounds + 1):
             before = server.cost()
-            done = Running(server, asked, num_repeats).done()
+            done = Running(server.port, asked, num_repeats).done()
             cost = [(after - earlier) for after, earlier in zip(server.cost(), before, strict=True)]
             rows.append([1e6 * each / (num_clients * num_repeats) for each in (*cost, done.cpu, done.seconds)])
     engine, api, client, wall = (statistics.median(column) for column in zip(*rows[1:], strict=True))
@@ -287,39 +301,87 @@ def requests(arguments: argparse.Namespace) -> None:
 
 def body(arguments: argparse.Namespace) -> None:
     """Print how long a large body holds up another stream."""
-    sizes = {
-        "hf_overrides": {"max_position_embeddings": LONG_CONTEXT},
-        "num_blocks_override": LONG_CONTEXT // 16 + 64,
-        "max_num_batched_tokens": 32768,
-    }
-    words = "def add(first, second):\n    return first + second\n"
-    one = {"role": "user", "content": words * 80}
+    one = {"role": "user", "content": TEXT * 80}
     messages = [one] * (BODY_BYTES // len(json.dumps(one)))
-    with serving(sizes, "steady") as server:
+    with serving(LONG_CONTEXT_OPTIONS, "steady") as server:
         for name, num_messages in (("nothing else", 0), (f"a chat history of {BODY_BYTES} bytes", len(messages))):
             gaps = []
             for _ in range(arguments.rounds):
-                stream = post("/v1/completions", prompt=[1, 2, 3], max_tokens=1000, ignore_eos=True, stream=True)
-                running = Running(server, [stream])
+                stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=1000, ignore_eos=True, stream=True)
+                running = Running(server.port, [stream])
                 time.sleep(WARM_STREAM_SECONDS)
                 if num_messages:
-                    large = post("/v1/chat/completions", messages=messages[:num_messages], max_tokens=1)
-                    Running(server, [large]).done()
+                    large = post(CHAT, messages=messages[:num_messages], max_tokens=1)
+                    Running(server.port, [large]).done()
                 gaps.append(1e3 * running.done().gaps[0])
             print(f"  beside {name}: longest gap {statistics.median(gaps):.1f} ms ({min(gaps):.1f} to {max(gaps):.1f})")
     print("  (target: 20 ms more; a step takes 5 ms)")
 
 
+async def _holds(requests: list[bytes]) -> list[float]:
+    """By request, the most seconds of the processor between two ticks of the server's event loop."""
+    options = EngineOptions.from_keywords(LONG_CONTEXT_OPTIONS)
+    engine = AsyncLLM.from_options(options, executor="benchmarks.streaming:instant")
+    settings = ServerSettings(port=0)
+    server = make_http_server(create_app(engine, settings), settings, shutdown_grace_seconds=2)
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        used = time.process_time()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            before, used = used, time.process_time()
+            longest = max(longest, used - before)
+
+    found = []
+    with bind(settings) as listener:
+        port = listener.getsockname()[1]
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(TICK_SECONDS)
+        watching = asyncio.ensure_future(watch())
+        for request in requests:
+            longest = 0.0
+            await asyncio.to_thread(Running(port, [request]).done)
+            found.append(longest)
+        watching.cancel()
+        server.should_exit = True
+        await serving
+    engine.shutdown()
+    return found
+
+
+def holds(arguments: argparse.Namespace) -> None:
+    """Print how long a large body keeps the event loop from everything else, whatever else the machine does."""
+    texts, parts = (
+        "def add(first, second):\n    return first + second\n" * 40,
+        [{"type": "text", "text": "x" * 10}] * 240,
+    )
+    for name, content in (("texts of 2 KB", texts), ("parts of 10 characters", parts)):
+        one = {"role": "user", "content": content}
+        large = post(CHAT, messages=[one] * (BODY_BYTES // len(json.dumps(one))), max_tokens=1)
+        small = post(CHAT, messages=[one], max_tokens=1)
+        longest = max(asyncio.run(_holds([small, *[large] * arguments.rounds]))[1:])
+        print(f"a chat history of {BODY_BYTES} bytes in {name}: the event loop waits {1e3 * longest:.0f} ms at most")
+    print("  (target: 20 ms; without what the engine's process does)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Callable[[argparse.Namespace], None]] = {"streams": streams, "requests": requests, "body": body}
+    parts: dict[str, Callable[[argparse.Namespace], None]] = {
+        "streams": streams,
+        "requests": requests,
+        "body": body,
+        "holds": holds,
+    }
     parser.add_argument("--what", nargs="+", choices=[*parts], default=[*parts])
     parser.add_argument("--clients", type=int, nargs="*", default=[64, 1])
     parser.add_argument("--tokens", type=int, default=256, help="of a stream")
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
-    parser.add_argument("--path", default="/v1/completions", choices=["/v1/completions", "/v1/chat/completions"])
+    parser.add_argument("--path", default=COMPLETIONS, choices=[COMPLETIONS, CHAT])
     arguments = parser.parse_args()
     for what in arguments.what:
         parts[what](arguments)

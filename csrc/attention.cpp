@@ -438,11 +438,15 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
   float* qkv = step.at(args.qkv);
   const float* rotation = args.rotary_dim > 0 ? step.at(args.rotation) : nullptr;
   const int64_t kv_width = args.writes ? 2 * args.num_kv_heads * args.head_dim : 0;
-  for (int64_t t = team.take(); t < step.rows; t = team.take()) {
-    float* row = qkv + t * args.qkv.stride;
-    if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width(args), kv_width);
-    prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
-    if (args.attends && args.length_floor > 0) scale_queries(args, row, step.positions[t]);
+  // Tokens of a prompt share the cache's lines: threads that take them in turns would pull those out of one another's caches.
+  const int64_t grain = step.rows >= kSubtile * 4 * team.count() ? kSubtile : 1;
+  for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain)) {
+    for (int64_t t = first; t < smaller(first + grain, step.rows); ++t) {
+      float* row = qkv + t * args.qkv.stride;
+      if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width(args), kv_width);
+      prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
+      if (args.attends && args.length_floor > 0) scale_queries(args, row, step.positions[t]);
+    }
   }
 }
 

@@ -1,9 +1,13 @@
 // Linear layers over packed weights, every type. Compiled once for each instruction set.
+#include <algorithm>
+#include <type_traits>
+
 #include "linear_bf16.h"
 #include "linear_driver.h"
 #include "linear_experts.h"
 #include "linear_heads.h"
 #include "linear_tiles.h"
+#include "linear_wide.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -33,17 +37,20 @@ void heads(const HeadsArgs& args, const Step& step, Team& team) {
   });
 }
 
-#if defined(QUIRE_BF16_DOT)
 void linear(const LinearArgs& args, const Step& step, Team& team) {
-  (multiplies_bf16(args.weight, args.precision) ? run_linear<Bf16Pairs> : run_linear<Panels>)(args, step, team);
+  with_method(args.weight, args.precision, [&]<class Method>(Method) {
+    if (std::is_same_v<Method, Panels> && multiplies_wide(args.weight, step.rows)) return run_wide(args, step, team);
+    run_linear<Method>(args, step, team);
+  });
 }
+
 std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
-  return (multiplies_bf16(args.weight, args.precision) ? scratch_for<Bf16Pairs> : scratch_for<Panels>)(args, rows);
+  std::size_t bytes = 0;
+  with_method(args.weight, args.precision, [&]<class Method>(Method) {
+    bytes = std::max(scratch_for<Method>(args, rows), std::is_same_v<Method, Panels> ? wide_scratch(args, rows) : 0);
+  });
+  return bytes;
 }
-#else
-constexpr auto linear = run_linear<Panels>;
-constexpr auto linear_scratch = scratch_for<Panels>;
-#endif
 
 }  // namespace
 

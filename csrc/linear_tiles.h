@@ -13,33 +13,30 @@ inline constexpr int kParts = 16 / kLanes;
 
 // -- float weights --------------------------------------------------------------------------------------------------
 
-// Each type's PairOfVectors: columns part * kLanes ... and 16 + part * kLanes ...
+// Each type: load_vector is value j of kLanes columns, part * kLanes on.
 
 struct F32 {
   static constexpr int64_t kDepth = 1;   // values of k that lie together
   static constexpr int64_t kStep = 128;  // their bytes of a panel
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int) {
-    const float* values = reinterpret_cast<const float*>(at) + part * kLanes;
-    return {load(values), load(values + 16)};
+  static QUIRE_INLINE vf load_vector(const std::byte* at, int part, int) {
+    return load(reinterpret_cast<const float*>(at) + part * kLanes);
   }
 };
 
 struct BF16 {
   static constexpr int64_t kDepth = 2;
   static constexpr int64_t kStep = 128;
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int j) {
-    const vu low = load_as<vu>(at + part * kLanes * 4), high = load_as<vu>(at + part * kLanes * 4 + 64);
-    if (j == 0) return {bit_cast<vf>(low << 16), bit_cast<vf>(high << 16)};
-    return {bit_cast<vf>(low & 0xffff0000u), bit_cast<vf>(high & 0xffff0000u)};
+  static QUIRE_INLINE vf load_vector(const std::byte* at, int part, int j) {
+    const vu pairs = load_as<vu>(at + part * kLanes * 4);
+    return bit_cast<vf>(j == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
 };
 
 struct F16 {
   static constexpr int64_t kDepth = 1;
   static constexpr int64_t kStep = 64;
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int) {
-    const uint16_t* values = reinterpret_cast<const uint16_t*>(at) + part * kLanes;
-    return {load_f16(values), load_f16(values + 16)};
+  static QUIRE_INLINE vf load_vector(const std::byte* at, int part, int) {
+    return load_f16(reinterpret_cast<const uint16_t*>(at) + part * kLanes);
   }
 };
 
@@ -59,7 +56,7 @@ void float_tile(const Tile& tile) {
     for (int64_t k = 0; k < depth; k += Weight::kDepth) {
 #pragma GCC unroll 2
       for (int j = 0; j < Weight::kDepth; ++j) {
-        const PairOfVectors w = Weight::load_pair(panel, part, j);
+        const PairOfVectors w = {Weight::load_vector(panel, part, j), Weight::load_vector(panel, part + kParts, j)};
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           const vf value = broadcast(x[j * kPitch + r]);

@@ -210,7 +210,7 @@ async def soak(fates: Fates, arguments: argparse.Namespace) -> None:
     started, num_deaths, rng = time.perf_counter(), 0, random.Random(arguments.seed)
     engine = open_engine(OPTIONS)
     while num_deaths < arguments.deaths:
-        planned = [("die", rng.randrange(2, 40)) for _ in range(4)]
+        planned = [("die", rng.randrange(2, 20)) for _ in range(4)]
         num_swaps = await compare(engine, fates, planned, arguments.requests)
         num_deaths += len(planned)
         print(f"{num_deaths} deaths, {num_swaps} swaps, the same tokens and logprobs", flush=True)

@@ -226,3 +226,18 @@ def test_tiles_give_the_bits_of_the_vector_instructions(group_size: int | None) 
             tiles = run_linear(matrix, x[:rows], isa="amx_emulated", threads=2, activation=Activation.GELU)
             vectors = run_linear(matrix, x[:rows], isa="avx512_vnni", activation=Activation.GELU)
             assert torch.equal(tiles, vectors)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_many_rows_have_the_bits_of_few(kind: str, isa: str) -> None:
+    """From some rows on, 16-bit weights are widened for several tiles at once; 20 rows are below that everywhere."""
+    for in_features, out_features, gated in ((577, 102, False), (145, 200, True), (288, 96, False), (3, 33, False)):
+        matrix = random_matrix(kind, in_features, out_features, gated=gated, bias=True)
+        random = torch.Generator().manual_seed(6)
+        for rows in (32, 129, 300):
+            x = torch.randn(rows, in_features, generator=random)
+            residual = torch.randn(rows, out_features // (2 if gated else 1), generator=random)
+            run = partial(run_linear, matrix, isa=isa, activation=Activation.SILU)
+            expected = torch.cat([run(a, residual=b) for a, b in zip(x.split(20), residual.split(20), strict=True)])
+            assert torch.equal(run(x, residual=residual, threads=2), expected)
