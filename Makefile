@@ -97,9 +97,10 @@ wheel: install $(CHECKS)/.installed-wheel
 	@printf '==> wheel: build\n'
 	@rm -rf build/wheel dist
 	@$(CHECKS)/bin/python -m build --outdir build/wheel . >/dev/null
+	@if tar -tzf build/wheel/*.tar.gz | grep -E '[.](so|pyc)$$'; then echo 'make: the source distribution holds built files' >&2; exit 1; fi
 	@mkdir -p dist
 	@cp build/wheel/*.tar.gz dist/
-	@PATH=$(abspath $(CHECKS))/bin:$$PATH $(CHECKS)/bin/auditwheel -q repair -w dist build/wheel/*.whl
+	@PATH=$(abspath $(CHECKS))/bin:$$PATH $(CHECKS)/bin/auditwheel repair -w dist build/wheel/*.whl
 	@printf '==> wheel: install without a compiler, serve\n'
 	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.deploy.installed dist/*.whl
 	@ls -l dist

@@ -14,9 +14,12 @@ from quire.engine import messages
 from quire.engine.messages import (
     Abort,
     AddRequest,
+    Answer,
+    Ask,
     Call,
     CallResult,
     ClientMessage,
+    EngineDied,
     EngineFailed,
     EngineOutputs,
     EngineReady,
@@ -48,7 +51,7 @@ SAMPLING = SequenceSampling(
 )
 NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, second_segment=1)
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
-LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1)
+LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
 PROMPT_LOGPROBS = PromptLogprobs(1, [LOGPROBS, LOGPROBS])
 TIMING = RequestTiming(1.5, 2.5, 3.5, num_preemptions=4)
@@ -179,6 +182,9 @@ EXAMPLES: list[msgspec.Struct] = [
     REFUSAL,
     EngineOutputs([UPDATE], stats=STATS, results=[RESULT], rejections=[REFUSAL]),
     EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
+    Ask(4, "echo", b"why"),
+    Answer(4, b"so"),
+    EngineDied("why, at length", summary="why", error_id="e-1"),
     EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,14 +63,21 @@ class Shared:
 
 
 @pytest.fixture
-def shared(options: EngineOptions, tmp_path: Path) -> Iterator[Shared]:
-    directory = RuntimeDirectory.create(tmp_path)
+def directory() -> Iterator[RuntimeDirectory]:
+    """Not below tmp_path, which may be too long for sockets."""
+    with tempfile.TemporaryDirectory() as parent:
+        directory = RuntimeDirectory.create(Path(parent))
+        yield directory
+        directory.remove()
+
+
+@pytest.fixture
+def shared(options: EngineOptions, directory: RuntimeDirectory) -> Iterator[Shared]:
     shared = Shared(options, directory)
     yield shared
     for client in shared.clients:
         client.shutdown()
     shared.engine.shutdown()
-    directory.remove()
 
 
 def test_each_session_gets_its_own_outputs(options: EngineOptions, shared: Shared) -> None:
@@ -163,9 +171,8 @@ async def test_services_of_the_parent(shared: Shared) -> None:
         await client.ask("echo", b"")
 
 
-def test_all_sessions_hear_of_the_engines_death(options: EngineOptions, tmp_path: Path) -> None:
+def test_all_sessions_hear_of_the_engines_death(options: EngineOptions, directory: RuntimeDirectory) -> None:
     """With one error id, by which the log is searched."""
-    directory = RuntimeDirectory.create(tmp_path)
     shared = Shared(options, directory, "failing_step")
     clients = [shared.open(), shared.open()]
     clients[0].send(add("a#1.1"))
@@ -180,7 +187,6 @@ def test_all_sessions_hear_of_the_engines_death(options: EngineOptions, tmp_path
     assert [error.error_id for error in errors] == [failure.error_id] * 2
     assert "injected" in str(errors[0])
     shared.engine.shutdown()
-    directory.remove()
 
 
 def test_a_parent_that_stops_is_silence(shared: Shared) -> None:
