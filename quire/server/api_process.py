@@ -146,7 +146,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             if launch.preloads:
                 runner.run(preload(engine, read_prefixes(settings)))
-            runner.run(_Process(engine, app.state.context, server, control, state).run())
+            runner.run(_Process(engine, app.state.context, server, control, state).serve_connections())
         app.state.context.exit()
     finally:
         engine.shutdown()
@@ -165,7 +165,7 @@ class _Process:
         self._num_adopted = self._num_arriving = 0
         self._leaving = asyncio.Event()
 
-    async def run(self) -> None:
+    async def serve_connections(self) -> None:
         serving = asyncio.ensure_future(self._server.serve(sockets=[]))
         while not self._server.started:
             await asyncio.wait((serving,), timeout=0.01)

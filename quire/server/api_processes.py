@@ -84,7 +84,7 @@ def serve_with_processes(
         names = settings.served_model_name or [config.model.name]
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                return runner.run(parent.run(report, names))
+                return runner.run(parent.supervise(report, names))
         finally:
             parent.close()
     finally:
@@ -146,7 +146,7 @@ class _Parent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
-    async def run(self, report: StartReport, model_names: list[str]) -> int:
+    async def supervise(self, report: StartReport, model_names: list[str]) -> int:
         """Until a signal comes, the engine dies or API processes cannot be started. Returns the exit status; raises
         what a start failed with."""
         self._loop = asyncio.get_running_loop()

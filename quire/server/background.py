@@ -77,7 +77,7 @@ class BackgroundResponses:
         self._keeping: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
-    def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
+    def find_response(self, owner: str, response_id: str) -> BackgroundResponse | None:
         return self._running.get((owner, response_id))
 
     def start(

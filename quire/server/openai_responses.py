@@ -35,8 +35,8 @@ class _Kept(NamedTuple):
     store: Responses
     background: BackgroundResponses
 
-    async def find(self, request: Request, response_id: str) -> StoredResponse:
-        found = await self.store.find(owner_of(request), response_id)
+    async def find_response(self, request: Request, response_id: str) -> StoredResponse:
+        found = await self.store.find_response(owner_of(request), response_id)
         if found is None:
             raise _not_found(response_id, "response_id", None)
         return found
@@ -45,11 +45,11 @@ class _Kept(NamedTuple):
         """Up to the end of the response that is gone on from."""
         if response_id is None:
             return []
-        running = self.background.find(owner, response_id)
+        running = self.background.find_response(owner, response_id)
         if running is not None and running.answer.body.status not in UNFINISHED:
             await running.is_kept.wait()
             running = None
-        found = await self.store.find(owner, response_id)
+        found = await self.store.find_response(owner, response_id)
         if running is not None or (found is not None and not found.can_continue):
             message = f"the response {response_id!r} has not come to its end"
             raise invalid_request(message, param="previous_response_id")
@@ -63,7 +63,7 @@ class _Kept(NamedTuple):
         for index, item in enumerate(items):
             if item.type == "item_reference":
                 assert item.id is not None
-                response = await self.store.find(owner, response_of_item(item.id))
+                response = await self.store.find_response(owner, response_of_item(item.id))
                 meant = [each for each in response.conversation() if each["id"] == item.id] if response else []
                 if not meant:
                     message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
@@ -148,9 +148,9 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")
         first = 0 if starting_after is None else whole_number("starting_after", starting_after, 0) + 1
-        running = kept.background.find(owner_of(request), response_id)
+        running = kept.background.find_response(owner_of(request), response_id)
         if running is None:
-            stored = await kept.find(request, response_id)
+            stored = await kept.find_response(request, response_id)
             body, events = stored.body, stored.events
         else:
             body, events = msgspec.json.encode(running.answer.body), running.events
@@ -173,11 +173,11 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         if order not in ("asc", "desc"):
             raise UserError(f"order must be asc or desc, not {order!r}", param="order")
         count = whole_number("limit", limit, 1, MAX_LISTED_ITEMS)
-        running = kept.background.find(owner_of(request), response_id)
+        running = kept.background.find_response(owner_of(request), response_id)
         if running is not None:
             items: list[dict[str, Any]] = msgspec.json.decode(running.conversation.items)
         else:
-            stored = await kept.find(request, response_id)
+            stored = await kept.find_response(request, response_id)
             items = stored.conversation()[: stored.num_input]
         if order == "desc":
             items.reverse()
@@ -204,10 +204,10 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
     async def cancel(request: Request, response_id: str) -> Response:
         """End a response that is being made in the background. One that has ended is answered as it is."""
         owner = owner_of(request)
-        if (running := kept.background.find(owner, response_id)) is not None:
+        if (running := kept.background.find_response(owner, response_id)) is not None:
             await running.cancel()
             return json_response(running.answer.body)
-        stored = await kept.find(request, response_id)
+        stored = await kept.find_response(request, response_id)
         if not stored.in_background:
             raise invalid_request(
                 "Cannot cancel a synchronous response: it was not made in the background", param="response_id"

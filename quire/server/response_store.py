@@ -54,7 +54,7 @@ class ResponseStore:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 
-    def find(self, owner: str, response_id: str) -> StoredResponse | None:
+    def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
         return self._entries.get((owner, response_id))
 
     def remove(self, owner: str, response_id: str) -> bool:
@@ -71,7 +71,7 @@ class Responses(Protocol):
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
-    async def find(self, owner: str, response_id: str) -> StoredResponse | None: ...
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
     async def remove(self, owner: str, response_id: str) -> bool: ...
 
@@ -85,8 +85,8 @@ class OwnResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._store.put(owner, response_id, response)
 
-    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        return self._store.find(owner, response_id)
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self._store.find_response(owner, response_id)
 
     async def remove(self, owner: str, response_id: str) -> bool:
         return self._store.remove(owner, response_id)
@@ -118,7 +118,7 @@ class ParentsResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         await self._ask(msgspec.msgpack.encode(_Put(owner, response_id, response)))
 
-    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
         answer = await self._ask(msgspec.msgpack.encode(_Find(owner, response_id)))
         return msgspec.msgpack.decode(answer, type=StoredResponse | None)
 
@@ -133,7 +133,7 @@ def answer_from(store: ResponseStore, message: bytes) -> bytes:
         case _Put(owner, response_id, response):
             store.put(owner, response_id, response)
         case _Find(owner, response_id):
-            result = store.find(owner, response_id)
+            result = store.find_response(owner, response_id)
         case _Remove(owner, response_id):
             result = store.remove(owner, response_id)
     return msgspec.msgpack.encode(result)

@@ -195,13 +195,19 @@ def test_the_synchronous_store_is_bounded() -> None:
     store = ResponseStore(3, 1000)
     for number in range(5):
         store.put("me", str(number), stored(b"x" * 10))
-    assert [store.find("me", str(number)) is not None for number in range(5)] == [False, False, True, True, True]
+    assert [store.find_response("me", str(number)) is not None for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     store.put("me", "4", stored(b"y" * 20))
     assert store.num_bytes == 12 + 12 + 22
     store.put("me", "large", stored(b"z" * 990))
     assert (len(store), store.num_bytes) == (1, 992)
     store.put("me", "too large", stored(b"z" * 1000))
-    assert (len(store), store.find("me", "too large")) == (1, None)
+    assert (len(store), store.find_response("me", "too large")) == (1, None)
     assert store.remove("me", "large")
     assert (store.num_bytes, store.remove("me", "large")) == (0, False)
 
