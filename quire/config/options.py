@@ -146,8 +146,7 @@ HELP: dict[str, str] = {
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
     "matmul_precision": "auto (the faster), float32 or bfloat16 (with AVX512-BF16: multiply bfloat16 operands as such)",
-    "num_threads": "compute threads of each process (default: one per core, no more than the CPU quota of its control "
-    "group pays for, shared by tensor_parallel_size)",
+    "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",

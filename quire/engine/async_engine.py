@@ -266,11 +266,12 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             stream = OutputStream(name, f"{name}#{self._namespace}{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
                 with self._preparations.count(part):
-                    self._publish()
+                    with self._lock:
+                        self._publish()
                     request = msgspec.structs.replace(await process(stream.key), client=CLIENT_NAME.get())
                     request = await stack.enter_async_context(turn_of(part, request))
-                    self._submit(request, text, stream, delta)
-                self._publish()
+                # Not inside: another process, which may look at any moment, would count it twice and refuse its own.
+                self._submit(request, text, stream, delta)
                 try:
                     finished = False
                     while not finished:
@@ -296,7 +297,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
                 request = await asyncio.to_thread(
                     lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
                 )
-                self._submit(request, None, stream, True)
+            self._submit(request, None, stream, True)
             computing = asyncio.ensure_future(stream.last())
             try:
                 raise_if_nonfinite(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
@@ -412,7 +413,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             yield
         finally:
             self._num_unfinished -= 1
-            self._publish()
+            with self._lock:
+                self._publish()
             if self._num_unfinished == 0:
                 self._all_finished.set()
 

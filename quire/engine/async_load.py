@@ -54,7 +54,7 @@ class AsyncLoad:
         return len(self._preparations) + len(self._streams)
 
     def _publish(self) -> None:
-        """Let other processes know what this one has to do."""
+        """Let other processes know what this one has to do. Under the lock: of two threads, the last must be right."""
         if self._loads is not None:
             backlog = self._backlog
             self._loads.publish(self._num_unfinished, self._own_num_pending, backlog.num_tokens, backlog.progress)

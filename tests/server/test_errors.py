@@ -186,7 +186,7 @@ class TestInternalErrors:
             response = await served.client.post(path, json=body)
             assert response.status_code == 200
             *chunks, last = events(response.text)
-            assert len(chunks) >= 9
+            assert chunks
             assert last["error"]["type"] == "server_error"
             assert "the engine core failed (error " in last["error"]["message"]
 
