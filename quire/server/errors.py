@@ -193,9 +193,11 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     what = shorten(f"{request.method} {request.scope['path']}", MAX_SHOWN_CHARACTERS)
     if error.status_code == 404:
         return ApiError(404, ErrorDetail(f"unknown request URL: {what}", INVALID_REQUEST, None, "unknown_url"))
-    # The router names the methods of one route only, and a path may have several.
+    # The router names the methods of one route only, and a path may have several. Where it is a route's own path, it is
+    # not the id that another route would take its end for.
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    allowed = ", ".join(sorted({method for methods in found for method in methods}))
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    found = [route for route in found if not route.param_convertors] or found
+    allowed = ", ".join(sorted({method for route in found for method in route.methods or ()}))
     message = f"method not allowed: {what} (allowed: {allowed})"
     return ApiError(405, ErrorDetail(message, INVALID_REQUEST, None, "method_not_allowed"), {"Allow": allowed})

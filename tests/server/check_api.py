@@ -10,6 +10,7 @@ over the fake executor, and one that pools, over a tiny encoder.
 from __future__ import annotations
 
 import argparse
+import logging
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def _served(kind: str) -> Iterator[str]:
 
 
 def _serve(kind: str) -> int:
+    logging.getLogger("quire").setLevel(logging.ERROR)  # thousands of fields have no effect, each logged once
     settings = ServerSettings(
         port=0,
         served_model_name=["tiny"],

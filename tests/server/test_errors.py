@@ -107,6 +107,8 @@ async def test_unknown_paths_and_methods(served: Served) -> None:
     response = await served.client.get("/v1/completions")
     assert error(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
+    for path, methods in (("/v1/responses/resp_1", "DELETE, GET"), ("/v1/responses/input_tokens", "POST")):
+        assert (await served.client.put(path)).headers["allow"] == methods
 
 
 async def test_two_live_requests_of_one_id(live: Served) -> None:
