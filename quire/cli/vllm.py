@@ -244,7 +244,16 @@ def config_arguments(path: str) -> list[str]:
         content = yaml.safe_load(text)
         is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
         arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also dates, endless numbers, aliases
+    # PyYAML raises what its conversions meet: for dates, endless numbers, aliases, and tags of a type that a value is not.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
     if arguments is None:
         raise ConfigError(f"config: {path} must map flags to values", param="config")
