@@ -244,16 +244,8 @@ def config_arguments(path: str) -> list[str]:
         content = yaml.safe_load(text)
         is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
         arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
-    # PyYAML raises what its conversions meet: for dates, endless numbers, aliases, and tags of a type that a value is not.
-    except (
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        # PyYAML raises what its conversions meet: dates, endless numbers, aliases, tags that do not fit the value.
         raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
     if arguments is None:
         raise ConfigError(f"config: {path} must map flags to values", param="config")
