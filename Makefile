@@ -2,7 +2,7 @@
 #   make serve    install into .venv and serve the bundled model on http://127.0.0.1:8000
 #   make test     install into .venv, then lint and types beside the tests
 # Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest),
-# JOBS (processes that run the tests).
+# JOBS (processes that run the tests: one more than two cores, since many tests wait).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 TESTS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)

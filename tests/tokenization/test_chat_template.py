@@ -93,6 +93,7 @@ def nothing_left() -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
+    template.cache_clear()  # a process that runs tests may come back to this module
 
 
 def render(source: str, messages: list[dict[str, Any]] = CONVERSATION, **arguments: Any) -> str:
