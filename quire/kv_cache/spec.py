@@ -14,26 +14,13 @@ from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 from quire.config.model_shape import AttentionShape
 
 
-def _token_bytes(spec: AttentionSpec | SlidingWindowSpec | ChunkedSpec) -> int:
-    return spec.num_kv_heads * ((spec.key_dim + spec.value_dim) * spec.dtype_bytes + 2 * spec.scale_bytes)
-
-
-def _page_shape(block_size: int, num_kv_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
-    if key_dim == value_dim:
-        return 2, block_size, num_kv_heads, key_dim
-    return block_size, num_kv_heads, key_dim + value_dim
-
-
 @dataclass(frozen=True)
-class AttentionSpec:
-    """Full attention: keys and values of every token.
+class _KeyValueSpec:
+    """A key and a value of each token.
 
     num_kv_heads, key_dim, value_dim: of this layer; dtype_bytes: bytes of one stored element; scale_bytes: of what is
     stored besides for each token's key and for its value in each head.
     """
-
-    kind: ClassVar[str] = "full"
-    window: ClassVar[int | None] = None
 
     num_kv_heads: int
     key_dim: int
@@ -44,68 +31,43 @@ class AttentionSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return _token_bytes(self)
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
 
     def page_shape(self, block_size: int) -> tuple[int, ...]:
         """Of a page's elements: [2, block_size, heads, dim], or where widths differ [block_size, heads, both]."""
-        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
+        if self.key_dim == self.value_dim:
+            return 2, block_size, self.num_kv_heads, self.key_dim
+        return block_size, self.num_kv_heads, self.key_dim + self.value_dim
 
 
 @dataclass(frozen=True)
-class SlidingWindowSpec:
-    """Only the last `window` tokens (the current one included) are read; older blocks are given back. The other
-    fields are those of `AttentionSpec`."""
+class AttentionSpec(_KeyValueSpec):
+    """Full attention: keys and values of every token."""
+
+    kind: ClassVar[str] = "full"
+    window: ClassVar[int | None] = None
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(_KeyValueSpec):
+    """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
 
     kind: ClassVar[str] = "sliding"
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype_bytes: int
-    scale_bytes: int = 0
     window: int = field(kw_only=True)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
-        return _token_bytes(self)
-
-    def page_bytes(self, block_size: int) -> int:
-        return block_size * self.token_bytes
-
-    def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """As that of `AttentionSpec`."""
-        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
-class ChunkedSpec:
+class ChunkedSpec(_KeyValueSpec):
     """A token reads those of its own chunk: positions from the last multiple of `window` on. Blocks of earlier chunks
-    are given back. The other fields are those of `AttentionSpec`."""
+    are given back."""
 
     kind: ClassVar[str] = "chunked"
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype_bytes: int
-    scale_bytes: int = 0
     window: int = field(kw_only=True)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
-        return _token_bytes(self)
-
-    def page_bytes(self, block_size: int) -> int:
-        return block_size * self.token_bytes
-
-    def page_shape(self, block_size: int) -> tuple[int, ...]:
-        """As that of `AttentionSpec`."""
-        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
