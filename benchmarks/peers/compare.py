@@ -1,17 +1,24 @@
-r"""Quire beside another engine: same machine, same model, same token ids, one run of each in turn.
+r"""Quire beside other engines, each with its fastest setting: same machine, same model, same token ids, in turns.
 
-    python benchmarks/peers/compare.py vllm --model smollm2-135m --workloads single,fixed16 --repeats 3 \
-        --quire-options dtype=bfloat16
+    python -m benchmarks.peers.compare vllm,openvino --bits 16 --workloads single,fixed16 --minutes 9 --json a.json
 
-PEER is vllm, llama.cpp, openvino, transformers, or quire (itself, with other options). It is installed into its own
-environment and the model is made and converted if that has not been done. Both engines stay loaded; the one whose turn
-it is not is stopped by a signal, so that it cannot spin. The order changes with every repeat. Outputs are greedy and go
-past end-of-sequence. Every run shifts all token ids by another number: a prefix cache finds what the prompts of one run
-share, and nothing of earlier runs.
+PEERS are any of vllm, openvino, llama.cpp, ctranslate2, mistral.rs, transformers, and quire (itself, with other
+options). Each is installed into its own environment and the model is made and converted if that has not been done. A
+peer that does not install or start is listed with the reason.
+
+For every workload the fastest setting of each peer is searched first, in short runs: precision, precision of its KV
+cache, format, flash attention, threads (benchmarks/peers/settings.py has the lists); --peer-options says it instead.
+Then all engines stay loaded; those whose turn it is not are stopped by a signal, so that they cannot spin. The order
+changes with every round, and the first round does not count. Outputs are greedy and go past end-of-sequence. Every run
+shifts all token ids by another number: a prefix cache finds what the prompts of one run share, and nothing of earlier
+runs.
 
 A workload is a name in `workloads.json` or NxINPUT/OUTPUT (say 32x128/64), and may end in
   :prefill   one output token for each request
   :decode    the time of the whole less the time of `:prefill`, that is of all output tokens but the first
+
+A model that make_gguf.py knows is one file which both sides read (llama.cpp, mistral.rs): --bits is that of the file.
+`python -m benchmarks.peers.report a.json ...` makes tables of what --json wrote.
 """
 
 from __future__ import annotations
@@ -19,107 +26,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
-import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-SCRIPTS = {
-    "quire": "run_quire.py",
-    "vllm": "run_vllm.py",
-    "llama.cpp": "run_llama_cpp.py",
-    "openvino": "run_openvino.py",
-    "transformers": "run_transformers.py",
-}
-CONVERTED = {"llama.cpp": ("f16", "{model}-{format}.gguf"), "openvino": ("fp16", "{model}-openvino-{format}")}
-"""Peers with a model format of their own: its default, and the file or folder that `convert.py` writes."""
+from benchmarks.peers.engine import HERE, SCRIPTS, Engine, Places, machine, prepare, rooms, start
+from benchmarks.peers.make_gguf import FILES
+from benchmarks.peers.report import as_text
+from benchmarks.peers.settings import BITS, QUIRE, Settings, Trial, axes_of, fastest, search, settings_of_file
+from benchmarks.peers.workload import Workload, parse_workload
 
-FIRST_TOKEN_ID, NUM_TOKEN_IDS = 3, 15_997
-"""Prompts consist of ids in this range, which lies inside every model's vocabulary and holds no special token."""
-
-Request = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run, and which part of it counts. part: "all", "prefill" or "decode"."""
-
-    name: str
-    requests: tuple[Request, ...]
-    part: str
-
-    @property
-    def unit(self) -> str:
-        one_token_each = all(request["max_tokens"] == 1 for request in self.requests)
-        return "input tok/s" if self.part == "prefill" or one_token_each else "output tok/s"
-
-
-@dataclass
-class Samples:
-    """Speeds of both engines at one workload, a pair of each repeat."""
-
-    workload: Workload
-    quire: list[float] = field(default_factory=list)
-    peer: list[float] = field(default_factory=list)
-
-    @property
-    def ratios(self) -> list[float]:
-        return [ours / theirs for ours, theirs in zip(self.quire, self.peer, strict=True)]
-
-
-def parse_workload(text: str, named: dict[str, list[Request]]) -> Workload:
-    """Raises ValueError for what is neither a name nor a shape."""
-    name, _, part = text.partition(":")
-    if part not in ("", "prefill", "decode"):
-        raise ValueError(f"{text}: the part is prefill or decode, not {part}")
-    if name in named:
-        requests = named[name]
-    elif shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)", name):
-        requests = random_requests(*map(int, shape.groups()))
-    else:
-        raise ValueError(f"no workload is called {name}; there are {', '.join(named)}, and NxINPUT/OUTPUT")
-    if part == "decode" and all(request["max_tokens"] == 1 for request in requests):
-        raise ValueError(f"{text}: one token each leaves nothing to decode")
-    return Workload(text, tuple(requests), part or "all")
-
-
-def random_requests(count: int, input_len: int, output_len: int) -> list[Request]:
-    """Prompts that share no prefix; the same at each call."""
-    return [
-        {
-            "prompt_token_ids": [(row * 7_919 + column * 104_729) % NUM_TOKEN_IDS for column in range(input_len)],
-            "max_tokens": output_len,
-        }
-        for row in range(count)
-    ]
-
-
-def shifted(requests: Sequence[Request], run: int, max_tokens: int | None = None) -> list[Request]:
-    """The requests of run number `run`: equal ids stay equal, and none is what it was in another run.
-
-    max_tokens: instead of what each request says.
-    """
-    return [
-        {
-            "prompt_token_ids": [
-                FIRST_TOKEN_ID + (token + run * 31) % NUM_TOKEN_IDS for token in request["prompt_token_ids"]
-            ],
-            "max_tokens": max_tokens or request["max_tokens"],
-        }
-        for request in requests
-    ]
+TRIAL_SHARE = 0.5
+"""Of the time that --minutes gives: no more trials are begun after it."""
+Chosen = Mapping[str, Mapping[str, Engine]]
+"""By the name of an engine and of a workload."""
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
@@ -136,165 +63,126 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-class Engine:
-    """The process of one engine, stopped unless it runs something. `ready_seconds`: from start until loaded."""
+def limits_of_machine(threads: int) -> dict[str, float]:
+    """The best of some runs of the loops of `make bench-kernels`, in 10^9 bytes or operations a second."""
+    from benchmarks.kernels.run import BF16_PEAK, FLOAT_PEAK, INTEGER_PEAK, READ
+    from benchmarks.kernels.subjects.machine import Machine
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._log = log
-        self._runs = 0
-        started = time.perf_counter()
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-                start_new_session=True,
-            )
-        try:
-            self.version = self._answer()["version"]
-        except BaseException:
-            self.close()
-            raise
-        self.ready_seconds = time.perf_counter() - started
-        self._signal(signal.SIGSTOP)
+    names = {
+        READ: "read GB/s",
+        FLOAT_PEAK: "float32 GFLOP/s",
+        BF16_PEAK: "bfloat16 GFLOP/s",
+        INTEGER_PEAK: "int8 GOP/s",
+    }
+    best: dict[str, float] = {}
+    for name, run in Machine("auto", threads).limits().items():
+        for _ in range(20):
+            began = time.perf_counter()
+            best[names[name]] = max(best.get(names[name], 0.0), run() / (time.perf_counter() - began) / 1e9)
+    return {name: round(rate, 1) for name, rate in best.items()}
 
-    def speed(self, workload: Workload) -> float:
-        """Run it once; tokens per second of the part that counts."""
-        self._signal(signal.SIGCONT)
+
+class Trials:
+    """Starts a peer in one setting after the other. What is the fastest at a workload stays loaded.
+
+    start: (settings, number of the trial) -> the engine. Raises RuntimeError or CalledProcessError.
+    """
+
+    def __init__(self, start: Callable[[Settings, int], Engine], workloads: Sequence[Workload]) -> None:
+        self._start, self._workloads = start, workloads
+        self.trials: list[Trial] = []
+        self._engines: list[Engine | None] = []
+
+    def run(self, settings: Settings) -> Trial:
+        speeds: dict[str, float] = {}
+        error = engine = None
         try:
-            return speed(workload, self._measure)
-        finally:
-            self._signal(signal.SIGSTOP)
+            engine = self._start(settings, len(self.trials))
+            for workload in self._workloads:
+                short = workload.trial()
+                engine.speed(short)  # kernels are made for a shape when it comes for the first time
+                speeds[workload.name] = engine.speed(short)
+        except (RuntimeError, subprocess.CalledProcessError) as problem:
+            error = str(problem)
+            print(f"  {settings}: {error}", file=sys.stderr)
+        trial = Trial(settings, speeds, error)
+        print(f"  {settings}: { ({name: round(rate, 1) for name, rate in speeds.items()}) } tok/s", file=sys.stderr)
+        self.trials.append(trial)
+        self._engines.append(engine)
+        self._close_slower()
+        return trial
+
+    def chosen(self) -> dict[str, tuple[Trial, Engine]]:
+        """For each workload that some setting ran. Raises ValueError when none ran any."""
+        found = {}
+        for workload in self._workloads:
+            if any(workload.name in trial.speeds for trial in self.trials):
+                trial = fastest(self.trials, workload.name)
+                engine = self._engines[self.trials.index(trial)]
+                assert engine is not None
+                found[workload.name] = (trial, engine)
+        if not found:
+            raise ValueError("; ".join(trial.error or "" for trial in self.trials))
+        return found
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.communicate()
+        for engine in self._engines:
+            if engine is not None:
+                engine.close()
 
-    def _measure(self, requests: Sequence[Request], max_tokens: int | None) -> dict[str, float]:
-        self._runs += 1
-        assert self._process.stdin is not None
-        line = json.dumps({"requests": shifted(requests, self._runs, max_tokens)})
-        with suppress(BrokenPipeError):  # the missing answer says more
-            print(line, file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-            raise RuntimeError(f"the engine ended; the last lines of {self._log}:\n{tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the process and to what it has started; nothing when they are gone."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+    def _close_slower(self) -> None:
+        names = {name for trial in self.trials for name in trial.speeds}
+        best = [fastest(self.trials, name) for name in names]
+        for place, (trial, engine) in enumerate(zip(self.trials, self._engines, strict=True)):
+            if engine is not None and (trial.error or not any(trial is each for each in best)):
+                engine.close()
+                self._engines[place] = None
 
 
-def speed(workload: Workload, measure: Callable[[Sequence[Request], int | None], dict[str, float]]) -> float:
-    """Tokens per second of the part of `workload` that counts.
+def take_turns(
+    chosen: Chosen,
+    workloads: Sequence[Workload],
+    repeats: int,
+    may_go_on: Callable[[], bool] = lambda: True,
+    after_each: Callable[[dict[str, dict[str, list[float]]]], None] = lambda _: None,
+) -> dict[str, dict[str, list[float]]]:
+    """Speeds by workload and engine: one of each engine for each round but the first.
 
-    measure: (requests, max_tokens instead of their own) -> seconds, input_tokens and output_tokens.
+    Engines without a workload are left out of it. The engine that begins changes from round to round. may_go_on: asked
+    before each workload of a round, from the first that counts. after_each: is told what is known so far.
     """
-    if workload.part == "all":
-        result = measure(workload.requests, None)
-        return result["output_tokens" if workload.unit == "output tok/s" else "input_tokens"] / result["seconds"]
-    prefill = measure(workload.requests, 1)
-    if workload.part == "prefill":
-        return prefill["input_tokens"] / prefill["seconds"]
-    whole = measure(workload.requests, None)
-    return (whole["output_tokens"] - prefill["output_tokens"]) / (whole["seconds"] - prefill["seconds"])
-
-
-def alternate(quire: Engine, peer: Engine, workload: Workload, repeats: int) -> Samples:
-    """One run of each that does not count, then `repeats` pairs; the engine that is first changes from pair to pair."""
-    quire.speed(workload)
-    peer.speed(workload)
-    samples = Samples(workload)
-    for repeat in range(repeats):
-        turns = [(quire, samples.quire), (peer, samples.peer)]
-        for engine, speeds in turns if repeat % 2 == 0 else reversed(turns):
-            speeds.append(engine.speed(workload))
+    samples: dict[str, dict[str, list[float]]] = {workload.name: {} for workload in workloads}
+    for number in range(repeats + 1):
+        for workload in workloads:
+            if number and not may_go_on():
+                return samples
+            names = [name for name in chosen if workload.name in chosen[name]]
+            first = number % len(names)
+            speeds = {name: chosen[name][workload.name].speed(workload) for name in names[first:] + names[:first]}
+            if number:
+                for name in names:
+                    samples[workload.name].setdefault(name, []).append(speeds[name])
+                after_each(samples)
     return samples
-
-
-def table(samples: Sequence[Samples], ready: tuple[float, float], peer: str) -> str:
-    """Medians, the median of the ratios of the pairs, and the least and greatest of those."""
-    width = max([len("workload"), *(len(each.workload.name) for each in samples)])
-    lines = [f"{'workload':<{width}}  {'':<12} {'Quire':>9} {peer:>12} {'Quire/peer':>11}  least-greatest"]
-    for each in samples:
-        ratios = each.ratios
-        lines.append(
-            f"{each.workload.name:<{width}}  {each.workload.unit:<12} {statistics.median(each.quire):>9.1f} "
-            f"{statistics.median(each.peer):>12.1f} {statistics.median(ratios):>11.2f}  "
-            f"{min(ratios):.2f}-{max(ratios):.2f}"
-        )
-    ours, theirs = ready
-    lines.append(
-        f"{'ready':<{width}}  {'s':<12} {ours:>9.1f} {theirs:>12.1f} {theirs / ours:>10.1f}x  sooner (one start)"
-    )
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """What a reader must know to compare two results."""
-    info = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"model name\s*: (.*)", info)
-    flags = set(info.partition("flags")[2].partition("\n")[0].split())
-    sets = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
-    return {
-        "cpu": model[1] if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "instruction_sets": [name for name in sets if name in flags],
-        "load_average": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
-def start(name: str, model: Path, options: dict[str, Any], arguments: argparse.Namespace, log: Path) -> Engine:
-    """Install and convert what is missing, then start the engine and wait until it is ready."""
-    environment = dict(os.environ)
-    python = sys.executable
-    if name == "quire":
-        environment["PYTHONPATH"] = str(ROOT)
-    else:
-        install = [str(HERE / "install.py"), name, "--venvs", str(arguments.venvs), f"--pip-args={arguments.pip_args}"]
-        subprocess.run([sys.executable, *install], check=True)
-        python = str(arguments.venvs / name / "bin" / "python")
-    options = dict(options)
-    if name in CONVERTED:
-        default, pattern = CONVERTED[name]
-        kind = options.pop("format", default)
-        converted = model.with_name(pattern.format(model=model.name, format=kind))
-        if not converted.exists():
-            subprocess.run([python, str(HERE / "convert.py"), name, str(model), str(converted), kind], check=True)
-        model = converted
-    command = [python, str(HERE / SCRIPTS[name]), "--model", str(model), "--threads", str(arguments.threads)]
-    print(f"starting {name} {shlex.join(f'{key}={value}' for key, value in options.items())}", file=sys.stderr)
-    return Engine([*command, "--options", json.dumps(options)], environment, log)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     named = json.loads((HERE / "workloads.json").read_text())
     add = parser.add_argument
-    add("peer", choices=SCRIPTS)
-    add("--model", default="smollm2-135m", help="one that make_models.py knows")
+    add("peers", metavar="PEER,...", help=", ".join(SCRIPTS))
+    add("--model", default="smollm2-135m", help="one that make_models.py or make_gguf.py knows")
+    add("--bits", type=int, choices=BITS, default=16, help="of the weights, on both sides")
     add("--workloads", default="single,prefill1k,fixed16,batch32", metavar="WORKLOAD,...")
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=int, default=3, help="rounds that count")
+    add("--minutes", type=float, default=60.0, help="no round is begun after it, and no trial after half of it")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine (default: one per core)")
-    add("--quire-options", nargs="+", default=[], metavar="NAME=VALUE", help="of quire.LLM")
-    add("--peer-options", nargs="+", default=[], metavar="NAME=VALUE", help="see the peer's run_*.py; format=q8_0 ...")
+    add("--quire-options", nargs="+", default=[], metavar="NAME=VALUE", help="of quire.LLM, beside what --bits says")
+    add("--peer-options", nargs="+", default=[], metavar="NAME=VALUE", help="the peers' setting, instead of a search")
     add("--venvs", type=Path, default=HERE / ".venvs", help="folder of the peers' environments")
     add("--models", type=Path, default=HERE / ".models", help="folder of the models")
     add("--pip-args", default="", help="added to each pip install, such as an index of torch's CPU builds")
-    add("--json", type=Path, help="write the samples here too")
+    add("--json", type=Path, help="write the result here too, after each round")
     arguments = parser.parse_args()
     try:
         arguments.workloads = [parse_workload(text, named) for text in arguments.workloads.split(",")]
@@ -302,51 +190,129 @@ def parse_arguments() -> argparse.Namespace:
         arguments.peer_options = parse_options(arguments.peer_options)
     except ValueError as error:
         parser.error(str(error))
-    arguments.venvs = arguments.venvs.resolve()
-    arguments.models = arguments.models.resolve()
+    arguments.peers = arguments.peers.split(",")
+    if unknown := [peer for peer in arguments.peers if peer not in SCRIPTS]:
+        parser.error(f"no peer is called {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
+    if arguments.model in FILES and (bad := set(arguments.peers) - {"llama.cpp", "quire"}):
+        parser.error(f"{', '.join(sorted(bad))}: {arguments.model} is a GGUF file, for llama.cpp")
     return arguments
+
+
+def make_model(name: str, models: Path) -> Path:
+    """The folder or GGUF file of the model, written unless it is there."""
+    is_file = name in FILES
+    model = models / (f"{name}.gguf" if is_file else name)
+    if not model.exists():
+        script = "make_gguf" if is_file else "make_models"
+        command = [sys.executable, "-m", f"benchmarks.peers.{script}", name, "--models", str(models)]
+        subprocess.run(command, check=True, cwd=HERE.parents[1])
+    return model
+
+
+class Comparison:
+    """One run of the command: what is known so far is `result`, ready for JSON."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._places = Places(arguments.venvs.resolve(), arguments.models.resolve(), arguments.pip_args)
+        self._began = time.perf_counter()
+        self._model = make_model(arguments.model, self._places.models)
+        self.result: dict[str, Any] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **machine(),
+            "limits": limits_of_machine(arguments.threads),
+            "model": arguments.model,
+            "bits": arguments.bits,
+            "threads": arguments.threads,
+            "engines": {},
+            "units": {workload.name: workload.unit for workload in arguments.workloads},
+            "samples": {},
+        }
+
+    def run(self, stack: ExitStack) -> None:
+        """stack: closes the engines."""
+        workloads = self._arguments.workloads
+        options = {} if self._model.is_file() else QUIRE[self._arguments.bits]
+        options = {**options, **self._arguments.quire_options}
+        quire = self._start("quire", options, "-ours")
+        stack.callback(quire.close)
+        chosen: dict[str, dict[str, Engine]] = {"quire": dict.fromkeys((each.name for each in workloads), quire)}
+        settings = dict.fromkeys(chosen["quire"], options)
+        self.result["engines"]["quire"] = self._facts([quire]) | {"settings": settings}
+        for number, peer in enumerate(self._arguments.peers):
+            name = "quire, other options" if peer == "quire" else peer
+            try:
+                chosen[name] = self._search(peer, name, stack, (number + 1) / len(self._arguments.peers))
+            except (ValueError, RuntimeError, subprocess.CalledProcessError) as error:
+                self.result["engines"][name] = {"error": str(error)}
+                print(f"{name} is left out: {error}", file=sys.stderr)
+
+        def keep(samples: dict[str, dict[str, list[float]]]) -> None:
+            self.result["samples"] = samples
+            for name, engines in chosen.items():
+                self.result["engines"][name] |= self._facts(list(engines.values()))
+            self.write()
+
+        take_turns(chosen, workloads, self._arguments.repeats, lambda: self._within(1.0), keep)
+
+    def write(self) -> None:
+        if self._arguments.json:
+            self._arguments.json.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def _search(self, peer: str, name: str, stack: ExitStack, share: float) -> dict[str, Engine]:
+        """The fastest engine of a peer for each workload. share: of the time for trials that may be over after it."""
+        trials = Trials(lambda settings, number: self._start(peer, settings, f"-{number}"), self._arguments.workloads)
+        stack.callback(trials.close)
+        if self._arguments.peer_options:
+            trials.run(self._arguments.peer_options)
+        else:
+            axes = self._axes(peer)
+            if not axes:
+                raise ValueError(f"{peer} makes no weights of {self._arguments.bits} bits from this model")
+            search(axes, trials.run, partial(self._within, share * TRIAL_SHARE))
+        chosen = trials.chosen()
+        self.result["engines"][name] = self._facts([engine for _, engine in chosen.values()]) | {
+            "settings": {workload: trial.settings for workload, (trial, _) in chosen.items()},
+            "trials": [
+                {"settings": trial.settings, "speeds": trial.speeds, "error": trial.error} for trial in trials.trials
+            ],
+        }
+        return {workload: engine for workload, (_, engine) in chosen.items()}
+
+    def _axes(self, peer: str) -> dict[str, tuple[Any, ...]]:
+        arguments, sets = self._arguments, self.result["instruction_sets"]
+        if self._model.is_file():
+            return settings_of_file(peer, arguments.threads, sets)
+        return axes_of(peer, arguments.bits, arguments.threads, sets)
+
+    def _start(self, peer: str, settings: Settings, tag: str) -> Engine:
+        began = time.perf_counter()
+        prepare(peer, self._model, settings, self._places)
+        self._began += time.perf_counter() - began  # installing and converting happens once, and does not count
+        options = {**rooms(peer, self._model, self._arguments.workloads), **settings}
+        return start(peer, self._model, options, self._places, self._arguments.threads, tag)
+
+    def _facts(self, engines: Sequence[Engine]) -> dict[str, Any]:
+        """Of a peer; where it has several settings, the soonest to be ready and the smallest."""
+        return {
+            "version": engines[0].version,
+            "ready_seconds": round(min(engine.ready_seconds for engine in engines), 2),
+            "loading_bytes": min(engine.loading_bytes for engine in engines),
+            "peak_bytes": min(engine.peak_bytes() for engine in engines),
+        }
+
+    def _within(self, share: float) -> bool:
+        return time.perf_counter() - self._began < 60 * self._arguments.minutes * share
 
 
 def main() -> None:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that engines are closed
-    model = arguments.models / arguments.model
-    if not model.exists():
-        script = str(HERE / "make_models.py")
-        subprocess.run([sys.executable, script, arguments.model, "--models", str(arguments.models)], check=True)
-    facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **machine()}
-    logs = arguments.venvs / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(arguments)
     with ExitStack() as stack:
-        peer = start(arguments.peer, model, arguments.peer_options, arguments, logs / f"{arguments.peer}.log")
-        stack.callback(peer.close)
-        quire = start("quire", model, arguments.quire_options, arguments, logs / "ours.log")
-        stack.callback(quire.close)
-        samples = []
-        for workload in arguments.workloads:
-            print(f"running {workload.name}", file=sys.stderr)
-            samples.append(alternate(quire, peer, workload, arguments.repeats))
-    print(f"{arguments.model}, {facts['cpu']}, {arguments.threads} threads, Quire {quire.version}", end="")
-    print(f" {arguments.quire_options or ''} beside {arguments.peer} {peer.version} {arguments.peer_options or ''}")
-    print(table(samples, (quire.ready_seconds, peer.ready_seconds), arguments.peer))
-    if arguments.json:
-        result = {
-            **facts,
-            "model": arguments.model,
-            "threads": arguments.threads,
-            "quire": {"version": quire.version, "options": arguments.quire_options, "ready": quire.ready_seconds},
-            "peer": {
-                "name": arguments.peer,
-                "version": peer.version,
-                "options": arguments.peer_options,
-                "ready": peer.ready_seconds,
-            },
-            "workloads": [
-                {"name": each.workload.name, "unit": each.workload.unit, "quire": each.quire, "peer": each.peer}
-                for each in samples
-            ],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        comparison.run(stack)
+    comparison.write()
+    print(as_text(comparison.result))
 
 
 if __name__ == "__main__":

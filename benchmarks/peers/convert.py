@@ -1,13 +1,15 @@
 """Write a model in a peer's own format; started by `compare.py` with the Python of that peer's environment.
 
-    <venv>/bin/python benchmarks/peers/convert.py llama.cpp | openvino MODEL_DIR OUTPUT FORMAT
+    <venv>/bin/python benchmarks/peers/convert.py llama.cpp | openvino | ctranslate2 MODEL_DIR OUTPUT FORMAT
 
 llama.cpp: OUTPUT is a GGUF file; f16 and bf16 are converted from MODEL_DIR, any other format quantised from f16 by
-llama-quantize. openvino: OUTPUT is a folder; fp16, int8 or int4 weights.
+llama-quantize. openvino: OUTPUT is a folder; fp16, int8 or int4 weights. ctranslate2: OUTPUT is a folder; float32,
+quantised on loading.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +49,22 @@ def to_openvino(model: Path, output: Path, kind: str) -> None:
     subprocess.run([*command, str(output)], check=True)
 
 
+def to_ctranslate2(model: Path, output: Path, _kind: str) -> None:
+    from ctranslate2.converters import TransformersConverter
+
+    TransformersConverter(str(model)).convert(str(output))
+    # A tokenizer without such a token is written as null, which the engine does not read.
+    config = json.loads((output / "config.json").read_text())
+    first = json.loads((output / "vocabulary.json").read_text())[0]
+    filled = {name: first if value is None and name.endswith("_token") else value for name, value in config.items()}
+    (output / "config.json").write_text(json.dumps(filled))
+
+
 def main() -> None:
     peer, model, output, kind = sys.argv[1:]
-    {"llama.cpp": to_gguf, "openvino": to_openvino}[peer](Path(model), Path(output), kind)
+    {"llama.cpp": to_gguf, "openvino": to_openvino, "ctranslate2": to_ctranslate2}[peer](
+        Path(model), Path(output), kind
+    )
 
 
 if __name__ == "__main__":

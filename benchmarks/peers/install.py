@@ -1,10 +1,11 @@
 """Install one peer into its own virtual environment.
 
-    python benchmarks/peers/install.py vllm | llama.cpp | openvino | transformers | embedders [--venvs DIR] [--jobs N]
+    python benchmarks/peers/install.py PEER [--venvs DIR] [--jobs N]
 
 What is there already is left alone: delete `DIR/<peer>` to install again. `compare.py` calls this by itself.
 Needs the network (or a package index that pip knows), for llama.cpp also cmake and a C++ compiler.
-Disk: vllm 3.4 GB, openvino 1.6 GB, llama.cpp 1.3 GB, transformers 1.2 GB.
+PEER: vllm (3.4 GB of disk), openvino (1.6), llama.cpp (1.3), transformers (1.2), ctranslate2 (1.4), mistral.rs (0.1),
+or embedders, the peers of `benchmarks/embeddings.py`.
 """
 
 from __future__ import annotations
@@ -108,11 +109,23 @@ def install_llama_cpp(venv: Venv, jobs: int) -> None:
     run(["cmake", "--build", str(build), f"-j{jobs}", "--target", *targets])
 
 
+def install_ctranslate2(venv: Venv, _jobs: int) -> None:
+    """torch and transformers are for the conversion of models alone."""
+    venv.install(TORCH, TRANSFORMERS, "ctranslate2==4.8.5")
+
+
+def install_mistral_rs(venv: Venv, _jobs: int) -> None:
+    """The wheel called mistralrs, which computes on the CPU."""
+    venv.install("mistralrs==0.9.5")
+
+
 INSTALLERS: dict[str, Callable[[Venv, int], None]] = {
     "vllm": install_vllm,
     "llama.cpp": install_llama_cpp,
     "openvino": install_openvino,
     "transformers": install_transformers,
+    "ctranslate2": install_ctranslate2,
+    "mistral.rs": install_mistral_rs,
     "embedders": install_embedders,
 }
 

