@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
-  bench-control bench-paper bench-kernels gemma wheel check-deploy check-api clean
+  bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,7 +36,7 @@ help:
 	  'make wheel          a source distribution and a manylinux wheel in dist/, installed and run without a compiler' \
   'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
-  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
+  'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -166,6 +166,11 @@ bench-paper: install
 KERNELS ?=
 bench-kernels: install
 	@$(BIN)/python -m benchmarks.kernels $(KERNELS)
+
+# Beside other engines, each in an environment of its own. PEERS="vllm,llama.cpp --bits 8 --minutes 10 --json FILE".
+PEERS ?= vllm,openvino,llama.cpp
+bench-peers: install-test
+	@$(BIN)/python -m benchmarks.peers.compare --pip-args="$(PIP_ARGS)" $(PEERS)
 
 # The native module alone, again, into the source tree: seconds, where an install takes its time to look around.
 native: install-test

@@ -42,7 +42,7 @@ KINDS = {
     "F32": Kind(0, 1, 4, b""),
     "Q4_0": Kind(2, 32, 18, _half(0.0043)),
     "Q8_0": Kind(8, 32, 34, _half(0.00027)),
-    "Q4_K": Kind(12, 256, 144, _half(0.00014) + _half(0.00105)),
+    "Q4_K": Kind(12, 256, 144, _half(0.00008) + _half(0.0006)),
     "MXFP4": Kind(39, 32, 17, bytes([120])),
 }
 """head: the scale (Q4_K: of its scales and of its minima; MXFP4: the exponent); the rest of a block is random."""

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.compare import (
-    Request,
-    Samples,
-    Workload,
-    alternate,
-    parse_options,
-    parse_workload,
-    shifted,
-    table,
-)
-from benchmarks.peers.compare import speed as speed_of
+from benchmarks.peers.compare import parse_options, take_turns
+from benchmarks.peers.workload import Request, Workload, parse_workload, shifted
+from benchmarks.peers.workload import speed as speed_of
 
 NAMED = {
     "pair": [{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}, {"prompt_token_ids": [5, 6], "max_tokens": 3}],
@@ -89,11 +81,23 @@ def test_speed_is_that_of_the_part_that_counts(text: str, unit: str, expected: f
 
 def test_engines_take_turns_and_the_first_runs_do_not_count() -> None:
     order: list[str] = []
+    engines: dict[str, Any] = {name: {"pair": FakeEngine(name, order)} for name in ("quire", "peer", "other")}
+    samples = take_turns(engines, [parse_workload("pair", NAMED)], repeats=2)
+    assert order == ["quire", "peer", "other", "peer", "other", "quire", "other", "quire", "peer"]
+    assert samples == {"pair": {"quire": [2, 3], "peer": [2, 3], "other": [2, 3]}}
+
+
+def test_turns_end_when_time_is_over_and_engines_without_a_workload_are_left_out_of_it() -> None:
+    order: list[str] = []
     quire: Any = FakeEngine("quire", order)
     peer: Any = FakeEngine("peer", order)
-    samples = alternate(quire, peer, parse_workload("pair", NAMED), repeats=3)
-    assert order == ["quire", "peer", "quire", "peer", "peer", "quire", "quire", "peer"]
-    assert (samples.quire, samples.peer) == ([2, 3, 4], [2, 3, 4])
+    engines = {"quire": {"pair": quire, "prompt": quire}, "peer": {"prompt": peer}}
+    answers, known = iter([True, True, False]), []
+    workloads = [parse_workload(name, NAMED) for name in ("pair", "prompt")]
+    samples = take_turns(engines, workloads, 3, lambda: next(answers), lambda some: known.append(len(some["prompt"])))
+    assert order == ["quire", "quire", "peer", "quire", "peer", "quire"]
+    assert samples == {"pair": {"quire": [3]}, "prompt": {"peer": [2], "quire": [4]}}
+    assert known == [0, 2]
 
 
 def test_options_are_json_or_text() -> None:
@@ -102,11 +106,3 @@ def test_options_are_json_or_text() -> None:
     assert parse_options(texts) == expected
     with pytest.raises(ValueError, match="NAME=VALUE"):
         parse_options(["dtype"])
-
-
-def test_table_has_medians_and_the_median_of_the_ratios_of_the_pairs() -> None:
-    samples = Samples(parse_workload("pair", NAMED), quire=[10.0, 40.0, 90.0], peer=[10.0, 20.0, 30.0])
-    header, row, ready = table([samples], ready=(2.0, 80.0), peer="other").splitlines()
-    assert header.split() == ["workload", "Quire", "other", "Quire/peer", "least-greatest"]
-    assert row.split() == ["pair", "output", "tok/s", "40.0", "20.0", "2.00", "1.00-3.00"]
-    assert ready.split()[:5] == ["ready", "s", "2.0", "80.0", "40.0x"]
