@@ -41,7 +41,7 @@ async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio
 
 
 async def statuses(served: Served, num_requests: int) -> set[str]:
-    """Statuses of generating requests, once /metrics has counted so many: that is a moment after the engine is idle."""
+    """Statuses of generating requests, once /metrics has counted `num_requests`: a moment after the engine is idle."""
     while True:
         text = (await served.client.get("/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith("quire_http_requests_total") and 'POST"' in line]
