@@ -432,7 +432,8 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
-        chain, max_tokens = HashChain(self.block_size, salt), len(token_ids) - 1
+        chain = HashChain(self.block_size, salt)
+        max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
         chain.extend(token_ids, max_tokens // self.block_size)
         prefix = self._registered.longest(chain, token_ids, max_tokens)
         return 0 if prefix is None else self.groups.num_kept_blocks(prefix.num_tokens)
