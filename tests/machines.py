@@ -1,5 +1,5 @@
 """How the tests run hypothesis' state machines: with the same draws each time, and as many times more examples as
-QUIRE_TEST_EXAMPLES says (`make test-core EXAMPLES=5`). No shrinking: a failing machine has thousands of decisions, which
+QUIRE_TEST_EXAMPLES says (`make test-core EXAMPLES=5`). No shrinking: a failing machine has thousands of decisions that
 take minutes to shrink; the printed run can be replayed as is."""
 
 from __future__ import annotations
