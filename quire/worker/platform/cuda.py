@@ -27,7 +27,7 @@ from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
-from quire.worker.kv_tensors import layer_pages, state_pages
+from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
@@ -111,7 +111,7 @@ class CudaPlatform:
         model = config.model
         return TritonAttention(
             layout,
-            layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            layer_pages(pages, layout, self._cache_elements),
             device_limits(self._device),
             num_heads=model.num_heads,
             dtype=getattr(torch, model.dtype),
@@ -119,6 +119,12 @@ class CudaPlatform:
             max_model_len=model.max_model_len + 1,
             batch_invariant=config.device.batch_invariant,
         )
+
+    @property
+    def _cache_elements(self) -> torch.dtype:
+        name = self._config.model.kv_cache_dtype
+        # Kernels read the bits where the hardware converts no e4m3 numbers.
+        return torch.uint8 if name == "fp8" and not self._converts_e4m3 else STORED_DTYPES[name]
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_device_pages(layout, self._memory, self._device)
