@@ -9,8 +9,8 @@ sequence alone.
 Reads and writes of a page that a step changes in place are apart: programs that share a page's keys, decays or inputs
 read them in one launch, and the next launch writes them.
 
-Limits: the state's bytes for single tokens (it is written at a border only); for prompts the matrix units, at a third of their
-rate for tf32, and the 64 rows of a chunk that follow from one another.
+Limits: the state's bytes for single tokens (it is written at a border only); for prompts the matrix units at a third
+of their rate for tf32, and the rows of a chunk, which follow from one another.
 """
 
 from __future__ import annotations
