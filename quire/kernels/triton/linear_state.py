@@ -252,37 +252,67 @@ def _prepare_kernel(
         tl.store(decays + token * VALUE_HEADS + heads, -rates * _softplus(gate + bias), mask=present)
 
 
+@triton.jit
+def _key_rows(
+    kept, new, first, start, length, border, row, key_head,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys of rows behind a border, [rows, KEY_BLOCK]: from the page that was read, or the step's own; zeros for
+    later tokens."""
+    place, dims = border + row, tl.arange(0, KEY_BLOCK)[None, :]
+    is_old = (place < start)[:, None] & (dims < KEY_DIM)
+    is_new = ((place >= start) & (place < length))[:, None] & (dims < KEY_DIM)
+    key = tl.load(kept + (key_head * (BORDER - 1) + row)[:, None] * KEY_LINE + dims, mask=is_old, other=0.0)
+    token = (first + place - start).to(tl.int64)[:, None]
+    return key + tl.load(new + (token * KEY_HEADS + key_head) * KEY_DIM + dims, mask=is_new, other=0.0)
+
+
+@triton.jit
+def _tile_results(
+    query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
+):  # fmt: skip
+    """ROWS tokens of a chunk, from row `tile` on: the chunk's updates with theirs, and their results. old: updates of
+    those that are computed already; is_own_new: [ROWS, 1], is_new: [BORDER], which are not. sums: of `decay`. count:
+    rows of the chunk."""
+    row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
+    own = tile + own_row
+    beta = 1.0 / (tl.exp(-beta) + 1.0)
+    own_sums = tl.sum(tl.where(row[None, :] <= own[:, None], decay[None, :], 0.0), 1)
+    left = tl.exp(own_sums)[:, None]
+    fading = tl.exp(tl.minimum(own_sums[:, None] - sums[None, :], 0.0))
+    nothing = tl.zeros((ROWS, BORDER), tl.float32)
+    to_key = product(own_key, tl.trans(key), nothing) * fading
+    to_query = product(query, tl.trans(key), nothing) * fading
+    no_values = tl.zeros(value.shape, tl.float32)
+    right = value - left * product(own_key, state, no_values)
+    right -= product(tl.where(row[None, :] < tile, to_key, 0.0), updates, no_values)
+    inner = product(own_key, tl.trans(own_key), tl.zeros((ROWS, ROWS), tl.float32))
+    inner = inner * tl.exp(tl.minimum(own_sums[:, None] - own_sums[None, :], 0.0))
+    inner = tl.where(own_row[None, :] < own_row[:, None], inner, 0.0)
+    computed = no_values
+    for number in range(bound(tl.minimum(count - tile, ROWS))):
+        # The row's update is known once those before it are taken off.
+        is_row = (own_row == number)[:, None]
+        update = tl.sum(tl.where(is_row, tl.where(is_own_new, right * beta, old), 0.0), 0)
+        computed = tl.where(is_row & is_own_new, update[None, :], computed)
+        share = tl.sum(tl.where(own_row[None, :] == number, inner, 0.0), 1)
+        shares = tl.broadcast_to(-share[:, None], right.shape)
+        right = tl.fma(shares, tl.broadcast_to(update[None, :], right.shape), right)
+    placed = tl.broadcast_to(computed[None, :, :], (BORDER // ROWS, ROWS, computed.shape[1]))
+    is_placed = (row // ROWS * ROWS == tile) & is_new
+    updates = tl.where(is_placed[:, None], tl.reshape(placed, updates.shape), updates)
+    seen = tl.where(row[None, :] <= own[:, None], to_query, 0.0)
+    return updates, product(seen, updates, left * product(query, state, no_values))
+
+
 @triton.jit(do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _rule_kernel(
-    qkv,
-    gates,
-    out,
-    new_keys,
-    new_decays,
-    states,
-    kept_updates,
-    kept_keys,
-    kept_decays,
-    rows,
-    query_start,
-    seq_lens,
-    tables,
-    qkv_stride,
-    gates_stride,
-    page_stride,
-    table_stride,
-    scale,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_LINE: tl.constexpr,
-    VALUE_LINE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERVAL: tl.constexpr,
-    EPSILON: tl.constexpr,
-):
+    qkv, gates, out, new_keys, new_decays, states, kept_updates, kept_keys, kept_decays, rows, query_start, seq_lens,
+    tables, qkv_stride, gates_stride, page_stride, table_stride, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_LINE: tl.constexpr, VALUE_LINE: tl.constexpr, KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    INTERVAL: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
     """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
     these parts."""
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -293,8 +323,6 @@ def _rule_kernel(
     dims = tl.arange(0, KEY_BLOCK)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, BORDER)
-    own_row = tl.arange(0, ROWS)
-    is_dim = (dims < KEY_DIM)[None, :]
     is_column = (columns < VALUE_DIM)[None, :]
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     page = tl.load(table + tl.maximum(start - 1, 0) // INTERVAL).to(tl.int64) * page_stride
@@ -302,81 +330,55 @@ def _rule_kernel(
     is_state = (dims < KEY_DIM)[:, None] & is_column
     # Rows of a page's tables of updates, keys and decays: BORDER - 1 of each head.
     update_at = (head * (BORDER - 1) + row)[:, None] * VALUE_LINE + columns[None, :]
-    old_updates = kept_updates + page + columns[None, :]
-    old_keys = kept_keys + page + dims[None, :]
     state = tl.load(states + page + state_at, mask=is_state & (start > 0), other=0.0)
     for border in range(bound(start // BORDER * BORDER), bound(length), BORDER):
         place = border + row
-        is_old = place < start
-        is_new = (place >= start) & (place < length)
+        is_old, is_new = place < start, (place >= start) & (place < length)
         token = (first + place - start).to(tl.int64)
-        kept_at = old_keys + (key_head * (BORDER - 1) + row)[:, None] * KEY_LINE
-        key = tl.load(kept_at, mask=is_old[:, None] & is_dim, other=0.0)
-        new_at = new_keys + (token * KEY_HEADS + key_head)[:, None] * KEY_DIM + dims[None, :]
-        key += tl.load(new_at, mask=is_new[:, None] & is_dim, other=0.0)
         decay = tl.load(kept_decays + page + head * BORDER + row, mask=is_old, other=0.0)
         decay += tl.load(new_decays + token * VALUE_HEADS + head, mask=is_new, other=0.0)
         sums = tl.sum(tl.where(row[None, :] <= row[:, None], decay[None, :], 0.0), 1)
         updates = tl.load(kept_updates + page + update_at, mask=is_old[:, None] & is_column, other=0.0)
         count = tl.minimum(length - border, BORDER)
         for tile in range(bound(tl.maximum(start - border, 0) // ROWS * ROWS), bound(count), ROWS):
-            own = tile + own_row
+            own = tile + tl.arange(0, ROWS)
             own_place = border + own
             own_new = ((own_place >= start) & (own_place < length))[:, None]
-            own_old = (own_place < start)[:, None]
             own_token = (first + own_place - start).to(tl.int64)[:, None]
-            query_at = qkv + own_token * qkv_stride + dims[None, :]
-            query = tl.load(query_at + key_head * KEY_DIM, mask=own_new & is_dim, other=0.0).to(tl.float32)
-            query = _unit(query, EPSILON) * scale
-            own_kept_at = old_keys + (key_head * (BORDER - 1) + own)[:, None] * KEY_LINE
-            own_key = tl.load(own_kept_at, mask=own_old & is_dim, other=0.0)
-            own_new_at = new_keys + (own_token * KEY_HEADS + key_head) * KEY_DIM + dims[None, :]
-            own_key += tl.load(own_new_at, mask=own_new & is_dim, other=0.0)
-            value_at = qkv + own_token * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns[None, :]
+            from_row = qkv + own_token * qkv_stride
+            query_at = from_row + key_head * KEY_DIM + dims[None, :]
+            query = tl.load(query_at, mask=own_new & (dims < KEY_DIM)[None, :], other=0.0)
+            query = _unit(query.to(tl.float32), EPSILON) * scale
+            value_at = from_row + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns[None, :]
             value = tl.load(value_at, mask=own_new & is_column, other=0.0).to(tl.float32)
             beta = tl.load(gates + own_token * gates_stride + head, mask=own_new, other=0.0).to(tl.float32)
-            beta = 1.0 / (tl.exp(-beta) + 1.0)
-            old_at = old_updates + (head * (BORDER - 1) + own)[:, None] * VALUE_LINE
-            old = tl.load(old_at, mask=own_old & is_column, other=0.0)
-
-            # Read again: kept over the loop, it would take all shared memory.
-            key = tl.load(kept_at, mask=is_old[:, None] & is_dim, other=0.0)
-            key += tl.load(new_at, mask=is_new[:, None] & is_dim, other=0.0)
-            own_sums = tl.sum(tl.where(row[None, :] <= own[:, None], decay[None, :], 0.0), 1)
-            left = tl.exp(own_sums)[:, None]
-            fading = tl.exp(tl.minimum(own_sums[:, None] - sums[None, :], 0.0))
-            nothing = tl.zeros((ROWS, BORDER), tl.float32)
-            to_key = product(own_key, tl.trans(key), nothing) * fading
-            to_query = product(query, tl.trans(key), nothing) * fading
-            no_values = tl.zeros((ROWS, BLOCK), tl.float32)
-            right = value - left * product(own_key, state, no_values)
-            right -= product(tl.where(row[None, :] < tile, to_key, 0.0), updates, no_values)
-            inner = product(own_key, tl.trans(own_key), tl.zeros((ROWS, ROWS), tl.float32))
-            inner = inner * tl.exp(tl.minimum(own_sums[:, None] - own_sums[None, :], 0.0))
-            inner = tl.where(own_row[None, :] < own_row[:, None], inner, 0.0)
-            computed = no_values
-            for number in range(bound(tl.minimum(count - tile, ROWS))):
-                # The row's update is known once those before it are taken off.
-                is_row = (own_row == number)[:, None]
-                update = tl.sum(tl.where(is_row, tl.where(own_new, right * beta, old), 0.0), 0)
-                computed = tl.where(is_row & own_new, update[None, :], computed)
-                share = tl.sum(tl.where(own_row[None, :] == number, inner, 0.0), 1)
-                shares = tl.broadcast_to(-share[:, None], right.shape)
-                right = tl.fma(shares, tl.broadcast_to(update[None, :], right.shape), right)
-            placed = tl.broadcast_to(computed[None, :, :], (BORDER // ROWS, ROWS, BLOCK))
-            is_placed = (row // ROWS * ROWS == tile) & is_new
-            updates = tl.where(is_placed[:, None], tl.reshape(placed, (BORDER, BLOCK)), updates)
-            seen = tl.where(row[None, :] <= own[:, None], to_query, 0.0)
-            result = product(seen, updates, left * product(query, state, no_values))
+            old_at = (head * (BORDER - 1) + own)[:, None] * VALUE_LINE + columns[None, :]
+            old = tl.load(kept_updates + page + old_at, mask=(own_place < start)[:, None] & is_column, other=0.0)
+            own_key = _key_rows(
+                kept_keys + page, new_keys, first, start, length, border, own, key_head,
+                KEY_HEADS, KEY_DIM, KEY_LINE, KEY_BLOCK,
+            )  # fmt: skip
+            # Read for every tile: kept over the loop, keys would take all shared memory.
+            key = _key_rows(
+                kept_keys + page, new_keys, first, start, length, border, row, key_head,
+                KEY_HEADS, KEY_DIM, KEY_LINE, KEY_BLOCK,
+            )  # fmt: skip
+            updates, result = _tile_results(
+                query, own_key, key, value, beta, old, own_new, state, updates, is_new, decay, sums, tile, count
+            )
             out_at = out + own_token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + columns[None, :]
             tl.store(out_at, narrow(result, out.dtype.element_ty), mask=own_new & is_column)
         reached = border + BORDER
         if reached <= length:
+            key = _key_rows(
+                kept_keys + page, new_keys, first, start, length, border, row, key_head,
+                KEY_HEADS, KEY_DIM, KEY_LINE, KEY_BLOCK,
+            )  # fmt: skip
             whole = tl.sum(decay, 0)
             gone = tl.exp(tl.minimum(whole - sums, 0.0))
             state = tl.trans(product(tl.trans(updates), key * gone[:, None], tl.trans(state * tl.exp(whole))))
+            tl.debug_barrier()  # no thread stores before all have loaded
             if reached % INTERVAL == 0 or reached == length:
-                tl.debug_barrier()  # no thread stores before all have loaded
                 to = tl.load(table + (reached - 1) // INTERVAL).to(tl.int64) * page_stride
                 tl.store(states + to + state_at, state, mask=is_state)
         else:
