@@ -314,7 +314,7 @@ def _rule_kernel(
     INTERVAL: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK columns, value head, sequence). states, kept_updates, kept_keys, kept_decays: the layer's pages at
-    these parts."""
+    these parts, the latter with BORDER - 1 rows of each head."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, start, length = _step_of(query_start, seq_lens, sequence)
     if start == length:
@@ -328,7 +328,6 @@ def _rule_kernel(
     page = tl.load(table + tl.maximum(start - 1, 0) // INTERVAL).to(tl.int64) * page_stride
     state_at = (head * KEY_DIM + dims)[:, None] * VALUE_LINE + columns[None, :]
     is_state = (dims < KEY_DIM)[:, None] & is_column
-    # Rows of a page's tables of updates, keys and decays: BORDER - 1 of each head.
     update_at = (head * (BORDER - 1) + row)[:, None] * VALUE_LINE + columns[None, :]
     state = tl.load(states + page + state_at, mask=is_state & (start > 0), other=0.0)
     for border in range(bound(start // BORDER * BORDER), bound(length), BORDER):
