@@ -62,10 +62,13 @@ def _of_device(states: StepStates | None) -> DeviceStates:
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
     """The choice of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products
-    whose rows have the same bits whatever else is in the batch, at some cost in speed."""
+    whose rows have the same bits whatever else is in the batch, at some cost in speed. converts_e4m3,
+    rounds_activations: as PackedDeviceLinear has them."""
 
     device: torch.device
     batch_invariant: bool = False
+    converts_e4m3: bool = False
+    rounds_activations: bool = False
 
 
 class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceStateOperations, SharedOperations):

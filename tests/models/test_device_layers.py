@@ -87,10 +87,15 @@ class _StatePlanner:
 
 
 def load_device(
-    directory: Path, *, dtype: str = "float32", batch_invariant: bool = False, load_format: str = "auto"
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    batch_invariant: bool = False,
+    load_format: str = "auto",
+    rounds_activations: bool = False,
 ) -> tuple[ModelConfig, Decoder]:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
-    layers = DeviceLayers(torch.device("cpu"), batch_invariant=batch_invariant)
+    layers = DeviceLayers(torch.device("cpu"), batch_invariant, rounds_activations=rounds_activations)
     return config, load_model(config, LoadConfig(load_format, 0), device_layers=layers)
 
 
