@@ -65,6 +65,8 @@ def load_model(
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
+        if config.pooling is not None:
+            files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         elsewhere = frozenset(_check_room(config, files).slots)
     elif files is not None and group.size > 1:
         raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
