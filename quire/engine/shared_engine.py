@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from quire.engine.client import EngineClient, cause_of_death
+from quire.engine.long_prompts import AddLongRequest
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -107,7 +108,7 @@ class SharedEngine:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage | Ask)
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage | AddLongRequest | Ask)
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (("quire-outputs", self._carry_outputs), ("quire-messages", self._carry_messages))
@@ -210,7 +211,8 @@ class SharedEngine:
             sender, payload = self._inbox.recv_multipart()
             if sender == _STOP:
                 return
-            self._take(int(sender), self._decoder.decode(payload))
+            message = self._decoder.decode(payload)
+            self._take(int(sender), message.whole() if isinstance(message, AddLongRequest) else message)
 
     # From the sessions.
 
