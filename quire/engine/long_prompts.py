@@ -9,46 +9,39 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.engine.messages import Abort, AddRequest, Ask, ClientMessage
-from quire.request import EngineRequest
 
 PIECE_TOKENS = 2**15
 """Decoded in a millisecond."""
 
-
-class AddLongRequest(msgspec.Struct, tag="add long", array_like=True):
-    """AddRequest on the wire. request: without its prompt's tokens. pieces: these, each piece encoded by itself."""
-
-    request: EngineRequest
-    pieces: list[bytes]
-
-    def take_piece(self) -> bool:
-        """Decode a piece. Returns whether the request is complete."""
-        self.request.prompt_token_ids.extend(_PIECE.decode(self.pieces.pop(0)))
-        return not self.pieces
-
-    def whole(self) -> AddRequest:
-        """Decode what is left."""
-        while not self.take_piece():
-            pass
-        return AddRequest(self.request)
+_DECODER = msgspec.msgpack.Decoder(list[int])
 
 
-_PIECE = msgspec.msgpack.Decoder(list[int])
+def encode_pieces(token_ids: list[int]) -> list[bytes]:
+    """`AddRequest.pieces` of a prompt; none of a short one. Other threads run between two pieces, none within one."""
+    if len(token_ids) <= PIECE_TOKENS:
+        return []
+    starts = range(0, len(token_ids), PIECE_TOKENS)
+    return [msgspec.msgpack.encode(token_ids[start : start + PIECE_TOKENS]) for start in starts]
 
 
 def encode_message(encoder: msgspec.msgpack.Encoder, message: ClientMessage | Ask) -> bytes:
-    """For a decoder of AddLongRequest and the message's own type."""
-    if isinstance(message, AddRequest) and len(message.request.prompt_token_ids) > PIECE_TOKENS:
-        token_ids = message.request.prompt_token_ids
-        starts = range(0, len(token_ids), PIECE_TOKENS)
-        pieces = [encoder.encode(token_ids[start : start + PIECE_TOKENS]) for start in starts]
-        return encoder.encode(AddLongRequest(msgspec.structs.replace(message.request, prompt_token_ids=[]), pieces))
+    """As it is sent: a long prompt is in pieces alone."""
+    if isinstance(message, AddRequest):
+        request = message.request
+        pieces = message.pieces or encode_pieces(request.prompt_token_ids)
+        if pieces:
+            message = AddRequest(msgspec.structs.replace(request, prompt_token_ids=[]), pieces)
     return encoder.encode(message)
+
+
+def take_piece(message: AddRequest) -> None:
+    """Decode a piece of a message as it was sent."""
+    message.request.prompt_token_ids.extend(_DECODER.decode(message.pieces.pop(0)))
 
 
 @dataclass(slots=True)
 class _Arrival:
-    message: AddLongRequest
+    message: AddRequest
     aborts: list[Abort] = field(default_factory=list)
     """Of single sequences, to follow the request."""
 
@@ -62,17 +55,20 @@ class Arrivals:
     def __bool__(self) -> bool:
         return bool(self._arrivals)
 
-    def turn(self, messages: Iterable[ClientMessage | AddLongRequest]) -> list[ClientMessage]:
-        """Take what has come, and decode a piece of the first long prompt. Returns the messages for the engine core."""
+    def turn(self, messages: Iterable[ClientMessage]) -> list[ClientMessage]:
+        """Take what was sent, and decode a piece of the first long prompt. Returns the messages for the engine core."""
         complete: list[ClientMessage] = []
         for message in messages:
-            if isinstance(message, AddLongRequest):
+            if isinstance(message, AddRequest) and message.pieces:
                 self._arrivals.append(_Arrival(message))
             elif not (isinstance(message, Abort) and self._abort(message)):
                 complete.append(message)
-        if self._arrivals and self._arrivals[0].message.take_piece():
-            first = self._arrivals.pop(0)
-            complete += [AddRequest(first.message.request), *first.aborts]
+        if self._arrivals:
+            first = self._arrivals[0]
+            take_piece(first.message)
+            if not first.message.pieces:
+                del self._arrivals[0]
+                complete += [first.message, *first.aborts]
         return complete
 
     def _abort(self, abort: Abort) -> bool:

@@ -20,7 +20,7 @@ import zmq
 
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import EngineBeats, takes_long
-from quire.engine.long_prompts import AddLongRequest, Arrivals
+from quire.engine.long_prompts import Arrivals
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
@@ -49,7 +49,7 @@ class Channel:
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.connect(directory.address("outputs"))
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage | AddLongRequest)
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._arrivals = Arrivals()
         self._encoder = msgspec.msgpack.Encoder()
         self._wakeup, wakeup_writer = socket.socketpair()
@@ -73,7 +73,7 @@ class Channel:
 
     def read(self) -> list[ClientMessage]:
         """Every message that is there, without waiting; of a long prompt it may take many calls."""
-        messages: list[ClientMessage | AddLongRequest] = []
+        messages = []
         while True:
             try:
                 messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from quire.engine.client import EngineClient, cause_of_death
-from quire.engine.long_prompts import AddLongRequest
+from quire.engine.long_prompts import take_piece
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -108,7 +108,7 @@ class SharedEngine:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage | AddLongRequest | Ask)
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage | Ask)
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (("quire-outputs", self._carry_outputs), ("quire-messages", self._carry_messages))
@@ -212,7 +212,9 @@ class SharedEngine:
             if sender == _STOP:
                 return
             message = self._decoder.decode(payload)
-            self._take(int(sender), message.whole() if isinstance(message, AddLongRequest) else message)
+            while isinstance(message, AddRequest) and message.pieces:
+                take_piece(message)
+            self._take(int(sender), message)
 
     # From the sessions.
 
