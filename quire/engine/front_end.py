@@ -47,6 +47,7 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
 
     @property
@@ -54,7 +55,7 @@ class FrontEnd:
         """Of requests for vectors. Waits as `input_processor` does."""
         inputs, model = self.input_processor, self.config.model
         if self._pooling_processor is None:
-            self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.hidden_size)
+            self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.vector_size)
         return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:

@@ -88,7 +88,7 @@ async def test_cancelling_the_task_frees_the_blocks(process_engine: AsyncLLM) ->
 
 async def test_abort_ends_the_iterator_with_its_reason(engine: AsyncLLM) -> None:
     task = asyncio.create_task(anext_finished(engine))
-    while (await engine.stats()).num_running == 0:
+    while (await engine.stats()).generation_tokens_total == 0:
         await asyncio.sleep(0.01)
     await engine.abort(["unknown", "a"])
     output = await task

@@ -100,10 +100,12 @@ async def test_a_pause_holds_new_requests(model_path: Path) -> None:
             assert (await get("/is_paused")).json() == {"is_paused": True}
             assert ((await get("/ready")).status_code, (await get("/health")).status_code) == (503, 200)
             new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
+            if mode != "keep":
+                await running
+            served.hurry()
             await asyncio.sleep(0.1)
             assert not new.done()
             assert running.done() == (mode != "keep")
-            served.hurry()
             assert (await post("/resume")).json() == {"status": "resumed"}
             choice = (await running).json()["choices"]
             assert choice == expected if mode != "abort" else choice[0]["finish_reason"] == "abort"

@@ -26,7 +26,7 @@ GUARD_SECONDS = 120
 @pytest.fixture
 async def apart(model_path: Path) -> AsyncIterator[Served]:
     """The application over an engine in a process of its own."""
-    async with serving_apart(model_path, max_num_seqs=100) as served:
+    async with serving_apart(model_path, max_num_seqs=100, executor="slow_between_signals") as served:
         yield served
 
 
@@ -43,6 +43,7 @@ async def until_health(served: Served, status: int) -> httpx.Response:
 
 
 async def test_a_stopped_engine_process(apart: Served) -> None:
+    """When it goes on, its steps take no time: the test is not about them."""
     body = {"prompt": "abc", "max_tokens": 150}
     running = asyncio.ensure_future(apart.client.post("/v1/completions", json=body))
     await apart.until_running(1)
@@ -62,6 +63,7 @@ async def test_a_stopped_engine_process(apart: Served) -> None:
             assert not running.done(), "a request that has begun waits"
     finally:
         os.kill(pid_of(apart), signal.SIGCONT)
+    os.kill(pid_of(apart), signal.SIGUSR1)
     async with asyncio.timeout(GUARD_SECONDS):
         await until_health(apart, 200)
         assert (await running).json()["usage"]["completion_tokens"] == 150

@@ -147,7 +147,7 @@ async def test_several_viewers_share_the_polls(live: Served, monkeypatch: pytest
             return msgspec.json.encode(await anext(frames))
 
     looking = [asyncio.ensure_future(look()) for _ in range(6)]
-    while feed_of(live).num_viewers < 6:
+    while feed_of(live).num_viewers < 6 or not polls:
         await asyncio.sleep(0.005)
     assert len(polls) == 1, "all of them wait for the first one's poll"
     gate.set()

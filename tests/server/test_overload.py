@@ -68,7 +68,8 @@ async def test_one_request_of_many_prompts_leaves_the_door_open(model_path: Path
     async with serving(model_path, settings, executor="slow", max_num_seqs=8) as served:
         many = {"prompt": ["abc"] * 60, "max_tokens": 200}
         large = asyncio.ensure_future(served.client.post("/v1/completions", json=many))
-        await served.until_running(1)
+        while (await served.engine.stats()).num_running < 6 or served.engine.num_pending < 6 + 1:
+            await asyncio.sleep(0.005)
         assert served.engine.num_pending == 6 + 1
         answer = await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
         assert answer.status_code == 200, answer.text
@@ -172,7 +173,8 @@ async def test_draining_refuses_and_lets_the_running_ones_end(model_path: Path) 
 async def test_a_drain_that_takes_too_long_aborts_with_a_finish_reason(model_path: Path) -> None:
     async with serving(model_path, executor="slow") as served:
         running = asyncio.ensure_future(served.client.post("/v1/completions", json=LONG))
-        await served.until_running(1)
+        while not (await served.engine.stats()).generation_tokens_total:
+            await asyncio.sleep(0.005)
         assert await served.engine.drain(0.05) is False
         [choice] = (await running).json()["choices"]
         assert choice["finish_reason"] == "abort"

@@ -13,6 +13,7 @@ from quire import envs
 from quire.attention.states import StateBackend
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
+from quire.config.resolve_device import FLOAT8_CAPABILITY
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
@@ -21,12 +22,14 @@ from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
-from quire.worker.kv_tensors import layer_pages, state_pages
+from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
@@ -55,6 +58,7 @@ class CudaPlatform:
         self._device = self.streams.device
         self._memory = make_memory(self._device)
         self.compiles = self._device.type == "cuda"
+        self._converts_e4m3 = self.compiles and device_limits(self._device).capability >= FLOAT8_CAPABILITY
         if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
@@ -75,7 +79,8 @@ class CudaPlatform:
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
-        formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
+        weights = model.dtype if model.quantization is None else model.quantization.method
+        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
         return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
 
     def code_identity(self) -> dict[str, str]:
@@ -83,7 +88,12 @@ class CudaPlatform:
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
-        layers = DeviceLayers(self._device, config.device.batch_invariant)
+        layers = DeviceLayers(
+            self._device,
+            config.device.batch_invariant,
+            converts_e4m3=self._converts_e4m3,
+            rounds_activations=config.device.matmul_precision == "fp8",
+        )
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
             model = load_model(
                 config.model, config.load, progress=progress, device_layers=layers, expert_counts=self.expert_counts
@@ -103,7 +113,7 @@ class CudaPlatform:
         model = config.model
         return TritonAttention(
             layout,
-            layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            layer_pages(pages, layout, self._cache_elements),
             device_limits(self._device),
             num_heads=model.num_heads,
             dtype=getattr(torch, model.dtype),
@@ -111,6 +121,12 @@ class CudaPlatform:
             max_model_len=model.max_model_len + 1,
             batch_invariant=config.device.batch_invariant,
         )
+
+    @property
+    def _cache_elements(self) -> torch.dtype:
+        name = self._config.model.kv_cache_dtype
+        # Kernels read the bits where the hardware converts no e4m3 numbers.
+        return torch.uint8 if name == "fp8" and not self._converts_e4m3 else STORED_DTYPES[name]
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_device_pages(layout, self._memory, self._device)
@@ -139,12 +155,14 @@ class CudaPlatform:
         compute = DeviceCompute(
             model=model,
             passes=self._make_passes(model, backends),
-            settings=settings,
             columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages),
             streams=self.streams,
+            sampler=Sampler(
+                sampling, TritonKernels(sampling, arena.parameters, self.streams.pinned), config.logprobs_mode
+            ),
         )
         if self.compiles:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
