@@ -38,7 +38,8 @@ CONVERTED = {
     "ctranslate2": ("float32", "{model}-ctranslate2-{format}"),
 }
 """Peers with a model format of their own: its default, and the file or folder that `convert.py` writes."""
-MIB = 1 << 20
+LONGEST = 8_192
+"""Tokens that a request may have at least, so that peers which compile for it find what an earlier run compiled."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,13 @@ def rooms(peer: str, model: Path, workloads: Sequence[Workload]) -> Settings:
 
     model: folder with config.json, or a GGUF file, for which 64 KiB a token are taken.
     """
-    longest = -(-(max(workload.longest for workload in workloads) + 1) // 128) * 128
+    longest = max(workload.longest for workload in workloads)
+    longest = max(LONGEST, longest)
     num_tokens = max(workload.num_tokens + 128 * len(workload.requests) for workload in workloads)
     token_bytes = 64 << 10
     if model.is_dir():
         config = json.loads((model / "config.json").read_text())
+        longest = min(longest, config["max_position_embeddings"])
         heads = config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // heads
         token_bytes = 2 * 4 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size

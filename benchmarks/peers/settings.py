@@ -16,8 +16,8 @@ QUIRE: dict[int, Settings] = {16: {"dtype": "bfloat16"}, 8: {"quantization": "w8
 
 
 def axes_of(peer: str, bits: int, threads: int, instruction_sets: Sequence[str]) -> Axes:
-    """What the search tries. Empty where the peer has no weights of so many bits, or has them only in checkpoints
-    that were made for it. instruction_sets: names as in /proc/cpuinfo.
+    """What the search tries. Empty where the peer does not make weights of this width from an ordinary checkpoint.
+    instruction_sets: names as in /proc/cpuinfo.
 
     16 bits: the weights lie in the checkpoint as bfloat16; a peer may compute with them in any precision.
     """

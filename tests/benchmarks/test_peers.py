@@ -107,10 +107,11 @@ def test_a_trial_is_short_and_of_the_same_kind() -> None:
 
 def test_room_is_made_for_all_requests_of_a_workload(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 1024}
+    config["max_position_embeddings"] = 4_096
     (tmp_path / "config.json").write_text(json.dumps(config))
     workloads = [parse_workload(text, {}) for text in ("1x300/1", "1024x896/128")]
     # 1,024 requests of 1,152 tokens with a block, 2 x 4 bytes x 2 layers x 2 heads x 256 a token: 9 GiB and a tenth
-    assert rooms("vllm", tmp_path, workloads) == {"max_model_len": 1_152, "kv_cache_gib": 10}
+    assert rooms("vllm", tmp_path, workloads) == {"max_model_len": 4_096, "kv_cache_gib": 10}
     assert rooms("llama.cpp", tmp_path, workloads) == {}
 
 
