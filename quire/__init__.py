@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.input_processor import TextPrompt, TokensPrompt
     from quire.errors import QuireError, UserError
     from quire.llm import LLM
+    from quire.llm_engine import LLMEngine
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.pooling_outputs import (
         ClassificationOutput,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "LLM": "quire.llm",
+    "LLMEngine": "quire.llm_engine",
     "AsyncLLM": "quire.engine.async_engine",
     "AsyncLLMEngine": "quire.engine.async_engine",
     "AsyncEngineArgs": "quire.cli.engine_args",
@@ -83,6 +85,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
+    "LLMEngine",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

@@ -5,38 +5,27 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import Any, Self, TypedDict, Unpack
-
-import msgspec
+from types import FrameType
+from typing import Any, TypedDict, Unpack
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
-from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.front_end import open_front_end
-from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
-from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
+from quire.engine.messages import Abort, AddRequest, EngineOutputs
 from quire.engine.pooling_processor import PoolingProcessor
-from quire.engine.sleep import part_of
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.llm_pooling import PoolingMethods, as_list
+from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats, shares
 from quire.tokenization.chat_template import TemplateChoice
 from quire.tokenization.template_messages import ContentFormat
-from quire.tokenization.tokenizer import Tokenizer
-from quire.tokenization.user_tokenizer import UserTokenizer
 from quire.utils.progress import ProgressBar
-
-Conversation = Sequence[Mapping[str, Any]]
 
 _POLL_SECONDS = 1.0
 """How long Ctrl-C may go unnoticed while nothing comes from the core."""
@@ -53,7 +42,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_content_format: ContentFormat
 
 
-class LLM(PoolingMethods):
+class LLM(OfflineEngine, PoolingMethods):
     """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
@@ -61,7 +50,7 @@ class LLM(PoolingMethods):
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
-        self._open(EngineOptions.from_keywords({"model": model, **engine_options}), DEFAULT_EXECUTOR)
+        self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
@@ -70,37 +59,9 @@ class LLM(PoolingMethods):
         llm._open(options, executor)
         return llm
 
-    def _open(self, options: EngineOptions, executor: str) -> None:
-        front_end = open_front_end(options, lambda each: InProcessClient(each, executor=executor))
-        self._client = front_end.client
-        self._input_processor = front_end.input_processor
-        self._pooling_processor = front_end.pooling_processor
-        self._output_processor = front_end.output_processor
-        self.model_config: ModelConfig = front_end.config.model
-        self.tokenizer: Tokenizer | None = front_end.tokenizer
+    def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
+        super()._open(options, executor)
         self._numbers = itertools.count()
-        self._busy = threading.Lock()
-        self._finalizer = weakref.finalize(self, front_end.shutdown)
-
-    @property
-    def ready(self) -> EngineReady:
-        """Facts found at the start: context length, number of blocks, seconds of each phase."""
-        return self._client.ready
-
-    def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer")
-
-        def render(messages: Conversation, source: str | None = None, **options: Any) -> str:
-            return self._input_processor.submit_chat(messages, choice=TemplateChoice(source), **options).result()
-
-        return UserTokenizer(self.tokenizer, render)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take when they are given none: the model's generation_config.json over
-        SamplingParams()."""
-        return SamplingParams(**self.model_config.sampling_defaults)
 
     def generate(
         self,
@@ -182,22 +143,6 @@ class LLM(PoolingMethods):
             prompts.append({"prompt_token_ids": rendered.token_ids, "prompt": rendered.text})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (the fields of `EngineStats`) and the shares of `quire.stats.shares`."""
-        with self._busy:
-            stats = self._call("stats")
-        assert isinstance(stats, EngineStats)
-        return {**msgspec.structs.asdict(stats), **shares(stats)}
-
-    def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one.
-
-        Files in `kv_offload_dir` stay, and count again at the next start."""
-        with self._busy:
-            value = self._call("reset_prefix_cache")
-        assert isinstance(value, int)
-        return value
-
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
 
@@ -211,43 +156,6 @@ class LLM(PoolingMethods):
             )
             raise_if_nonfinite(self._run([request], [None], use_tqdm=False)[0])
         return request.request_id
-
-    def unregister_prefix(self, prefix_id: str) -> int:
-        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. What it
-        computed stays cached until the memory is needed. Raises UserError for an id that is not registered."""
-        with self._busy:
-            value = self._call("unregister_prefix", prefix_id)
-        assert isinstance(value, int)
-        return value
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile (docs/gpu.md).
-
-        Raises UserError while prefixes are registered."""
-        with self._busy:
-            self._call("sleep", str(level))
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
-        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
-        with self._busy:
-            self._call("wake_up", part_of(tags))
-
-    def is_sleeping(self) -> bool:
-        """Whether requests are rejected because the engine sleeps."""
-        with self._busy:
-            return bool(self._call("is_sleeping"))
-
-    def shutdown(self) -> None:
-        """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
-        self.shutdown()
 
     @property
     def _pooling(self) -> PoolingProcessor:
@@ -319,14 +227,6 @@ class LLM(PoolingMethods):
             for request in requests:
                 self._client.send(Abort(request.request_id))
             self._call("stats")  # whose answer comes after the aborts were handled
-
-    def _call(self, method: str, argument: str = "") -> EngineStats | int | None:
-        self._client.send(Call(call_id=0, method=method, argument=argument))
-        while True:
-            outputs = self._client.receive() or EngineOutputs()
-            for result in outputs.results:
-                result.raise_error()
-                return result.value
 
 
 class _Interrupt:

@@ -192,6 +192,7 @@ class Request:
         "eos_token_ids",
         "first_scheduled_time",
         "fork_position",
+        "max_pending_tokens",
         "max_tokens",
         "num_cached_tokens",
         "num_lost_tokens",
@@ -239,6 +240,9 @@ class Request:
         self.second_segment = request.second_segment
         self.constraint = constraint
         self.constraint_start = request.constraint_start
+        self.max_pending_tokens = 0 if self.params.use_beam_search else math.inf if constraint is None else 1
+        """Most sampled tokens of a sequence that may be unknown when its next one is planned. An update chooses a
+        beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""
         self.client = request.client
         self.order_time = arrival_time if order_time is None else order_time
         self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
@@ -270,14 +274,6 @@ class Request:
     @property
     def live_sequences(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
-
-    @property
-    def max_pending_tokens(self) -> float:
-        """Most sampled tokens of a sequence that may be unknown when its next one is planned. An update chooses a
-        beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""
-        if self.beam_search is not None:
-            return 0
-        return math.inf if self.constraint is None else 1
 
     @property
     def swapped_blocks(self) -> list[BlockTable]:

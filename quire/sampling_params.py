@@ -64,9 +64,10 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
 ):
-    """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
+    """Sampling settings of one request. Invalid values raise UserError with `param` set, here or where a field is set,
+    and nowhere later. A request that was made keeps the settings that it was made with.
 
     n: completions per prompt; they share the prompt's KV blocks. best_of: number of completions generated, of which the
     n of the highest cumulative log-probability come back, at the end; None: n. use_beam_search: search instead of
@@ -195,6 +196,14 @@ class SamplingParams(
             if self.use_beam_search:
                 raise UserError("structured_outputs is not supported with beam search", param="structured_outputs")
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field, if all are valid together then."""
+        if name not in self.__struct_fields__:
+            raise AttributeError(f"SamplingParams has no field {name!r}{nearest_name(name, self.__struct_fields__)}")
+        checked = msgspec.structs.replace(self, **{name: value})
+        for field in self.__struct_fields__:
+            super().__setattr__(field, getattr(checked, field))
+
     def _check_for_programs(self) -> None:
         """What programs alone can say."""
         for name, (value, reason) in UNAVAILABLE.items():
@@ -317,8 +326,8 @@ PYTHON_ONLY = (
     "spaces_between_special_tokens",
     "skip_clone",
 )
-"""Fields that are of use to programs alone. (Tokenizers put no spaces between special tokens, and parameters are never
-changed, so that no copies are needed.)"""
+"""Fields that are of use to programs alone. (Tokenizers put no spaces between special tokens, and each request gets a
+copy of the parameters, which costs next to nothing.)"""
 _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),

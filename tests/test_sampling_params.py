@@ -216,10 +216,18 @@ def test_sides_and_repetitions() -> None:
         SamplingParams.from_options({"repetition_detection": {"mincount": 4}})
 
 
-def test_params_are_frozen() -> None:
+def test_fields_can_be_set_to_what_is_valid() -> None:
     params = SamplingParams()
-    with pytest.raises(AttributeError):
-        params.n = 2  # type: ignore[misc]
+    params.max_tokens = 7
+    params.stop = "x"
+    params.logprob_token_ids = [3, 3]
+    assert params == SamplingParams(max_tokens=7, stop=["x"], logprob_token_ids=[3])
+    assert params.logprobs == 0
+    with pytest.raises(UserError, match="min_tokens"):
+        params.min_tokens = 8
+    with pytest.raises(AttributeError, match="did you mean 'max_tokens'"):
+        params.max_token = 8  # type: ignore[attr-defined]
+    assert params == SamplingParams(max_tokens=7, stop=["x"], logprob_token_ids=[3])
 
 
 ANY_VALUE = st.one_of(

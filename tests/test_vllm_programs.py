@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from quire import (
     BeamSearchParams,
     EngineArgs,
     FlexibleArgumentParser,
+    LLMEngine,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -276,6 +278,53 @@ def test_an_asynchronous_engine_of_gathered_arguments() -> None:
     assert output.outputs[0].text == text
     with pytest.raises(UserError, match="enable_lora is not supported"):
         AsyncLLM.from_engine_args(AsyncEngineArgs(enable_lora=True))
+
+
+def test_an_engine_driven_step_by_step(llm: LLM) -> None:
+    """Requests come while others run, one is aborted, one asks for what is new only; calls to the engine between
+    steps lose no output. The tokens are those of `LLM.generate`."""
+    args = EngineArgs(model="bundled", dtype="float", **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    news = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    waiting = [("0", PROMPTS[0], params), ("1", PROMPTS[1], news), ("2", PROMPTS[2], params)]
+    finished, pieces = {}, ""
+    with LLMEngine.from_engine_args(args) as engine:
+        engine.add_request("gone", PROMPTS[3], params)
+        assert not any(output.finished for output in engine.step())
+        while waiting or engine.has_unfinished_requests():
+            if waiting:
+                mine = copy.copy(waiting[0][2])
+                assert engine.add_request(*waiting[0][:2], mine) == waiting.pop(0)[0]
+                mine.logprobs = None  # of a request that has been added nothing changes
+            engine.abort_request("gone")
+            assert engine.stats()["num_running"] <= 3
+            for output in engine.step():
+                pieces += output.outputs[0].text if output.request_id == "1" else ""
+                if output.finished:
+                    finished[output.request_id] = output
+        assert engine.get_num_unfinished_requests() == 0
+        assert engine.step() == []
+        with pytest.raises(UserError, match="1100 tokens"):
+            engine.add_request("3", [1] * 1100, params)
+        assert not engine.has_unfinished_requests()
+    assert sorted(finished) == ["0", "1", "2"]
+    expected = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    for number in ("0", "2"):
+        assert finished[number].outputs[0].token_ids == expected[int(number)].outputs[0].token_ids
+        assert finished[number].outputs[0].logprobs == expected[int(number)].outputs[0].logprobs
+        assert finished[number].prompt == PROMPTS[int(number)]
+    assert pieces == expected[1].outputs[0].text
+
+
+def test_a_step_tells_of_one_request_that_the_engine_refuses_and_goes_on() -> None:
+    with LLMEngine(model="bundled", num_gpu_blocks_override=2, max_model_len=128, num_threads=1) as engine:
+        engine.add_request("large", "import", SamplingParams(n=8, max_tokens=20))
+        engine.add_request("small", "import", SamplingParams(max_tokens=1))
+        with pytest.raises(UserError, match="request 'large': "):
+            engine.step()
+        [output] = engine.step()
+        assert (output.request_id, output.finished) == ("small", True)
+        assert not engine.has_unfinished_requests()
 
 
 def test_kinds_of_output_of_the_asynchronous_engine() -> None:

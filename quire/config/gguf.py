@@ -7,7 +7,6 @@ them here, before anything of that size is made.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from quire.config.families import GGUF
 from quire.config.families.family import GGUFNames
+from quire.config.gguf_tensors import expected_shapes, layer_of
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
 from quire.config.rope import FULL, SLIDING
@@ -27,15 +27,14 @@ NO_TOKEN = 2**32 - 1
 """What some files write where there is no such token."""
 ROPE_FACTORS = "rope_freqs.weight"
 
-_SHARED = "ffn_gate_shexp"
-"""A tensor that architectures with a shared expert have in each layer."""
-_SINKS = "attn_sinks"
-"""The only tensor whose name has a suffix in files and none elsewhere."""
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
-_TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
+_YARN_LOG = "rope.scaling.yarn_log_multiplier"
+_SOFTMAX = 1
+"""The value of expert_gating_func that a file means which has none."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
     "use_parallel_residual": (False,),
     "attention.causal": (True,),
     "attention.scale": (0.0,),
@@ -50,30 +49,36 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rope.scaling.attn_factor": (0.0, 1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    _YARN_LOG: (0.0,),
 }
 """Keys that change what a model computes in a way that is not supported, with the values that change nothing."""
+_LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
+"""Those of them that are read where attention is latent: all such models are DeepSeek's or like them."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """num_heads, num_kv_heads: of queries and of keys. names: of the file's architecture."""
+    """num_heads, num_kv_heads: of queries and of keys. names: of the file's architecture. num_layers: of the model;
+    a file may have further ones, which predict further tokens. state: the heads of layers with a state, where the file
+    has them in an order of its own."""
 
     num_heads: int
     num_kv_heads: int
     names: GGUFNames
+    num_layers: int
+    state: StateHeads | None = None
 
 
-def hf_name(name: str, names: GGUFNames) -> str | None:
-    """Hugging Face's name of a tensor, or None for one that models of its architecture do not have."""
-    layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is not None and layer[2] in names.layer:
-        place = f"model.layers.{layer[1]}.{names.layer[layer[2]]}"
-        return place if layer[2] == _SINKS else f"{place}.{layer[3]}"
-    top = _TOP_TENSOR.fullmatch(name)
-    if top is not None and top[1] in names.top:
-        return f"{names.top[top[1]]}.{top[2]}"
-    return None
+@dataclass(frozen=True)
+class StateHeads:
+    """The heads of a delta net: value heads share key heads. value_dim: elements of a value head; key_rows: rows of
+    queries and keys in front of those of values."""
+
+    num_keys: int
+    num_values: int
+    value_dim: int
+    key_rows: int
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -81,10 +86,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     supported, and for metadata that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
-        family = keys.family
-        config = _sizes(file, keys)
-        layout = head_layout(file)
-        config |= {
+        family, layout = keys.family, _layout(keys)
+        config = {
+            **_sizes(file, keys, layout),
             "num_attention_heads": layout.num_heads,
             "num_key_value_heads": layout.num_kv_heads,
             "hidden_act": layout.names.activation,
@@ -96,28 +100,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "eos_token_id": _eos_token_ids(file),
         }
         config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
-        if layout.names.has_experts:
-            config |= {
-                "num_experts": keys.integer("expert_count"),
-                "num_experts_per_tok": keys.integer("expert_used_count"),
-                "moe_intermediate_size": keys.integer("expert_feed_forward_length", config["intermediate_size"]),
-            }
-        if _SHARED in layout.names.layer:
-            config["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
+        config |= _expert_keys(keys, config) if layout.names.has_experts else {}
+        config |= _latent_keys(file, keys) if family.has_latents else {}
+        config |= _state_keys(file, keys, config) if family.state_layer else {}
         if layout.names.largest:
             is_largest = config["num_hidden_layers"] == layout.names.largest
             config["query_pre_attn_scalar"] = (
                 config["hidden_size"] / config["num_attention_heads"] if is_largest else config["head_dim"]
             )
-        window = keys.optional_integer("attention.sliding_window", minimum=0)
-        if window:
-            if not layout.names.windowed:
-                raise keys.error("attention.sliding_window is not supported for this architecture")
-            config["sliding_window"] = window
-            if layout.names.windowed not in family.architectures:
-                config |= {"architectures": [layout.names.windowed], "attention_bias": False, "mlp_bias": False}
-            pattern = keys.optional_integer("attention.sliding_window_pattern")
-            config |= {} if pattern is None else {"sliding_window_pattern": pattern}
+        config |= _window_keys(keys)
         config |= layout.names.settings
         _check_tensors(file, keys, config)
         rope = _rope(file, keys, config)
@@ -129,14 +120,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def head_layout(file: GGUFFile) -> HeadLayout:
-    """How the rows of query and key matrices are shared out and ordered."""
-    keys = _Keys(file)
-    num_heads = keys.integer("attention.head_count")
-    return HeadLayout(
-        num_heads=num_heads,
-        num_kv_heads=keys.optional_integer("attention.head_count_kv") or num_heads,
-        names=keys.names,
-    )
+    """How the rows of matrices are shared out and ordered."""
+    return _layout(_Keys(file))
 
 
 class _Keys:
@@ -144,25 +129,79 @@ class _Keys:
 
     def __init__(self, file: GGUFFile) -> None:
         everything = Fields(file.metadata, str(file.path))
-        architecture = everything.choice("general.architecture", sorted({name for name, _ in GGUF}))
+        architecture = everything.choice("general.architecture", sorted({name for name, *_ in GGUF}))
         prefix = f"{architecture}."
         own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
         fields = Fields(own, f"{file.path} ({architecture})")
         self.error, self.integer, self.optional_integer = fields.error, fields.integer, fields.optional_integer
         self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
+        self.boolean, self._prefix = fields.boolean, prefix
         has_experts = bool(fields.optional_integer("expert_count", minimum=0))
-        found = GGUF.get((architecture, has_experts)) or GGUF.get((architecture, not has_experts))
-        assert found is not None, "an architecture has a family with experts or one without"
+        gating = fields.integer("expert_gating_func", _SOFTMAX, minimum=0)
+        kinds = ((has_experts, gating), (has_experts, 0), (not has_experts, gating), (not has_experts, 0))
+        found = next((GGUF[architecture, *kind] for kind in kinds if (architecture, *kind) in GGUF), None)
+        if found is None:
+            raise fields.error(f"expert_gating_func {gating} is not supported")
         assert found.gguf is not None, "GGUF holds families with GGUF names"
         self.family, self.names = found, found.gguf
         for key, values in _NEUTRAL.items():
             is_read = key in self.names.caps or (key == "expert_count" and self.names.has_experts)
+            is_read = is_read or (key in _LATENT_KEYS and found.has_latents)
             if key in own and own[key] not in values and not is_read:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
+    def named(self, key: str) -> str:
+        """The key as the file has it."""
+        return self._prefix + key
 
-def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
-    hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+
+def _layout(keys: _Keys) -> HeadLayout:
+    num_heads, num_layers = keys.integer("attention.head_count"), keys.integer("block_count", maximum=MAX_LAYERS)
+    num_extra = keys.optional_integer("nextn_predict_layers", minimum=0) or 0
+    if num_extra >= num_layers:
+        raise keys.error(f"nextn_predict_layers is {num_extra}, and there are {num_layers} layers in all")
+    is_apart = keys.family.has_latents  # a file says 1 for one latent, which all heads read
+    return HeadLayout(
+        num_heads=num_heads,
+        num_kv_heads=num_heads if is_apart else keys.optional_integer("attention.head_count_kv") or num_heads,
+        names=keys.names,
+        num_layers=num_layers - num_extra,
+        state=_state_heads(keys) if keys.names.tiled else None,
+    )
+
+
+def _state_heads(keys: _Keys) -> StateHeads:
+    num_keys, num_values = keys.integer("ssm.group_count"), keys.integer("ssm.time_step_rank")
+    inner, key_dim = keys.integer("ssm.inner_size"), keys.integer("ssm.state_size")
+    if inner % num_values or num_values % num_keys:
+        raise keys.error(f"{num_values} value heads of {num_keys} key heads cannot share {inner} elements")
+    return StateHeads(num_keys, num_values, inner // num_values, 2 * num_keys * key_dim)
+
+
+def _sizes(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
+    hidden_size = keys.integer("embedding_length")
+    context = keys.integer("context_length", maximum=MAX_POSITIONS)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise file.error("the tensor 'token_embd.weight' is missing")
+    width = keys.optional_integer("feed_forward_length")
+    if width is None:  # of models whose layers all have experts
+        width = keys.integer("expert_feed_forward_length" if layout.names.has_experts else "feed_forward_length")
+    return {
+        "architectures": [keys.family.architectures[0]],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": width,
+        "num_hidden_layers": layout.num_layers,
+        "head_dim": _head_dim(keys, hidden_size, layout.num_heads),
+        "max_position_embeddings": context,
+    }
+
+
+def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
+    """Elements of a head; of a latent head, those that are rotated."""
+    if keys.family.has_latents:
+        return keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
     head_dim = keys.optional_integer("attention.key_length", maximum=MAX_HEAD_DIM)
     if head_dim is None:
         head_dim = hidden_size // num_heads
@@ -170,21 +209,79 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         raise keys.error(f"heads cannot have {head_dim} elements")
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise keys.error("value heads of another size than key heads are not supported")
-    if keys.integer("rope.dimension_count", head_dim) != head_dim:
+    if keys.family.rope.share == 1.0 and keys.integer("rope.dimension_count", head_dim) != head_dim:
         raise keys.error("rotating a part of each head is not supported")
-    context = keys.integer("context_length", maximum=MAX_POSITIONS)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise file.error("the tensor 'token_embd.weight' is missing")
-    return {
-        "architectures": [keys.family.architectures[0]],
-        "vocab_size": embedding.shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count", maximum=MAX_LAYERS),
-        "head_dim": head_dim,
-        "max_position_embeddings": context,
+    return head_dim
+
+
+def _expert_keys(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", config["intermediate_size"]),
     }
+    if keys.family.has_shared_gate:
+        found["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
+    return found
+
+
+def _latent_keys(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
+    """Of models like DeepSeek's. Older files have key and value heads as they are, newer ones the latent in their place
+    and the heads under keys of their own."""
+    turned = keys.integer("rope.dimension_count", maximum=MAX_HEAD_DIM)
+    is_apart = "blk.0.attn_kv_b.weight" not in file.tensors
+    suffix = "_mla" if keys.optional_integer("attention.key_length_mla") is not None else ""
+    key = keys.integer(f"attention.key_length{suffix}", maximum=MAX_HEAD_DIM)
+    if key <= turned:
+        raise keys.error(f"heads of {key} elements cannot have {turned} that are rotated and others besides")
+    num_groups = keys.optional_integer("expert_group_count", minimum=0) or 1
+    has_groups = num_groups > 1
+    found: dict[str, Any] = {
+        "q_lora_rank": keys.optional_integer("attention.q_lora_rank"),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": key - turned,
+        "v_head_dim": keys.integer(f"attention.value_length{suffix}", maximum=MAX_HEAD_DIM),
+        "expansion_apart": is_apart,
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, minimum=0),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, minimum=0),
+        "routed_scaling_factor": keys.optional_number("expert_weights_scale") or 1.0,
+        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+        "n_group": num_groups,
+        "topk_group": keys.integer("expert_group_used_count") if has_groups else 1,
+    }
+    return found | ({"topk_method": "group_limited_greedy"} if has_groups and not keys.family.corrects_choice else {})
+
+
+def _state_keys(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of models with delta nets."""
+    heads, num_layers = _state_heads(keys), config["num_hidden_layers"]
+    listed = file.numbers(keys.named("attention.recurrent_layers"))
+    if listed is not None and len(listed) < num_layers:
+        raise keys.error(f"attention.recurrent_layers must say of each of the {num_layers} layers what it is")
+    every = keys.integer("full_attention_interval", 4)
+    is_state = listed or [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return {
+        "layer_types": ["linear_attention" if state else "full_attention" for state in is_state[:num_layers]],
+        "linear_num_key_heads": heads.num_keys,
+        "linear_num_value_heads": heads.num_values,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": heads.value_dim,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+    }
+
+
+def _window_keys(keys: _Keys) -> dict[str, Any]:
+    window = keys.optional_integer("attention.sliding_window", minimum=0)
+    if not window:
+        return {}
+    if not keys.names.windowed:
+        raise keys.error("attention.sliding_window is not supported for this architecture")
+    config: dict[str, Any] = {"sliding_window": window}
+    if keys.names.windowed not in keys.family.architectures:
+        config |= {"architectures": [keys.names.windowed], "attention_bias": False, "mlp_bias": False}
+    pattern = keys.optional_integer("attention.sliding_window_pattern")
+    return config if pattern is None else config | {"sliding_window_pattern": pattern}
 
 
 def _eos_token_ids(file: GGUFFile) -> list[int]:
@@ -194,11 +291,12 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:
-    """Every tensor of the model is there in the shape that the metadata says, and no other."""
-    num_layers = config["num_hidden_layers"]
+    """Every tensor of the model is there in the shape that the metadata says, and no other but those of layers behind
+    the last, which predict further tokens."""
+    num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
-    expected = _expected_shapes(keys, config)
+    expected = expected_shapes(keys.family, keys.names, config)
     for name, shape in expected.items():
         entry = file.tensors.get(name)
         if entry is None:
@@ -206,56 +304,10 @@ def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> No
         if entry.shape != shape:
             raise file.error(f"tensor {name!r} has shape {list(entry.shape)}, the metadata asks for {list(shape)}")
     for name in file.tensors:
-        if name not in expected and name != ROPE_FACTORS:
+        layer = layer_of(name)
+        is_further = layer is not None and num_layers <= layer < num_blocks
+        if name not in expected and name != ROPE_FACTORS and not is_further:
             raise file.error(f"tensor {name!r} does not belong to a model of its architecture")
-
-
-def _expected_shapes(keys: _Keys, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    family, names = keys.family, keys.names.layer
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    qkv_bias = family.query_bias.default or config["attention_bias"]
-    # Name: rows, columns, and whether there is a bias.
-    matrices = {
-        "attn_q": (query, hidden, qkv_bias),
-        "attn_k": (key, hidden, qkv_bias),
-        "attn_v": (key, hidden, qkv_bias),
-        "attn_output": (hidden, query, bool(family.output_bias.key) and config["attention_bias"]),
-        "ffn_gate": (inner, hidden, config["mlp_bias"]),
-        "ffn_up": (inner, hidden, config["mlp_bias"]),
-        "ffn_down": (hidden, inner, config["mlp_bias"]),
-    }
-    head_norms = {f"{name}.weight": (head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name.endswith("_norm")}
-    layer = {name: shape for name, shape in layer.items() if name not in head_norms}
-    if family.head_norms:
-        layer |= head_norms
-    if family.has_sinks:
-        layer["attn_sinks.weight"] = (config["num_attention_heads"],)
-    if keys.names.has_experts:
-        experts, width = config["num_experts"], config["moe_intermediate_size"]
-        matrices = {name: sizes for name, sizes in matrices.items() if name in names}
-        matrices["ffn_gate_inp"] = (experts, hidden, family.expert_bias)
-        for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
-            layer[f"ffn_{name}_exps.weight"] = (experts, rows, columns)
-            if family.expert_bias:
-                layer[f"ffn_{name}_exps.bias"] = (experts, rows)
-    if _SHARED in names:
-        inner = config["shared_expert_intermediate_size"]
-        layer["ffn_gate_inp_shexp.weight"] = (hidden,)
-        matrices |= {f"ffn_{name}_shexp": (inner, hidden, False) for name in ("gate", "up")}
-        matrices["ffn_down_shexp"] = (hidden, inner, False)
-    for name, (rows, columns, bias) in matrices.items():
-        layer[f"{name}.weight"] = (rows, columns)
-        if bias:
-            layer[f"{name}.bias"] = (rows,)
-    embedding = (config["vocab_size"], hidden)
-    expected: dict[str, tuple[int, ...]] = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        expected["output.weight"] = embedding
-    for index in range(config["num_hidden_layers"]):
-        expected |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
-    return expected
 
 
 def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +323,12 @@ def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, A
         rope["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
         rope["beta_fast"] = keys.number("rope.scaling.yarn_beta_fast", 32.0)
         rope["beta_slow"] = keys.number("rope.scaling.yarn_beta_slow", 1.0)
+        log = keys.optional_number(_YARN_LOG)
+        if log is not None:  # a tenth of it, by which llama.cpp multiplies logarithms
+            rope |= {"mscale": 10 * log, "mscale_all_dim": 10 * log}
+    if keys.family.rope.share != 1.0:
+        turned = keys.integer("rope.dimension_count", maximum=config["head_dim"])
+        rope["partial_rotary_factor"] = turned / config["head_dim"]
     if factors is not None:
         # LLaMA 3.1's scaling, worked out: a divisor for each frequency, whatever the length. That is what longrope
         # does when its long and short factors are the same and cos and sin are not scaled.

@@ -10,6 +10,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
+from copy import copy
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
@@ -149,6 +150,8 @@ class InputProcessor:
             constraint = self.grammars.compile(params.structured_outputs)
             constraint_start = list(params.structured_outputs.start_after_token_ids or ())
             params = msgspec.structs.replace(params, structured_outputs=None)  # the workers need no schema
+        else:
+            params = copy(params)  # the caller may change its own
         thinking_budget = self._thinking_budget(params, token_ids) if params.has_thinking_budget else None
         return EngineRequest(
             request_id=request_id,

@@ -14,6 +14,8 @@ from __future__ import annotations
 import bisect
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -36,11 +38,21 @@ class HashChain:
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
         """Hash blocks up to `num_blocks`; their tokens must be in `token_ids`. Blocks hashed before cost nothing."""
         hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
-        for block in range(len(hashes) - 1, num_blocks):
-            content = struct.pack(f"<{size}I", *token_ids[block * size : (block + 1) * size])
-            if block in extra_keys:
-                content += b"".join(struct.pack("<I", len(key)) + key for key in extra_keys[block])
-            hashes.append(hashlib.sha256(hashes[-1] + content).digest())
+        first = len(hashes) - 1
+        if num_blocks <= first:
+            return
+        contents = array("I", token_ids[first * size : num_blocks * size])
+        if sys.byteorder == "big":
+            contents.byteswap()
+        encoded, num_bytes, sha256 = contents.tobytes(), size * contents.itemsize, hashlib.sha256
+        previous = hashes[-1]
+        for start in range(0, len(encoded), num_bytes):
+            content = encoded[start : start + num_bytes]
+            if extra_keys:
+                keys = extra_keys.get(len(hashes) - 1, ())
+                content += b"".join(struct.pack("<I", len(key)) + key for key in keys)
+            previous = sha256(previous + content).digest()
+            hashes.append(previous)
 
     @property
     def num_blocks(self) -> int:

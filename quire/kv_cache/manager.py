@@ -164,23 +164,18 @@ class KVCacheManager:
         Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
         Returns None, having allocated nothing, when the pool has too few blocks.
         """
-        pool, tables = self.pool, blocks.tables
+        pool, tables, uniform_size = self.pool, blocks.tables, self.uniform_size
         if self._releasing:
             self._release_unneeded(blocks, start, is_late=True)
-        uniform_size = self.uniform_size
         if uniform_size:
-            num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
-            counts = [num_new] * len(tables)
+            num_new = max(0, -(-(end - blocks.capacity) // uniform_size))
+            counts, needed = [num_new] * len(tables), num_new * len(tables)
         else:
             counts = [max(0, -(-end // size) - len(table)) for size, table in zip(self._sizes, tables, strict=True)]
-        copied_groups = []
-        if blocks.tail_shared:
-            copied_groups = [
-                group
-                for group, (size, table) in enumerate(zip(self._sizes, tables, strict=True))
-                if start // size < len(table) and pool.ref_counts[table[start // size]] > 1
-            ]
-        needed = sum(counts) + len(copied_groups)
+            needed = sum(counts)
+        tail_was_shared = blocks.tail_shared
+        copied_groups = self._shared_at(tables, start) if tail_was_shared else []
+        needed += len(copied_groups)
         if needed > pool.num_allocatable:
             self._release_unneeded(blocks, start)
             if needed > pool.num_allocatable:
@@ -188,7 +183,7 @@ class KVCacheManager:
                 if needed > pool.num_allocatable:
                     return None
         new_blocks = [[pool.allocate(group) for _ in range(count)] for group, count in enumerate(counts)]
-        allocation = BlockAllocation(new_blocks, blocks.tail_shared)
+        allocation = BlockAllocation(new_blocks, tail_was_shared)
         blocks.tail_shared = False
         for group in copied_groups:
             table, tail = tables[group], start // self._sizes[group]
@@ -196,10 +191,20 @@ class KVCacheManager:
             pool.release(source)
             allocation.replaced.append((group, tail, table[tail]))
             allocation.copies.append((source, table[tail]))
-        for table, new in zip(tables, allocation.new_blocks, strict=True):
-            table.extend(new)
+        for table, new in zip(tables, new_blocks, strict=True):
+            table += new
         blocks.capacity = blocks.capacity + counts[0] * uniform_size if uniform_size else self.groups.num_slots(tables)
         return allocation
+
+    def _shared_at(self, tables: Sequence[list[int]], position: int) -> list[int]:
+        """The groups whose block at a position has several owners."""
+        places = [position // size for size in self._sizes]
+        ref_counts = self.pool.ref_counts
+        return [
+            group
+            for group, (place, table) in enumerate(zip(places, tables, strict=True))
+            if place < len(table) and ref_counts[table[place]] > 1
+        ]
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
         """Undo the last `allocate_slots` of a sequence, because its plan is dropped; undo the latest one first where
@@ -427,7 +432,8 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
-        chain, max_tokens = HashChain(self.block_size, salt), len(token_ids) - 1
+        chain = HashChain(self.block_size, salt)
+        max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
         chain.extend(token_ids, max_tokens // self.block_size)
         prefix = self._registered.longest(chain, token_ids, max_tokens)
         return 0 if prefix is None else self.groups.num_kept_blocks(prefix.num_tokens)

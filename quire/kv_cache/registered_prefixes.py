@@ -55,6 +55,11 @@ class RegisteredPrefixes:
         """Distinct blocks: prefixes may share some."""
         return len(self._counts)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest prefix."""
+        return max([prefix.num_tokens for prefix in self], default=0)
+
     def insert(self, name: str, prefix: RegisteredPrefix) -> None:
         self._registered[name] = prefix
         siblings = self._by_parent.setdefault(self._parent(prefix), [])

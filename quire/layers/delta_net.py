@@ -34,8 +34,9 @@ class DeltaNetShape:
 class GatedDeltaNet:
     """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))).
 
-    layer: of the cache. epsilon: of the norm. activation: behind the convolution. by_head: a checkpoint has two
-    matrices with the rows of each key head together (Qwen3-Next), else four. Raises ConfigError for more than one rank.
+    layer: of the cache. epsilon: of the norm. activation: behind the convolution. projections_by_head, gates_by_head: a
+    checkpoint has one matrix with the rows of each key head together (Qwen3-Next), else two. Raises ConfigError for
+    more than one rank.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class GatedDeltaNet:
         *,
         epsilon: float,
         activation: str,
-        by_head: bool,
+        projections_by_head: bool,
+        gates_by_head: bool,
         context: LayerContext,
     ) -> None:
         if context.group.size > 1:
@@ -54,7 +56,8 @@ class GatedDeltaNet:
                 "state are not shared out",
                 param="tensor_parallel_size",
             )
-        self._operations, self._shape, self._by_head = context.operations, shape, by_head
+        self._operations, self._shape = context.operations, shape
+        self._projections_by_head, self._gates_by_head = projections_by_head, gates_by_head
         size, heads = shape.hidden_size, shape.num_value_heads
         wide, channels = heads * shape.value_dim, 2 * shape.num_key_heads * shape.key_dim + heads * shape.value_dim
         self._qkv = ColumnParallelLinear(size, (channels,), bias=False, context=context)
@@ -85,7 +88,8 @@ class GatedDeltaNet:
         kernel = self._convolution.kernel
         width, channels = kernel.shape
         return {
-            **(self._slots_by_head() if self._by_head else self._slots_apart()),
+            **self._projection_slots(),
+            **self._gate_slots(),
             "conv1d.weight": WeightSlot((channels, 1, width), self._load_kernel, kernel.nbytes),
             "A_log": WeightSlot(tuple(self._rule.rate.shape), self._load_rate, self._rule.rate.nbytes),
             "dt_bias": _vector_slot(self._rule.time_bias, 0.0),
@@ -93,23 +97,28 @@ class GatedDeltaNet:
             **self._output.slots("out_proj"),
         }
 
-    def _slots_apart(self) -> WeightSlots:
-        qkv, z = self._qkv.slots(("in_proj_qkv",)), self._z.slots(("in_proj_z",))
-        return {**qkv, **z, **self._gates.slots(("in_proj_b", "in_proj_a"))}
-
-    def _slots_by_head(self) -> WeightSlots:
-        shape, group = self._shape, self._shape.num_value_heads // self._shape.num_key_heads
-        values = group * shape.value_dim
+    def _projection_slots(self) -> WeightSlots:
+        if not self._projections_by_head:
+            return {**self._qkv.slots(("in_proj_qkv",)), **self._z.slots(("in_proj_z",))}
+        shape, values = self._shape, self._values_of_a_key * self._shape.value_dim
         rows = torch.arange(shape.num_key_heads * 2 * (shape.key_dim + values)).view(shape.num_key_heads, -1)
         query, key, value, z = rows.split((shape.key_dim, shape.key_dim, values, values), dim=1)
-        qkv_order = torch.cat((query.flatten(), key.flatten(), value.flatten()))
-        wide = shared_slot(
-            (self._qkv.slots(("qkv",))["qkv.weight"], self._z.slots(("z",))["z.weight"]), (qkv_order, z.flatten())
-        )
-        rows = torch.arange(2 * shape.num_value_heads).view(shape.num_key_heads, 2, group)
+        orders = torch.cat((query.flatten(), key.flatten(), value.flatten())), z.flatten()
+        slots = self._qkv.slots(("qkv",))["qkv.weight"], self._z.slots(("z",))["z.weight"]
+        return {"in_proj_qkvz.weight": shared_slot(slots, orders)}
+
+    def _gate_slots(self) -> WeightSlots:
+        if not self._gates_by_head:
+            return self._gates.slots(("in_proj_b", "in_proj_a"))
+        shape = self._shape
+        rows = torch.arange(2 * shape.num_value_heads).view(shape.num_key_heads, 2, self._values_of_a_key)
         order = torch.cat((rows[:, 0].flatten(), rows[:, 1].flatten()))
-        gates = shared_slot((self._gates.slots(("gates",))["gates.weight"],), (order,))
-        return {"in_proj_qkvz.weight": wide, "in_proj_ba.weight": gates}
+        return {"in_proj_ba.weight": shared_slot((self._gates.slots(("gates",))["gates.weight"],), (order,))}
+
+    @property
+    def _values_of_a_key(self) -> int:
+        """Value heads that share a key head."""
+        return self._shape.num_value_heads // self._shape.num_key_heads
 
     def _load_kernel(self, source: WeightSource) -> None:
         width, channels = self._convolution.kernel.shape

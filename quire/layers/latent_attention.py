@@ -24,7 +24,8 @@ from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
-from quire.quantization.integer_weight import WeightSource, WeightTensor
+from quire.quantization.file_tensor import FileTensor
+from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearShape
 
 NORM_EPSILON = 1e-6
@@ -38,7 +39,8 @@ class LatentHeads:
     rank: of the compressed keys and values; nope_dim, rope_dim: elements of a head's query that are not rotated, and
     that are; value_dim: of a head's result. query_rank: of compressed queries (None: they are not). scale: of scores.
     bias: of the projections from and to the hidden size, but not of queries that are not compressed. interleaved: a
-    checkpoint has the two elements of each rotated pair side by side.
+    checkpoint has the two elements of each rotated pair side by side. expansion_apart: it has the matrices that expand
+    keys and values by head, those for keys transposed (GGUF), not all in one.
     """
 
     num_heads: int
@@ -50,6 +52,7 @@ class LatentHeads:
     scale: float
     bias: bool
     interleaved: bool
+    expansion_apart: bool = False
 
 
 class LatentAttention:
@@ -144,11 +147,7 @@ class LatentAttention:
         slots = {
             **self._split_slots("kv_a_proj_with_mqa", compressed, self._load_compressed, bias=heads.bias),
             **prefixed("kv_a_layernorm", self._norm.slots()),
-            "kv_b_proj.weight": WeightSlot(
-                (heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank),
-                self._load_expansion,
-                self._absorb.nbytes + self._expand.nbytes,
-            ),
+            **self._expansion_slots(),
             **self._output.slots("o_proj"),
             **({} if self._indexer is None else prefixed("indexer", self._indexer.slots())),
         }
@@ -162,6 +161,22 @@ class LatentAttention:
             "q_b_proj.weight": queries,
             **self._compress_query.slots("q_a_proj"),
             **prefixed("q_a_layernorm", self._query_norm.slots()),
+        }
+
+    def _expansion_slots(self) -> WeightSlots:
+        heads = self._heads
+        if not heads.expansion_apart:
+            shape = heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank
+            nbytes = self._absorb.nbytes + self._expand.nbytes
+            return {"kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes)}
+        parts = {"k_b_proj": (self._absorb, heads.rank, heads.nope_dim)}
+        parts["v_b_proj"] = (self._expand, heads.value_dim, heads.rank)
+        return {
+            f"{name}.{self._first_head + head}.weight": WeightSlot(
+                (rows, columns), partial(matrices.load, head), matrices.nbytes // self._num_local
+            )
+            for name, (matrices, rows, columns) in parts.items()
+            for head in range(self._num_local)
         }
 
     def _split_slots(
@@ -226,5 +241,6 @@ class _HeadMatrices:
         """[T, num_heads * in_features] -> [T, num_heads * out_features]."""
         return self._linear.apply_heads(self._stack, x)
 
-    def load(self, head: int, tensor: WeightTensor) -> None:
-        self._linear.load_rows(self._stack[head], "weight", tensor, 0, self._out_features)
+    def load(self, head: int, tensor: WeightSource) -> None:
+        whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
+        self._linear.load_rows(self._stack[head], "weight", whole, 0, self._out_features)

@@ -177,6 +177,7 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
         scale=scale,
         bias=fields.boolean("attention_bias", False),
         interleaved=fields.boolean("rope_interleave", True),
+        expansion_apart=fields.boolean("expansion_apart", False),
     )
 
 

@@ -91,12 +91,14 @@ class HybridLayer:
             shape = DeltaNetShape(
                 size, kept.num_heads, kept.num_kv_heads, kept.key_dim, kept.value_dim, kept.conv_inputs + 1
             )
+            by_head = config.architecture in BY_HEAD
             self._net = GatedDeltaNet(
                 shape,
                 layer,
                 epsilon=epsilon,
                 activation=fields.choice("hidden_act", ["silu", "swish"], "silu"),
-                by_head=config.architecture in BY_HEAD,
+                projections_by_head=by_head and not fields.boolean("projections_apart", False),  # a GGUF file's are
+                gates_by_head=by_head,
                 context=context,
             )
         else:

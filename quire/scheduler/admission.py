@@ -63,7 +63,7 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
         num_cached_tokens=num_cached,
         max_cached_tokens=max_cached,
         num_new_tokens=num_new,
-        num_blocks=allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held),
+        num_blocks=allocatable - free + max(0, blocks_in_use(request, kv, max_chunk) - held),
         num_slots=len(sequences),
         room=allocatable - num_reserved_blocks,
         is_resumed=bool(swapped),
@@ -124,7 +124,7 @@ def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) 
     return num_blocks + reserve <= room
 
 
-def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
+def blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     """Blocks that a request holds when all its known tokens, and one more per sequence, are computed."""
     sequences = request.live_sequences
     # A beam slot without a beam still has the tokens of its last beam: count it like the first beam.

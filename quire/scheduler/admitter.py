@@ -8,6 +8,7 @@ from quire.scheduler.admission import Limits, Quote, has_room, quote
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import NO_PREEMPTION, PreemptionPlan, comes_before_running, plan_preemption, swap_in
+from quire.scheduler.prompt_hashing import PromptHashing
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats
@@ -31,6 +32,7 @@ class Admitter:
         self._waiting = waiting
         self._running = running
         self._stats = stats
+        self._hashing = PromptHashing(kv, limits)
         self._quoted: tuple[Request, Quote] | None = None
         """The first waiting request and its quote, until this pass changes the pool."""
         self._rejected: Request | None = None
@@ -51,10 +53,13 @@ class Admitter:
         """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass:
         `admit` uses the quote again unless the plan has changed the pool meanwhile."""
         self._quoted = None
+        self._hashing.begin_pass(is_idle=not self._running.sequences)
         request = self._waiting.first
         if request is None or self._is_held(request) or is_deferred(request, now):
             return NO_PREEMPTION
         if not comes_before_running(request, self._running.sequences):
+            return NO_PREEMPTION
+        if self._hashing.defer(request):
             return NO_PREEMPTION
         needs = quote(request, self._kv, self._limits.max_chunk)
         self._quoted = request, needs
@@ -90,6 +95,9 @@ class Admitter:
             room = self._kv.pool.num_allocatable - reserved.num_blocks
             if request is self._rejected and room <= self._rejected_room and self._running.sequences:
                 break  # nothing was freed since: skip the prefix look-up
+            if self._hashing.defer(request):
+                reserved.reserve(request)
+                continue
             needs = self._quote(request, builder, reserved)
             if self._gates.defer((Stage.LOOK_UP, Stage.BEGIN), request, needs, now):
                 reserved.reserve(request)

@@ -43,7 +43,7 @@ class Ends:
         self._registration = registration
         self._admitter = admitter
         self._stats = stats
-        self._unmatched: list[tuple[Sequence, str]] = []
+        self.unmatched: list[tuple[Sequence, str]] = []
         """Sequences that could not go on under their constraints, and why, until an update reports it."""
 
     # -- before their time ------------------------------------------------------------------------------------------
@@ -86,14 +86,12 @@ class Ends:
 
     def end_unmatched(self, sequence: Sequence, reason: str) -> None:
         """End a sequence that cannot go on under its constraint; `report_unmatched` reports it."""
-        self._unmatched.append((sequence, reason))
+        self.unmatched.append((sequence, reason))
         self.end(sequence.request, [sequence], FinishReason.ERROR)
 
     def report_unmatched(self, now: float) -> list[SequenceUpdate]:
         """The updates of the sequences that `end_unmatched` has ended since the last call."""
-        if not self._unmatched:
-            return []
-        ended, self._unmatched = self._unmatched, []
+        ended, self.unmatched = self.unmatched, []
         updates = []
         for sequence, reason in ended:
             update = SequenceUpdate(sequence.request.request_id, sequence.index, [], finish_reason=FinishReason.ERROR)

@@ -29,10 +29,10 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
-from quire.step import SamplingInputs, StepPlan
+from quire.step import SamplingInputs, StepPlan, TokenLogprobs
 
-Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
-"""(place among a plan's samples, (sequence, its new tokens))"""
+Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
+"""(sequence, its new tokens, their logprobs where asked for)"""
 
 
 class InFlight(NamedTuple):

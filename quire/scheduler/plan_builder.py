@@ -53,8 +53,9 @@ class PlanBuilder:
         self.grown.append((sequence, allocation))
         if any(allocation.new_blocks):
             self.new_blocks[sequence.seq_id] = allocation.new_blocks
-        self.block_copies += allocation.copies
-        self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
+        if allocation.replaced:
+            self.block_copies += allocation.copies
+            self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
 
     def add_row(self, sequence: Sequence) -> None:
         """Give a sequence a request slot on the workers, with its blocks as they are now."""
@@ -94,9 +95,10 @@ class PlanBuilder:
             self.samples.append(sequence)
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
-            if sequence.request.pooling:
+            request = sequence.request
+            if request.pooling:
                 self.pooled.append(len(self.samples) - 1)
-            if sequence.request.constraint is not None:
+            elif request.constraint is not None:
                 self.masked.append(len(self.samples) - 1)
 
     def append_forced(self, sequence: Sequence) -> None:
@@ -124,25 +126,27 @@ class PlanBuilder:
     def place_steady(self, running: list[Sequence], index: int) -> int:
         """`place` the sequences from `index` on, up to the first that needs a decision
         (`Sequence.fast_path_until`); returns its index."""
-        first, limit = index, len(running)
-        add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
-        while index < limit:
-            sequence = running[index]
+        starts = []
+        for place in range(index, len(running)):
+            sequence = running[place]
             start, until = sequence.num_computed_tokens, sequence.fast_path_until
             if start >= until:
                 break
-            add_sequence(sequence)
-            add_start(start)
-            add_sample(sequence)
+            starts.append(start)
             sequence.num_computed_tokens = end = start + 1
             sequence.num_pending_tokens += 1
-            index += 1
             if end == until and sequence.blocks is not None:
                 self.filled.append((sequence, sequence.blocks, end))
-        count = index - first
-        self.sample_from += range(len(self.num_tokens), len(self.num_tokens) + count)
-        self.num_tokens += [1] * count
-        self.budget -= count
+        if starts:
+            count, batch_index = len(starts), len(self.num_tokens)
+            steady = running[index : index + count]
+            self.sequences += steady
+            self.samples += steady
+            self.start_positions += starts
+            self.sample_from += range(batch_index, batch_index + count)
+            self.num_tokens += [1] * count
+            self.budget -= count
+            index += count
         return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:

@@ -9,8 +9,8 @@ an earlier one runs, because tokens not known yet are counted.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable
+from itertools import count, repeat
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
@@ -72,9 +72,9 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
         self._in_flight: dict[int, InFlight] = {}
-        self._seq_ids = itertools.count()
-        self._arrivals = itertools.count()
-        self._step_ids = itertools.count()
+        self._seq_ids = count()
+        self._arrivals = count()
+        self._step_ids = count()
         self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
@@ -249,16 +249,17 @@ class Scheduler:
             self._ends.trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
         if result.pooled:
             updates += self._ends.end_pooled(samples, result.pooled, now)
-        sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
+        assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
+        logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
+        sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
             ended = self._ends.update_beams(samples, result, now)
             num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
             updates += ended
-            sampled = [entry for entry in sampled if entry[1][0].request.beam_search is None]
+            sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         any_finished = bool(updates)
-        all_logprobs = result.logprobs
-        for position, (sequence, new_ids) in sampled:
+        for sequence, new_ids, token_logprobs in sampled:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
@@ -271,7 +272,7 @@ class Scheduler:
             else:
                 token_ids += new_ids
             token_id = new_ids[-1]
-            num_known = len(token_ids)
+            num_sampled = num_known = len(token_ids)
             is_matched = False
             if has_masks and sequence.matcher is not None:  # without drafts of its own: those have no masks
                 if not sequence.matcher.accept(token_id):
@@ -280,18 +281,18 @@ class Scheduler:
                     continue
                 new_ids = new_ids + take_forced(sequence)
                 num_more_tokens += len(new_ids) - 1
-                token_id = new_ids[-1]
+                token_id, num_known = new_ids[-1], len(token_ids)
                 is_matched = sequence.matcher.is_finished
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
-            if all_logprobs and position in all_logprobs:
-                update.logprobs = all_logprobs[position][: len(new_ids)]
-            if len(token_ids) >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
+            if token_logprobs:
+                update.logprobs = token_logprobs[: len(new_ids)]
+            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
                 any_finished = True
                 update.ends_in_text = is_matched and ends_in_text(sequence, token_id)
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._ends.finish(sequence, reason[0])
                 report_times(update, request, now)
-            elif num_known <= sequence.report_times_until:
+            elif num_sampled <= sequence.report_times_until:
                 report_times(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
@@ -299,7 +300,9 @@ class Scheduler:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
             self._running.drop_finished()
-        return updates + self._ends.report_unmatched(now)
+        if self._ends.unmatched:
+            updates += self._ends.report_unmatched(now)
+        return updates
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
@@ -335,11 +338,11 @@ class Scheduler:
                     num_tokens = min(num_tokens, request.fork_position - start)
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
-            drafts = NO_DRAFTS
-            if max_drafts and num_tokens == 1 and start + 1 == known:
+            drafts, end = NO_DRAFTS, start + num_tokens
+            if max_drafts and num_tokens == 1 and end == known:
                 num_free = builder.budget - (len(running) - index) - num_reserved
                 drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
-            end = start + num_tokens + drafts.num_tokens
+                end += drafts.num_tokens
             if end > blocks.capacity or blocks.tail_shared:
                 least_start = start - sequence.num_pending_drafts
                 allocation = kv.allocate_slots(blocks, least_start, end)

@@ -52,12 +52,14 @@ _CASED = (
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How a text becomes words. pattern: what a word is; None is GPT-2's own. single_digits: digits are split off one
+    """How a text becomes words. pattern: what a word is; None is GPT-2's own. before: what is split off before, one
+    pattern after the other. single_digits: digits are split off one
     by one before. whole_words: a word that is a token is not taken apart. nfc: the text is composed first.
     adds_bos: the beginning-of-sequence token is prepended unless the file says otherwise.
     """
 
     pattern: str | None = None
+    before: tuple[str, ...] = ()
     single_digits: bool = False
     whole_words: bool = False
     nfc: bool = False
@@ -71,6 +73,16 @@ _O200K = _Splitting(
     rf"{_CASED.replace('|', f'{_CONTRACTED}|')}{_CONTRACTED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 _TEKKEN = _Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", whole_words=True, adds_bos=True)
+_QWEN35 = _Splitting(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    nfc=True,
+)
+_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_DEEPSEEK3 = _Splitting(
+    rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"),
+)
 _SPLITTINGS: Mapping[str, _Splitting] = {
     "gpt-2": _Splitting(),
     "smollm": _Splitting(single_digits=True),
@@ -79,6 +91,8 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
+    "deepseek-v3": _DEEPSEEK3,
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
     "llama4": _O200K,
@@ -188,8 +202,9 @@ def _backend(
         backend.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
     if splitting.pattern is not None:
-        first = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+        patterns = (*splitting.before, splitting.pattern)
+        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     elif splitting.single_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

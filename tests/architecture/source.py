@@ -31,7 +31,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("worker",),
     ("executors",),
     ("engine",),
-    ("llm", "llm_pooling", "server", "cli", "bench", "simulator", "metrics", "dashboard", "__main__"),
+    (
+        "offline_engine",
+        "llm",
+        "llm_engine",
+        "llm_pooling",
+        "server",
+        "cli",
+        "bench",
+        "simulator",
+        "metrics",
+        "dashboard",
+        "__main__",
+    ),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quire.config.families import GGUF
-from quire.config.gguf import hf_name, read_gguf_config
+from quire.config.gguf import read_gguf_config
+from quire.config.gguf_tensors import hf_name
 from quire.config.hf_config import load_model_config, model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -264,6 +265,6 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_names(name: str, expected: str | None) -> None:
-    names = GGUF["llama", False].gguf
+    names = GGUF["llama", False, 0].gguf
     assert names is not None
     assert hf_name(name, names) == expected

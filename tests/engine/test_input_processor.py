@@ -187,7 +187,7 @@ def test_parameters_must_be_sampling_params(processor: InputProcessor) -> None:
 def test_everything_in_range_is_taken(processor: InputProcessor) -> None:
     last = VOCABULARY - 1
     params = SamplingParams(stop_token_ids=[0, last], allowed_token_ids=[0, last], logit_bias={0: 1.0, last: -1.0})
-    assert processor.process("r", [0, last], params).params is params
+    assert processor.process("r", [0, last], params).params == params
 
 
 @pytest.mark.parametrize(("asked", "resolved"), [(None, CONTEXT - 3), (5, 5), (29, 29), (30, 29), (10**9, 29)])

@@ -152,12 +152,13 @@ def metadata(model: PreTrainedModel, architecture: str) -> dict[str, Typed]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]),
     }
+    if hasattr(config, "intermediate_size"):
+        own["feed_forward_length"] = config.intermediate_size
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None:
         own |= {"attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim}

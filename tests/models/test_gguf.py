@@ -56,6 +56,7 @@ def random_blocks(type_name: str, count: int, seed: int = 0) -> bytes:
 
 def file_of(tensors: dict[str, StoredTensor], path: Path, architecture: str = "qwen2") -> Path:
     keys = {"general.architecture": architecture, f"{architecture}.attention.head_count": 2}
+    keys[f"{architecture}.block_count"] = 8
     return GGUFWriter({key: typed(value) for key, value in keys.items()}, tensors).write(path)
 
 

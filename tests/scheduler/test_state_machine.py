@@ -61,10 +61,13 @@ class EngineMachine(RuleBasedStateMachine):
         **ENGINES,
         priority_seconds=st.sampled_from([0.02, 10.0]),
         max_pins=st.sampled_from([0, 1, 2, 3]),
+        piece_tokens=st.sampled_from([8, 1000]),
         enable_prefix_caching=st.booleans(),
     )
-    def start(self, max_pins: int, **options: Any) -> None:
+    def start(self, max_pins: int, piece_tokens: int, **options: Any) -> None:
         self.drive(CoreDriver(engine_config(**options)), max_pins)
+        hashing = self.driver.scheduler._admitter._hashing
+        hashing.piece_tokens, hashing.short_tokens = piece_tokens, 8
 
     def drive(self, driver: CoreDriver, max_pins: int) -> None:
         """Drive an engine that has no requests yet. max_pins: prefixes that may be registered at a time."""

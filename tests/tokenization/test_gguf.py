@@ -41,12 +41,19 @@ O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
+    r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 """As the tokenizer.json files of these families have them."""
 
 
-def by_pattern(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def by_pattern(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 RULES: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -58,13 +65,15 @@ RULES: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": lambda: by_pattern(QWEN2),
     "tekken": lambda: by_pattern(TEKKEN),
     "gpt-4o": lambda: by_pattern(O200K),
+    "qwen35": lambda: by_pattern(QWEN35),
+    "deepseek-v3": lambda: by_pattern(*DEEPSEEK3),
 }
 
 
 def reference(rule: str) -> tokenizers.Tokenizer:
     backend = byte_level_backend()
     backend.pre_tokenizer = RULES[rule]()
-    if rule == "qwen2":
+    if rule in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     if rule in ("llama-bpe", "tekken"):
         backend.model.ignore_merges = True

@@ -27,10 +27,12 @@ ARCHITECTURES: Mapping[str, Family] = {name: each for each in FAMILIES.values() 
 """By class: it decides, as it does for the engine, where config.json names one."""
 RUNNABLE = tuple(sorted(name for name, family in ARCHITECTURES.items() if family.is_runnable))
 """The classes that the engine runs."""
-GGUF: Mapping[tuple[str, bool], Family] = {
-    (each.gguf.architecture, each.gguf.has_experts): each for each in FAMILIES.values() if each.gguf is not None
+GGUF: Mapping[tuple[str, bool, int], Family] = {
+    (each.gguf.architecture, each.gguf.has_experts, each.gguf.gating): each
+    for each in FAMILIES.values()
+    if each.gguf is not None
 }
-"""By the name that GGUF files have for it, and whether they hold experts."""
+"""By the name that GGUF files have for it, whether they hold experts, and how these are scored (0: in any way)."""
 
 _ALIASES = {alias: family for family in FAMILIES.values() for alias in (family.model_type, *family.aliases)}
 _OTHER = Family(

@@ -36,6 +36,8 @@ ALWAYS, NEVER = Bias(default=True), Bias()
 
 EXPERT = "{expert}"
 """The number of an expert, in Hugging Face's name of a matrix that a GGUF file has in a stack of all experts'."""
+HEAD = "{head}"
+"""Likewise of a head, where a file has a stack of all heads' matrices."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class GGUFNames:
     top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
     files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
     caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
-    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is. settings, rope: what
-    config.json and its RoPE settings say of every model of the family, and files do not.
+    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is. gating: the value of
+    "expert_gating_func" that tells the family from others of its architecture; 0: any. tiled: the value heads of a
+    layer with a state are in the order of their numbers within a key head, where Hugging Face has those of a key head
+    together. settings, rope: what config.json and its RoPE settings say of every model of the family, and files do not.
     """
 
     architecture: str
@@ -59,6 +63,8 @@ class GGUFNames:
     norm_offset: float = 0.0
     caps: tuple[str, ...] = ()
     largest: int = 0
+    gating: int = 0
+    tiled: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
     rope: Mapping[str, object] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GG
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
 
 _GGUF_EXPERTS = gguf_experts("mlp.gate", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj")
-_GGUF_SHARED = {
+GGUF_SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -31,7 +31,7 @@ FAMILIES = (
         mlp_bias=NEVER,
         windows="qwen",
         has_shared_gate=True,
-        gguf=GGUFNames("qwen2moe", GGUF_TOP, _GGUF_EXPERTS | _GGUF_SHARED, settings={"norm_topk_prob": False}),
+        gguf=GGUFNames("qwen2moe", GGUF_TOP, _GGUF_EXPERTS | GGUF_SHARED, settings={"norm_topk_prob": False}),
     ),
     Family(
         "qwen3",

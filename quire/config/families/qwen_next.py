@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from quire.config.families.family import NEVER, Family, Layer, first
+from quire.config.families.family import EXPERT, NEVER, Family, GGUFNames, Layer, first
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
+from quire.config.families.qwen import GGUF_SHARED
 from quire.config.hf_json import Fields
 from quire.config.model_shape import AttentionShape
 from quire.config.rope import RopeDefaults
@@ -30,6 +33,27 @@ def _delta_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % every != 0 for layer in range(num_layers))
 
 
+_GGUF_STATE = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_GGUF_GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+_GGUF_EXPERTS = gguf_experts("mlp.gate", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj") | GGUF_SHARED
+
+
+def _gguf(
+    architecture: str, layer: Mapping[str, str], *, tiled: bool, settings: Mapping[str, object] | None = None
+) -> GGUFNames:
+    names = {name: place for name, place in layer.items() if name != "ffn_norm"}
+    return GGUFNames(architecture, GGUF_TOP, names, norm_offset=1.0, tiled=tiled, settings=settings or {})
+
+
 _NEXT = Family(
     "",
     is_runnable=True,
@@ -45,17 +69,29 @@ _NEXT = Family(
     rope=RopeDefaults(share=0.25),
 )
 FAMILIES = (
-    replace(_NEXT, model_type="qwen3_next", architectures=("Qwen3NextForCausalLM",)),
+    replace(
+        _NEXT,
+        model_type="qwen3_next",
+        architectures=("Qwen3NextForCausalLM",),
+        gguf=_gguf(
+            "qwen3next",
+            _GGUF_EXPERTS | _GGUF_STATE | {"ssm_ba": "linear_attn.in_proj_ba"},
+            tiled=False,
+            settings={"norm_topk_prob": True, "projections_apart": True},
+        ),
+    ),
     replace(
         _NEXT,
         model_type="qwen3_5_text",
         architectures=("Qwen3_5ForCausalLM",),
         aliases=("qwen3_5",),
+        gguf=_gguf("qwen35", GGUF_LAYER | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),
     replace(
         _NEXT,
         model_type="qwen3_5_moe_text",
         architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
+        gguf=_gguf("qwen35moe", _GGUF_EXPERTS | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),
 )

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire.config.families.family import EXPERT
-from quire.config.gguf import ROPE_FACTORS, HeadLayout, head_layout, hf_name
+from quire.config.families.family import EXPERT, HEAD
+from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
+from quire.config.gguf_tensors import hf_name, layer_of
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
@@ -18,6 +20,12 @@ from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
+"""Tensors of delta nets with rows of queries and keys in front of those of values."""
+_OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
+"""Those with a row for each element of a value head."""
+_VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+"""Those with rows of value heads at all."""
 _CHUNK_BYTES = 2**18
 """Blocks taken apart at once: what that needs besides the result stays in the processor's cache."""
 
@@ -46,7 +54,8 @@ class GGUFWeights:
             layout = head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
             for entry in file.tensors.values():
-                if entry.name != ROPE_FACTORS:  # a part of the configuration, read with it
+                # The factors are a part of the configuration, read with it; layers behind the last predict more tokens.
+                if entry.name != ROPE_FACTORS and (layer_of(entry.name) or 0) < layout.num_layers:
                     name = hf_name(entry.name, layout.names)
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
@@ -58,19 +67,27 @@ class GGUFWeights:
 
 
 def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) -> Iterator[tuple[str, WeightTensor]]:
-    """A tensor under its name; of a stack of experts' matrices or biases, each under its own."""
+    """A tensor under its name; of a stack of experts' matrices or biases, or of heads' matrices, each under its own."""
     data, shape = file.data(entry), entry.shape
-    if len(shape) > 1 and EXPERT in name:
+    number = next((number for number in (EXPERT, HEAD) if number in name), None)
+    if len(shape) > 1 and number is not None:
         size = entry.num_bytes // shape[0]
-        for expert in range(shape[0]):
+        for index in range(shape[0]):
             own = replace(entry, shape=shape[1:], num_bytes=size)
-            yield name.replace(EXPERT, str(expert)), _weight(data[expert * size : (expert + 1) * size], own, layout)
+            yield name.replace(number, str(index)), _weight(data[index * size : (index + 1) * size], own, layout)
         return
     if len(shape) > 2:
         raise ModelLoadError(f"tensor {entry.name!r} has {len(shape)} dimensions")
     if entry.name.endswith("ffn_gate_inp_shexp.weight"):  # of one row, which files leave out
         entry = replace(entry, shape=(1, *shape))
-    yield name, _weight(data, entry, layout)
+    weight = _weight(data, entry, layout)
+    if entry.name.endswith("ssm_conv1d.weight") and isinstance(weight, torch.Tensor):
+        weight = weight.unsqueeze(1)  # a channel's taps, which Hugging Face has as a matrix of one row
+    if entry.name.endswith("ssm_a") and isinstance(weight, torch.Tensor):  # -exp(A_log)
+        if not bool((weight < 0).all()):
+            raise ModelLoadError(f"tensor {entry.name!r} must be negative")
+        weight = weight.float().neg().log()
+    yield name, weight
 
 
 def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
@@ -78,17 +95,23 @@ def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightT
     # The elements of a vector may be permuted like the rows of a matrix.
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
     rows = np.frombuffer(data, dtype=np.uint8).reshape(num_rows, -1)
-    num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(entry.name.split(".")[-2])
+    own = entry.name.split(".")[2] if layer_of(entry.name) is not None else ""
+    num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(own)
     if layout.names.interleaved and num_heads is not None:
         rows = _halves_apart(rows, num_heads, entry.name)
+    if layout.state is not None and own in _VALUE_ROWS:
+        rows = _value_rows(rows, entry.name, layout.state)
     dtype = _PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         plain = torch.from_numpy(rows).view(dtype).view(entry.shape)
-        is_norm = entry.name.endswith("_norm.weight") and layout.names.norm_offset
-        return plain.float() - layout.names.norm_offset if is_norm else plain
+        is_norm = entry.name.endswith("_norm.weight") and own != "ssm_norm" and layout.names.norm_offset
+        plain = plain.float() - layout.names.norm_offset if is_norm else plain
+        return plain if layout.state is None or own != "ssm_out" else _value_columns(plain, layout.state)
     try:
         is_float = entry.type.name == "MXFP4"
         weight = _mxfp4_weight(rows, entry.shape[-1]) if is_float else _integer_weight(rows, entry.type)
+        if layout.state is not None and own == "ssm_out":
+            return _value_columns(weight, layout.state)
     except ModelLoadError as error:
         raise ModelLoadError(f"tensor {entry.name!r}: {error.message}") from None
     return weight if len(entry.shape) == 2 else weight.dequantize()[0]
@@ -111,6 +134,41 @@ def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
     if count % (2 * num_heads):
         raise ModelLoadError(f"tensor {name!r} has {count} rows, which {num_heads} heads cannot share in pairs")
     return rows.reshape(num_heads, count // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(count, -1)
+
+
+def _by_key(heads: StateHeads, size: int) -> npt.NDArray[np.intp]:
+    """Where the rows of values are in a file that has the first value head of every key head, then the second of every
+    one, in the order in which those of a key head are together. size: rows of a value head."""
+    places = np.arange(heads.num_values * size).reshape(heads.num_values // heads.num_keys, heads.num_keys, size)
+    return places.swapaxes(0, 1).flatten()
+
+
+def _value_rows(rows: Bytes, name: str, heads: StateHeads) -> Bytes:
+    """The rows of a tensor with those of value heads, or with queries and keys in front of them, in Hugging Face's
+    order. [n, bytes of a row] -> the same, a copy."""
+    own = name.split(".")[2]
+    size = heads.value_dim if own in _OF_ELEMENTS else 1
+    first = heads.key_rows if own in _BEHIND_KEYS else 0
+    if len(rows) != first + heads.num_values * size:
+        raise ModelLoadError(f"tensor {name!r} has {len(rows)} rows, which {heads.num_values} value heads cannot share")
+    return np.concatenate((rows[:first], rows[first:][_by_key(heads, size)]))
+
+
+def _value_columns(weight: WeightTensor, heads: StateHeads) -> WeightTensor:
+    """The matrix that takes values, with its columns in Hugging Face's order. Raises ModelLoadError where value heads
+    do not make up the columns, where they cut through groups, and for formats of floating-point blocks."""
+    if weight.shape[1] != heads.num_values * heads.value_dim:
+        raise ModelLoadError(f"{heads.num_values} value heads cannot share its {weight.shape[1]} columns")
+    columns = torch.from_numpy(_by_key(heads, heads.value_dim))
+    if isinstance(weight, torch.Tensor):
+        return weight[:, columns]
+    if not isinstance(weight, IntegerWeight):
+        raise ModelLoadError("the columns of such a matrix can be ordered in formats of integers alone")
+    if heads.value_dim % weight.group_size:
+        raise ModelLoadError(f"value heads of {heads.value_dim} elements cut through groups of {weight.group_size}")
+    groups = torch.from_numpy(_by_key(heads, heads.value_dim // weight.group_size))
+    offsets = None if weight.offsets is None else weight.offsets[:, groups]
+    return replace(weight, values=weight.values[:, columns], scales=weight.scales[:, groups], offsets=offsets)
 
 
 def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:

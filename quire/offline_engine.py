@@ -1,0 +1,127 @@
+"""What the engines in a caller's own thread share: opening, control calls, the end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.front_end import open_front_end
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.messages import Call, EngineOutputs, EngineReady
+from quire.engine.sleep import part_of
+from quire.errors import UserError
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats, shares
+from quire.tokenization.chat_template import TemplateChoice
+from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.user_tokenizer import UserTokenizer
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class OfflineEngine:
+    """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
+
+    def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
+        front_end = open_front_end(options, lambda each: InProcessClient(each, executor=executor))
+        self._client = front_end.client
+        self._input_processor = front_end.input_processor
+        self._pooling_processor = front_end.pooling_processor
+        self._output_processor = front_end.output_processor
+        self.model_config: ModelConfig = front_end.config.model
+        self.tokenizer: Tokenizer | None = front_end.tokenizer
+        self._busy = threading.Lock()
+        self._finalizer = weakref.finalize(self, front_end.shutdown)
+
+    @property
+    def ready(self) -> EngineReady:
+        """Facts found at the start: context length, number of blocks, seconds of each phase."""
+        return self._client.ready
+
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer")
+
+        def render(messages: Conversation, source: str | None = None, **options: Any) -> str:
+            return self._input_processor.submit_chat(messages, choice=TemplateChoice(source), **options).result()
+
+        return UserTokenizer(self.tokenizer, render)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take when they are given none: the model's generation_config.json over
+        SamplingParams()."""
+        return SamplingParams(**self.model_config.sampling_defaults)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges (the fields of `EngineStats`) and the shares of `quire.stats.shares`."""
+        with self._busy:
+            stats = self._call("stats")
+        assert isinstance(stats, EngineStats)
+        return {**msgspec.structs.asdict(stats), **shares(stats)}
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many blocks held one.
+
+        Files in `kv_offload_dir` stay, and count again at the next start."""
+        with self._busy:
+            value = self._call("reset_prefix_cache")
+        assert isinstance(value, int)
+        return value
+
+    def unregister_prefix(self, prefix_id: str) -> int:
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. What it
+        computed stays cached until the memory is needed. Raises UserError for an id that is not registered."""
+        with self._busy:
+            value = self._call("unregister_prefix", prefix_id)
+        assert isinstance(value, int)
+        return value
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile (docs/gpu.md).
+
+        Raises UserError while prefixes are registered."""
+        with self._busy:
+            self._call("sleep", str(level))
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
+        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        with self._busy:
+            self._call("wake_up", part_of(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether requests are rejected because the engine sleeps."""
+        with self._busy:
+            return bool(self._call("is_sleeping"))
+
+    def shutdown(self) -> None:
+        """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _call(self, method: str, argument: str = "") -> EngineStats | int | None:
+        self._client.send(Call(call_id=0, method=method, argument=argument))
+        while True:
+            outputs = self._client.receive() or EngineOutputs()
+            self._keep(outputs)
+            for result in outputs.results:
+                result.raise_error()
+                return result.value
+
+    def _keep(self, outputs: EngineOutputs) -> None:
+        """Called with what came before, and with, the answer to a call."""
