@@ -32,6 +32,7 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
@@ -130,6 +131,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         max_logprobs=_max_logprobs(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
 
 
