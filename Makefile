@@ -69,11 +69,12 @@ tests: install-test
 	@printf '==> tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 $(TESTS)
 
-# The control plane: no model is computed.
+# The control plane: no model is computed. EXAMPLES=5: five times as many random schedules.
+EXAMPLES ?= 1
 CORE := $(addprefix tests/, scheduler kv_cache decoding engine tokenization test_messages.py test_sampling_params.py)
 test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
+	@QUIRE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
 # Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here.
 test-long: install-test

@@ -67,8 +67,14 @@ class ModelConfig:
 
     @property
     def has_pooling_head(self) -> bool:
-        """Whether a projection of the model's own makes logits of what was pooled."""
-        return self.pooling is not None and self.pooling.task == "classify"
+        """Whether what was pooled goes through projections of the model's own, to logits or to another vector."""
+        return self.pooling is not None and (self.pooling.task == "classify" or bool(self.pooling.dense))
+
+    @property
+    def vector_size(self) -> int:
+        """Elements of a text's vector."""
+        dense = () if self.pooling is None else self.pooling.dense
+        return dense[-1].out_features if dense else self.hidden_size
 
     @property
     def takes_whole_prompts(self) -> bool:

@@ -1,7 +1,7 @@
 """What a model that pools does with the hidden states of a text: one vector, or the logits of its labels.
 
-The files of sentence-transformers say it (modules.json, 1_Pooling/config.json, sentence_bert_config.json), and for
-classifiers config.json. Imports no torch.
+The files of sentence-transformers say it (modules.json, 1_Pooling/config.json, config.json of further modules,
+sentence_bert_config.json), and for classifiers config.json. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ RUNNERS = ("auto", "generate", "pooling")
 CLASSIFIER = "ForSequenceClassification"
 MAX_MODULES_BYTES = 2**16
 MAX_LABELS = 4096
+MAX_FEATURES = 2**16
+"""Of a linear layer over vectors."""
 
 Method = Literal["last", "cls", "mean"]
 Task = Literal["embed", "classify"]
@@ -35,14 +37,31 @@ _METHODS: dict[str, Method | None] = {
 }
 """Flags of sentence-transformers and the methods that they mean; None: not supported."""
 _NAMES: dict[str, Method] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_VECTOR = "sentence_embedding"
+_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+"""Classes of torch, and what their functions are called here."""
+
+
+@dataclass(frozen=True)
+class DenseModule:
+    """A linear layer over pooled vectors. folder: of its weights, beside the model's. activation: "tanh", a name of
+    `kernels/activation.py`, or None."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str | None
 
 
 @dataclass(frozen=True)
 class PoolingConfig:
     """task: "embed" gives a vector, "classify" the logits of `labels`. method: which hidden states it is made of: the
     last or the first ("cls") token's, or the mean over all. normalize: whether a vector has length 1 unless a request
-    says otherwise. activation: what makes probabilities of logits. dimensions: leading elements of a vector that are a
-    vector of their own (Matryoshka); empty: `any_dimensions` says whether every number of them is."""
+    says otherwise. dense: what the vector goes through before that. activation: what makes probabilities of logits.
+    dimensions: leading elements of a vector that are a vector of their own (Matryoshka); empty: `any_dimensions` says
+    whether every number of them is."""
 
     task: Task
     method: Method
@@ -51,6 +70,7 @@ class PoolingConfig:
     activation: Activation = "identity"
     dimensions: tuple[int, ...] = ()
     any_dimensions: bool = False
+    dense: tuple[DenseModule, ...] = ()
 
 
 def read_pooling(
@@ -63,7 +83,7 @@ def read_pooling(
     """
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
     is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
-    modules = None if path.is_file() else _module_types(path)
+    modules = None if path.is_file() else _modules(path)
     if runner == "generate":
         if not is_causal:
             raise ConfigError(f"runner='generate' is not possible: {architecture} generates no text", param="runner")
@@ -79,9 +99,10 @@ def read_pooling(
     return PoolingConfig(
         "embed",
         method or ("cls" if is_encoder else "last"),
-        normalize=modules is None or "Normalize" in modules,
+        normalize=modules is None or any(kind == "Normalize" for kind, _ in modules),
         dimensions=_whole_numbers(fields, "matryoshka_dimensions", matryoshka),
         any_dimensions=fields.boolean("is_matryoshka", False),
+        dense=tuple(_dense(path, folder) for kind, folder in modules or () if kind == "Dense"),
     )
 
 
@@ -128,22 +149,47 @@ def _activation(fields: Fields, num_labels: int) -> Activation:
     return "sigmoid" if problem == "multi_label_classification" or num_labels == 1 else "softmax"
 
 
-def _module_types(path: Path) -> list[str] | None:
-    """The class names that modules.json lists, in order; None without that file, or without a Pooling in it."""
+def _modules(path: Path) -> list[tuple[str, str]] | None:
+    """The class names and folders that modules.json lists, in order; None without that file, or without a Pooling in
+    it."""
     file = path / "modules.json"
     if file_bytes(file) is None:
         return None
     try:
         listed: Any = json.loads(read_model_file(file, MAX_MODULES_BYTES))
-        names = [str(module["type"]).rpartition(".")[2] for module in listed]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        modules = [(str(each["type"]).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ModelLoadError(f"{file} must list modules with a type each") from None
+    names = [name for name, _ in modules]
     if "Pooling" not in names:
         return None
-    unknown = [name for name in names if name not in ("Transformer", "Pooling", "Normalize")]
+    unknown = [name for name in names if name not in _MODULES]
     if unknown:
         raise ModelLoadError(f"{file}: the module {shown(unknown[0])} is not supported")
-    return names
+    if names != sorted(names, key=_MODULES.index) or any(names.count(name) > 1 for name in _MODULES if name != "Dense"):
+        raise ModelLoadError(
+            f"{file}: modules are supported in the order {', '.join(_MODULES)}, not {', '.join(names)}"
+        )
+    return modules
+
+
+def _dense(path: Path, folder: str) -> DenseModule:
+    if not folder or Path(folder).name != folder or folder == "..":
+        raise ModelLoadError(f"{path / 'modules.json'}: {shown(folder)} is no name of a folder")
+    file = path / folder / "config.json"
+    fields = Fields(read_optional_json(file), str(file))
+    for key in ("module_input_name", "module_output_name"):
+        fields.choice(key, (_VECTOR,), _VECTOR)
+    named = fields.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if named not in _ACTIVATIONS:
+        raise fields.error(f"activation_function {shown(named)} is not supported (known: {', '.join(_ACTIVATIONS)})")
+    return DenseModule(
+        folder,
+        fields.integer("in_features", maximum=MAX_FEATURES),
+        fields.integer("out_features", maximum=MAX_FEATURES),
+        fields.boolean("bias", True),
+        _ACTIVATIONS[named],
+    )
 
 
 def _method(path: Path) -> Method:

@@ -28,6 +28,7 @@ from quire.config.resolve_device import (
     BACKENDS,
     check_batch_invariant,
     choose_device,
+    device_precision,
     graph_options,
     triton_model,
 )
@@ -45,9 +46,9 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16", "fp8"),
     "triton": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
 }
-"""What each attention back end stores keys and values in (a device has no 8 bits yet, which is said by name)."""
+"""What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
-MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
+MATMUL_PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8")
 QUANTIZATIONS: dict[str, int | None] = {
     "int8": None,
     "int4": 32,
@@ -122,7 +123,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             or max(1, usable_cores() // parallel.tp),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
-            matmul_precision=_matmul_precision(options, model, backend),
+            matmul_precision=_matmul_precision(options, model, backend, device),
             cuda_graphs=cuda_graphs,
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
@@ -183,10 +184,16 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
 
 
-def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str) -> str:
+def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
     """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
     every engine on a GPU does with them: not for weights that are cast to it here."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
+    if backend == "triton":
+        return device_precision(asked, model, device)
+    if asked in ("float16", "fp8"):
+        raise ConfigError(
+            f"matmul_precision={asked!r} is not possible: products in it are a GPU's", param="matmul_precision"
+        )
     if backend != "native":
         if asked not in ("auto", model.dtype):
             raise ConfigError(
@@ -229,7 +236,7 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
             f"it is loaded, choose {', '.join(QUANTIZATIONS)}",
             param="quantization",
         )
-    if backend != "native":
+    if backend == "torch":
         raise ConfigError(
             f"quantization={asked!r} needs the native CPU kernels: {_why_not_native(model) or 'torch was chosen'}",
             param="quantization",

@@ -10,6 +10,7 @@ from quire.config.cuda import LEAST_CAPABILITY, CudaFacts, find_cuda, has_triton
 from quire.config.device import CUDA_GRAPHS, default_ladder
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.quantization import ROUNDED, WEIGHT_ONLY
 from quire.config.scheduler import SchedulerConfig
 from quire.config.toolchain import FENCED_TRITON, triton_version
 from quire.errors import ConfigError
@@ -19,6 +20,8 @@ BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
 """From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
+FLOAT8_CAPABILITY = (8, 9)
+"""From here on tensor cores multiply 8-bit floats."""
 DEVICE_RANK_LIMIT = 512
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
@@ -55,16 +58,15 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     Raises ConfigError for what that back end cannot do yet.
     """
     quantization = options.quantization or (model.quantization and model.quantization.method)
-    if quantization is not None:
+    if quantization in ROUNDED.values():
         raise ConfigError(
-            f"quantised weights ({quantization}) are not available on this device yet: choose a checkpoint that is "
-            "not quantised, or device='cpu'",
+            f"{quantization}, which multiplies integers, is not available on this device yet: choose weights that are "
+            f"{' or '.join(WEIGHT_ONLY.values())} alone or fp8, or device='cpu'",
             param="quantization",
         )
-    if options.kv_cache_dtype == "int8" or options.kv_cache_dtype.startswith("fp8"):
+    if options.kv_cache_dtype == "int8":
         raise ConfigError(
-            f"kv_cache_dtype={options.kv_cache_dtype!r} is not available on this device yet: choose auto, float32, "
-            "bfloat16 or float16, or device='cpu'",
+            "kv_cache_dtype='int8' is not available on this device yet: choose fp8, or device='cpu'",
             param="kv_cache_dtype",
         )
     attention = model.shape.attention
@@ -87,6 +89,33 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             param="attention_backend",
         )
     return replace(model, kv_cache_dtype=model.dtype) if options.kv_cache_dtype == "auto" else model
+
+
+def device_precision(asked: str, model: ModelConfig, device: str) -> str:
+    """DeviceConfig's `matmul_precision` for the Triton back end. Raises ConfigError for what it does not multiply."""
+    has_float8 = model.quantization is not None and model.quantization.method == "fp8"
+    capability = find_cuda().devices[0].capability if device == "cuda" else FLOAT8_CAPABILITY
+    if asked == "fp8":
+        if not has_float8:
+            raise ConfigError(
+                "matmul_precision='fp8' would change nothing: the weights are not FP8 (quantization='fp8')",
+                param="matmul_precision",
+            )
+        if capability < FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f"matmul_precision='fp8' is not possible: tensor cores multiply 8-bit floats from compute capability "
+                f"{_dotted(FLOAT8_CAPABILITY)} on, and this device has {_dotted(capability)}",
+                param="matmul_precision",
+            )
+        return "fp8"
+    if asked not in ("auto", model.dtype):
+        raise ConfigError(
+            f"matmul_precision={asked!r} is not possible: triton multiplies in the dtype of the weights, {model.dtype}",
+            param="matmul_precision",
+        )
+    if asked == "auto" and has_float8 and capability >= FLOAT8_CAPABILITY and model.dtype != "float32":
+        return "fp8"
+    return model.dtype
 
 
 def graph_options(
@@ -119,8 +148,6 @@ def graph_options(
 def _why_no_graphs(model: ModelConfig) -> str | None:
     if model.impl != "quire":
         return "runs through Transformers, whose code cannot be captured"
-    if any(layer.attention.kind == "state" for layer in model.shape.layers):
-        return "has layers with states, whose operations wait for the host and cannot be captured"
     return None
 
 

@@ -59,7 +59,7 @@ class FrontEnd:
         """Of requests for vectors. Waits as `input_processor` does."""
         inputs, model = self.input_processor, self.config.model
         if self._pooling_processor is None:
-            self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.hidden_size)
+            self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.vector_size)
         return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:

@@ -37,11 +37,11 @@ _SHORTEST = 1e-12
 class PoolingProcessor:
     """Of one model. pooling: how it pools; None: it generates, and every task is refused."""
 
-    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, hidden_size: int) -> None:
+    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
         self._inputs = inputs
         self._pooling = pooling
         self._name = name
-        self._hidden_size = hidden_size
+        self._vector_size = vector_size
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -147,8 +147,8 @@ class PoolingProcessor:
                 "matryoshka_dimensions)",
                 param="dimensions",
             )
-        if wanted > self._hidden_size:
-            raise UserError(f"dimensions must be at most {self._hidden_size}, not {wanted}", param="dimensions")
+        if wanted > self._vector_size:
+            raise UserError(f"dimensions must be at most {self._vector_size}, not {wanted}", param="dimensions")
 
     # -- results ----------------------------------------------------------------------------------------------------
 

@@ -44,9 +44,10 @@ class CheckpointNames:
         (`elsewhere`). Raises ModelLoadError for one that the model does not know.
 
         AutoGPTQ gave every matrix a bias, of zeros where the model has none: biases of zeros without a slot are not
-        needed.
+        needed. BERT's first checkpoints call the weight and the bias of a LayerNorm gamma and beta.
         """
-        for candidate in (name, self.base + name):
+        own = _LAYER_NORM.sub(lambda found: found[1] + _LAYER_NORM_NAMES[found[2]], name)
+        for candidate in (own, self.base + own):
             if candidate in slots:
                 return candidate
             if candidate in elsewhere:
@@ -56,6 +57,8 @@ class CheckpointNames:
         raise ModelLoadError(f"tensor {name!r} does not belong to this model")
 
 
+_LAYER_NORM_NAMES = {"gamma": "weight", "beta": "bias"}
+_LAYER_NORM = re.compile(r"(LayerNorm\.)(gamma|beta)$")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(model\.|lm_head\.)?(.+)")
 _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 

@@ -59,6 +59,11 @@ class Decoder(ABC):
         for index, layer in enumerate(layers):
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
 
+    def project_vectors(self, head: OutputHead) -> None:
+        """Have `compute_logits` project what was pooled, by tensors that are called as `head` says."""
+        self._head = head
+        self.slots |= head.slots()
+
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
 

@@ -43,8 +43,7 @@ class Encoder(Decoder):
         """prefix: as for Decoder. head: of a classifier; its slots are named as in a checkpoint."""
         super().__init__(layers, prefix, EmbedderHead(config.hidden_size), CheckpointNames.of(config))
         if head is not None:
-            self._head = head
-            self.slots |= head.slots()
+            self.project_vectors(head)
 
     def cache_specs(self) -> list[LayerSpec]:
         return []

@@ -24,12 +24,15 @@ from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
+from quire.quantization.weight_format import weight_formats
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
     from quire.layers.device import DeviceLayers
     from quire.models.decoder import Decoder
     from quire.models.eager_calls import EagerCalls
+    from quire.quantization.device import DeviceLinear
+    from quire.quantization.packed_device import PackedDeviceLinear
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,6 +65,8 @@ def load_model(
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
+        if config.pooling is not None:
+            files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         elsewhere = frozenset(_check_room(config, files).slots)
     elif files is not None and group.size > 1:
         raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
@@ -110,7 +115,7 @@ def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -
 
 def _native_context(config: ModelConfig) -> LayerContext:
     from quire.layers.native import NativeOperations
-    from quire.quantization.packed import PackedLinear, weight_formats
+    from quire.quantization.packed import PackedLinear
 
     linear, vocabulary, positions = (PackedLinear(each) for each in weight_formats(config))
     return layer_context(
@@ -130,16 +135,31 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
     from quire.quantization.device import DeviceLinear
 
     dtype = TORCH_DTYPES[config.dtype]
-    linear = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
+    plain = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
     return layer_context(
         dtype=dtype,
         device=layers.device,
         cache_dtype=config.kv_cache_dtype,
         group=SINGLE_RANK,
         operations=DeviceOperations(),
-        linear=linear,
-        vocabulary=linear,
-        positions=linear,
+        linear=_packed_device_linear(config, plain, layers) or plain,
+        vocabulary=plain,
+        positions=plain,
+    )
+
+
+def _packed_device_linear(config: ModelConfig, plain: DeviceLinear, layers: DeviceLayers) -> PackedDeviceLinear | None:
+    """None for a model that is not quantised."""
+    if config.quantization is None:
+        return None
+    from quire.quantization.packed_device import PackedDeviceLinear
+
+    return PackedDeviceLinear(
+        plain,
+        weight_formats(config)[0],
+        config.quantization.bits,
+        converts_e4m3=layers.converts_e4m3,
+        rounds_activations=layers.rounds_activations,
     )
 
 

@@ -75,6 +75,12 @@ def build_model(config: ModelConfig, context: LayerContext, calls: EagerCalls | 
     knows tensors (None: the context's own, whose values are tensors). Raises ModelLoadError."""
     if config.impl == "quire":
         model: LoadableModel = model_architectures().load(config.architecture)(config, context)
+        if config.pooling is not None and config.pooling.dense:
+            from quire.models.decoder import Decoder
+            from quire.models.pooled_vectors import DenseHead
+
+            assert isinstance(model, Decoder), "what pools is one of the models here"
+            model.project_vectors(DenseHead(config, context))
         return model
     from quire.models.eager_calls import TensorCalls
     from quire.models.transformers_model import TransformersModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,15 +27,31 @@ Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 
 
 class WeightFiles:
-    """Files of one format. `expected` names the tensors that an index promises for each file."""
+    """Files of one format each. `expected` names the tensors that an index promises for each file; `prefixes` has what
+    the names of a file's tensors are put behind."""
 
-    def __init__(self, directory: Path, expected: dict[Path, set[str]]) -> None:
+    def __init__(
+        self, directory: Path, expected: dict[Path, set[str]], prefixes: Mapping[Path, str] | None = None
+    ) -> None:
         self.directory = directory
         self.current: Path | None = None
         """The file that the last streamed tensor came from; None once all are through."""
         self.bytes_read = BytesRead()
         """Of safetensors files: those of other formats are mapped into memory or read whole."""
         self._expected = expected
+        self._prefixes = prefixes or {}
+
+    def with_folders(self, folders: Sequence[str], load_format: str) -> WeightFiles:
+        """These files and those of folders of the directory, whose tensors are called `<folder>.<name>`. Raises
+        ModelLoadError for a folder without weights."""
+        expected, prefixes = dict(self._expected), dict(self._prefixes)
+        for folder in folders:
+            found = find_weights(self.directory / folder, load_format)
+            if isinstance(found, GGUFWeights):
+                raise ModelLoadError(f"{self.directory / folder}: a GGUF file beside weights of another format")
+            expected |= found._expected
+            prefixes |= dict.fromkeys(found.paths, f"{folder}.")
+        return WeightFiles(self.directory, expected, prefixes)
 
     @property
     def paths(self) -> list[Path]:
@@ -63,7 +79,7 @@ class WeightFiles:
             is_safetensors = path.suffix == ".safetensors"
             for name, tensor in read_safetensors(path, self.bytes_read) if is_safetensors else read_torch(path):
                 seen.add(name)
-                yield name, tensor
+                yield self._prefixes.get(path, "") + name, tensor
                 done += tensor.nbytes
                 report(min(done, total), total)
             if expected - seen:

@@ -11,6 +11,7 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
+from quire.kernels.triton.weight_formats import StoredMatrix
 from quire.layers.experts import ExpertWeights, count_rows
 from quire.quantization.unquantized import PlainParameters, PlainStack, UnquantizedLinear
 
@@ -53,7 +54,8 @@ class DeviceLinear(UnquantizedLinear):
         assert isinstance(gate_up, PlainStack), "made by create_stack"
         assert isinstance(down, PlainStack), "made by create_stack"
         count_rows(weights.counts, routing)
-        matrices = ExpertMatrices(gate_up.weights, down.weights, gate_up.biases, down.biases)
+        stored = StoredMatrix.plain(gate_up.weights), StoredMatrix.plain(down.weights)
+        matrices = ExpertMatrices(*stored, gate_up.biases, down.biases)
         return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
 
     def _product(

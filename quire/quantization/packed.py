@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.model import DTYPE_BYTES
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.packing import PackedMatrix
@@ -18,9 +18,8 @@ from quire.logging import get_logger
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape
 from quire.quantization.pack_parts import pack_parts
-from quire.quantization.quantize import quantize_rows
-from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
 from quire.quantization.quantized_weight import QuantizedWeight
+from quire.quantization.weight_format import EIGHT_BITS, WeightFormat
 
 logger = get_logger(__name__)
 
@@ -40,43 +39,6 @@ FLOAT_TYPES = {
     "bfloat16": _native.WeightType.BF16,
     "float16": _native.WeightType.F16,
 }
-
-
-EIGHT_BITS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
-    input features (None: one group a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: of
-    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. A checkpoint's own
-    quantised matrices are kept whatever `bits` is."""
-
-    dtype: str
-    bits: int = 0
-    group_size: int | None = None
-    rounded_activations: bool = False
-    small_floats: bool = False
-
-
-def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
-    """Of linear layers, of the vocabulary's matrices, and of learned positions.
-
-    Quantising at load leaves the vocabulary at 8 bits: it is both the first thing that a token goes through and the
-    last, and 4 bits there cost more than in all layers together.
-    """
-    quantization = config.quantization
-    plain = WeightFormat(config.dtype)
-    if quantization is None:
-        return plain, plain, plain
-    rounded = quantization.rounds_activations
-    if quantization.checkpoint_format is not None:
-        stored = WeightFormat(config.dtype, rounded_activations=rounded)
-        return stored, stored, plain
-    small_floats = not quantization.is_integer
-    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded, small_floats)
-    vocabulary = WeightFormat(config.dtype, 8, None, rounded)
-    return linear, vocabulary, plain
 
 
 @dataclass(eq=False, slots=True)
@@ -119,11 +81,7 @@ class PackedLinear:
                 matrix.load_dense(waiting.dequantize(), row)
             parameters.pending.clear()
             return
-        part: QuantizedWeight
-        if isinstance(tensor, torch.Tensor):
-            part = self._quantized(tensor)
-        else:
-            part = tensor
+        part = self._format.quantize(tensor) if isinstance(tensor, torch.Tensor) else tensor
         if parameters.matrix is not None:  # of floating point: another part came as that
             parameters.matrix.load_dense(part.dequantize(), first_row)
             return
@@ -212,13 +170,6 @@ class PackedLinear:
                 memory=self._arena.allocate,
             )
         return parameters.matrix
-
-    def _quantized(self, tensor: torch.Tensor) -> QuantizedWeight:
-        weight_format = self._format
-        if not weight_format.small_floats:
-            return quantize_rows(tensor, weight_format.bits, weight_format.group_size)
-        quantize = quantize_float8 if weight_format.bits == EIGHT_BITS else quantize_mxfp4
-        return quantize(tensor)
 
     def _pack(self, parameters: PackedParameters) -> None:
         shape = parameters.shape

@@ -176,14 +176,37 @@ def test_batch_invariant_needs_fences(model: str, machine: Machine) -> None:
 def test_what_a_device_cannot_do_yet(model: str, machine: Machine) -> None:
     machine()
     assert rejected(model, kv_cache_dtype="int8")[0] == "kv_cache_dtype"
-    assert rejected(model, quantization="int8")[0] == "quantization"
+    assert rejected(model, quantization="w8a8")[0] == "quantization"
     assert rejected(model, matmul_precision="bfloat16")[0] == "matmul_precision"
     change(model, head_dim=320)
     assert "heads of 320" in rejected(model)[1]
     change(model, head_dim=32, quantization_config=GPTQ)
-    param, message = rejected(model)
-    assert (param, "int4" in message) == ("quantization", True)
-    assert resolved(model, device="cpu").model.quantization is not None
+    param, message = rejected(model, quantization="w4a8")
+    assert (param, "w4a8" in message) == ("quantization", True)
+    assert resolved(model, quantization="w4a8", device="cpu").model.quantization is not None
+
+
+AMPERE = CudaDevice("NVIDIA A100", 80 * 2**30, (8, 0), 108)
+
+
+def test_quantised_weights_and_what_they_are_multiplied_in(model: str, machine: Machine) -> None:
+    """Activations are rounded to FP8 by default where tensor cores multiply it, and the dtype names the other way."""
+    machine()
+    plain = change(model, torch_dtype="bfloat16")
+    assert resolved(plain, quantization="int4").device.matmul_precision == "bfloat16"
+    assert resolved(plain, quantization="fp8").device.matmul_precision == "fp8"
+    assert resolved(plain, quantization="fp8", matmul_precision="bfloat16").device.matmul_precision == "bfloat16"
+    assert resolved(plain, quantization="fp8", dtype="float32").device.matmul_precision == "float32"
+    param, message = rejected(plain, matmul_precision="fp8")
+    assert (param, "not FP8" in message) == ("matmul_precision", True)
+    assert "a GPU's" in rejected(plain, matmul_precision="fp8", device="cpu")[1]
+    machine(with_device(AMPERE))
+    assert resolved(plain, quantization="fp8").device.matmul_precision == "bfloat16"
+    assert "8.9 on, and this device has 8.0" in rejected(plain, quantization="fp8", matmul_precision="fp8")[1]
+    change(model, quantization_config=GPTQ)
+    quantization = resolved(model).model.quantization
+    assert quantization is not None
+    assert quantization.method == "int4"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +227,11 @@ def test_kinds_of_graphs(model: str, machine: Machine, options: dict[str, Any], 
     assert bool(device.cuda_graph_sizes) == (kind != "none")
 
 
-def test_layers_with_states_have_no_graphs(model: str, machine: Machine) -> None:
+def test_layers_with_states_have_graphs(model: str, machine: Machine) -> None:
     machine()
     config = resolved(model)
     stateful = replace(config.model, shape=find_shape("qwen3-next-80b-a3b"))
-    assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful) == ("none", ())
-    with pytest.raises(ConfigError, match="layers with states"):
-        graph_options(EngineOptions(cuda_graphs="full"), config.scheduler, "cuda", stateful)
+    assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful)[0] == "full_and_piecewise"
 
 
 @pytest.mark.parametrize(

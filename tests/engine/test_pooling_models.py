@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3Model
 
 from quire.cli import plan
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.errors import UserError
+from quire.errors import ModelLoadError, UserError
 from quire.executors.local import LocalExecutor
 from tests.fakes.core import CoreClient
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
@@ -40,9 +41,13 @@ def executors() -> Iterator[list[LocalExecutor]]:
         executor.shutdown()
 
 
-def save_encoder(model: PreTrainedModel, directory: Path, pooling: str | None = None) -> Path:
-    """Write the model, and where `pooling` names a method the files of sentence-transformers."""
+def save_encoder(model: PreTrainedModel, directory: Path, pooling: str | None = None, *, safe: bool = True) -> Path:
+    """Write the model, and where `pooling` names a method the files of sentence-transformers. safe: as safetensors,
+    else in the format of `torch.save`."""
     model.save_pretrained(directory)
+    if not safe:
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
     if pooling is not None:
         modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
         listed = [{"idx": i, "path": path, "type": f"st.models.{name}"} for i, (name, path) in enumerate(modules)]
@@ -87,6 +92,82 @@ def test_an_encoder_like_transformers_in_every_batch(
     backwards = pool(client, PROMPTS[::-1], "backwards")
     assert all(torch.equal(*pair) for pair in zip(together, backwards[::-1], strict=True))
     client.core.scheduler.check()
+
+
+def add_dense(path: Path, sizes: list[tuple[int, int, str]], *, is_old: bool) -> list[torch.nn.Module]:
+    """Write `Dense` modules between the pooling and the norm, as sentence-transformers does; the modules themselves.
+    sizes: inputs, outputs and the class of the activation. is_old: weights in the format of `torch.save`."""
+    listed = json.loads((path / "modules.json").read_text())
+    made: list[torch.nn.Module] = []
+    for index, (width, outputs, activation) in enumerate(sizes):
+        folder = path / f"{2 + index}_Dense"
+        folder.mkdir()
+        linear = torch.nn.Linear(width, outputs, bias=index == 0)
+        with torch.no_grad():
+            for weight in linear.parameters():
+                weight.normal_(0.0, 0.3)
+        config = {"in_features": width, "out_features": outputs, "bias": index == 0}
+        config["activation_function"] = f"torch.nn.modules.activation.{activation}"
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {f"linear.{name}": weight.detach() for name, weight in linear.named_parameters()}
+        if is_old:
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors")
+        listed.insert(2 + index, {"idx": 2 + index, "path": folder.name, "type": "st.models.Dense"})
+        made.append(torch.nn.Sequential(linear, getattr(torch.nn, activation)()))
+    (path / "modules.json").write_text(json.dumps(listed))
+    return made
+
+
+@pytest.mark.parametrize(("kind", "is_old"), [("encoder", False), ("encoder", True), ("decoder", False)])
+def test_dense_modules_project_vectors(
+    kind: str, is_old: bool, backend: str, tmp_path: Path, executors: list[LocalExecutor]
+) -> None:
+    is_encoder = kind == "encoder"
+    model = randomize(ENCODERS["bert"]() if is_encoder else Qwen3Model(Qwen3Config(**DECODER)))
+    path = save_encoder(model, tmp_path, "mean_tokens" if is_encoder else "lasttoken", safe=not is_old)
+    dense = add_dense(path, [(48, 40, "Tanh"), (40, 72, "Identity")], is_old=is_old)
+    client = start(path, executors, attention_backend=backend, num_blocks_override=60)
+    with torch.no_grad():
+        states = [hidden_states(model, prompt) for prompt in PROMPTS]
+        expected = [dense[1](dense[0](state.mean(0) if is_encoder else state[-1])) for state in states]
+    assert_near(pool(client, PROMPTS, "text"), expected)
+    assert resolve(EngineOptions.from_keywords({"model": str(path)})).model.vector_size == 72
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_features": 40}, "in_features is 40 for vectors of 48 elements"),
+        ({"activation_function": "torch.nn.modules.activation.Mish"}, "activation_function 'Mish' is not supported"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name 'token_embeddings' is not supported"),
+        ({"out_features": 2**20}, "out_features must be at most 65536"),
+    ],
+)
+def test_dense_modules_that_do_not_fit(
+    change: dict[str, object], message: str, tmp_path: Path, executors: list[LocalExecutor]
+) -> None:
+    path = save_encoder(ENCODERS["bert"](), tmp_path, "mean_tokens")
+    add_dense(path, [(48, 40, "Tanh")], is_old=False)
+    config = path / "2_Dense" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ModelLoadError, match=message):
+        start(path, executors)
+
+
+def test_first_names_of_layer_norms(tmp_path: Path, executors: list[LocalExecutor]) -> None:
+    model = randomize(ENCODERS["bert"]())
+    path = save_encoder(model, tmp_path, "mean_tokens")
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {
+        name.replace(new, old): weight
+        for name, weight in model.state_dict().items()
+        for new, old in [next(((new, old) for new, old in names.items() if new in name), ("", ""))]
+    }
+    assert sum("gamma" in name for name in tensors) == 7
+    save_file(tensors, path / "model.safetensors")
+    assert_near(pool(start(path, executors), PROMPTS, "text"), [hidden_states(model, each).mean(0) for each in PROMPTS])
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

@@ -25,7 +25,8 @@ from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.device import DeviceLinear
-from quire.quantization.packed import PackedLinear, WeightFormat
+from quire.quantization.packed import PackedLinear
+from quire.quantization.weight_format import WeightFormat
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.worker.platform.cpu import CpuPlatform

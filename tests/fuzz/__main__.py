@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 import tests.conftest  # noqa: F401  (the environment that tests run in, set before anything is imported)
@@ -23,6 +24,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown fuzzers: {', '.join(sorted(unknown))}")
     seconds = options.seconds if options.seconds or options.cases else 60.0
+    logging.getLogger("quire").setLevel(logging.ERROR)  # what is odd about a case is no finding
     num_findings = 0
     for fuzzer in FUZZERS:
         if options.names and fuzzer.name not in options.names:

@@ -360,7 +360,7 @@ def _target() -> Iterator[Attack]:
 def _count() -> int:
     """Connections and requests that are in memory."""
     gc.collect()
-    return sum(isinstance(found, BoundedHttpProtocol | RequestResponseCycle) for found in gc.get_objects())
+    return sum(issubclass(type(found), BoundedHttpProtocol | RequestResponseCycle) for found in gc.get_objects())
 
 
 RAW_HTTP = Fuzzer("raw_http", _target, num_test_cases=120)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.connectors.interface import Pools
@@ -15,6 +14,7 @@ from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.spec import AttentionSpec
 from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
+from tests.machines import run_machine
 
 NUM_GROUPS = 2
 NUM_DEVICE_BLOCKS = 1000
@@ -174,10 +174,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def test_random_transfers() -> None:
-    run_state_machine_as_test(
-        TiersMachine,
-        settings=settings(max_examples=50, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
-    )
+    run_machine(TiersMachine, examples=25, steps=60)
     # Which rules hypothesis draws is chance; loads that fail have tests in tests/scheduler/test_connector_loads.py.
     assert TiersMachine.num_hits > 5
 

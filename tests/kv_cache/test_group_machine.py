@@ -13,14 +13,12 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
@@ -28,6 +26,7 @@ from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from tests.machines import run_machine
 
 FULL = AttentionSpec(num_kv_heads=4, key_dim=8, value_dim=8, dtype_bytes=2)
 NARROW = AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=2)
@@ -433,18 +432,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_sequences_over_groups(name: str) -> None:
-    run_state_machine_as_test(
-        type("Machine", (GroupMachine,), {"name": name}),
-        settings=settings(
-            max_examples=30,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            phases=[Phase.explicit, Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(type("Machine", (GroupMachine,), {"name": name}), examples=15, steps=30)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

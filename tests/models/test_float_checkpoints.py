@@ -127,8 +127,8 @@ def test_scales_of_the_kv_cache_are_left_out(names: str, tmp_path: Path, caplog:
     assert caplog.text.count("4 scales of an 8-bit KV cache are left out") == 1
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """GPT-OSS: the experts of a layer in one tensor, biases and the other matrices as they are."""
+def write_gpt_oss(tmp_path: Path) -> tuple[Path, Path]:
+    """As write_pair: the experts of a layer in one tensor, biases and the other matrices as they are."""
     model = randomize(gpt_oss(hidden_size=64, intermediate_size=64, swiglu_limit=0.8))
     plain = save(model, tmp_path / "plain")
     packed = Path(shutil.copytree(plain, tmp_path / "packed"))
@@ -143,6 +143,11 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, packed / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
     change_config(packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return packed, plain
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    packed, plain = write_gpt_oss(tmp_path)
     assert greedy(packed) == greedy(plain)
 
 

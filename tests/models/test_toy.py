@@ -24,8 +24,9 @@ from quire.layers.native import NativeOperations
 from quire.models.native import NativeModel
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.device import DeviceLinear
-from quire.quantization.packed import PackedLinear, WeightFormat
+from quire.quantization.packed import PackedLinear
 from quire.quantization.unquantized import UnquantizedLinear
+from quire.quantization.weight_format import WeightFormat
 from quire.worker.kv_tensors import allocate_pages
 from tests.layers.helpers import torch_context
 from tests.models.harness import PagedRunner, random_prompts

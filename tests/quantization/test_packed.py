@@ -11,8 +11,9 @@ from quire.kernels.cpu import _native
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.interface import LinearShape
 from quire.quantization.merge import merge_rows
-from quire.quantization.packed import PackedLinear, PackedParameters, WeightFormat
+from quire.quantization.packed import PackedLinear, PackedParameters
 from quire.quantization.quantize import quantize_rows
+from quire.quantization.weight_format import WeightFormat
 
 K = 64
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from quire.kv_cache.connectors.offload import RETRY
 from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.disk import FakeDisk
 from tests.fakes.transfers import copies, disk_orders
+from tests.machines import run_machine
 from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
@@ -396,15 +396,7 @@ class TierMachine(EngineMachine):
 def test_random_schedules_over_three_tiers() -> None:
     """The invariants hold after every step, every completion is that of a lone run, and everything does happen."""
     TierMachine.totals.clear()
-    run_state_machine_as_test(
-        TierMachine,
-        settings=settings(
-            max_examples=30,
-            stateful_step_count=80,
-            phases=[Phase.explicit, Phase.generate],
-            report_multiple_bugs=False,
-        ),
-    )
+    run_machine(TierMachine, examples=12, steps=80)
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for: each of the rest (hits on
     # disk, failures, restarts, preemption) has a test of its own above.
     totals = TierMachine.totals

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 
 from quire.decoding.drafts import Drafts
 from quire.request import FinishReason, Sequence
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 from tests.fakes.traffic import DraftingEpisode, run_traffic
+from tests.machines import run_machine
 from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 
@@ -163,15 +163,7 @@ class DraftingMachine(EngineMachine):
 
 def test_random_schedules_with_drafts() -> None:
     DraftingMachine.totals.clear()
-    run_state_machine_as_test(
-        DraftingMachine,
-        settings=settings(
-            max_examples=30,
-            stateful_step_count=80,
-            phases=[Phase.explicit, Phase.generate],
-            report_multiple_bugs=False,
-        ),
-    )
+    run_machine(DraftingMachine, examples=12, steps=80)
     totals = DraftingMachine.totals
     assert totals["steps_total"] > 300
     assert totals["accepted drafts"] > 0

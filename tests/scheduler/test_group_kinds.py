@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 
 from quire.kv_cache.layout import group_layers
 from tests.fakes.core import CoreDriver
 from tests.fakes.groups import layer_spec
+from tests.machines import run_machine
 from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 KINDS = [
@@ -44,18 +44,7 @@ def test_random_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.kv_cache.layout.STATE_BORDER", 4)
     groups, _ = group_layers([layer_spec(kind) for kind in KINDS[-1]], 4, 4)
     assert [group.block_size for group in groups] == [8, 4, 4, 8]
-    run_state_machine_as_test(
-        KindsMachine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=60,
-            phases=[Phase.explicit, Phase.generate],
-            report_multiple_bugs=False,
-            derandomize=True,
-            database=None,
-            deadline=None,
-        ),
-    )
+    run_machine(KindsMachine, examples=12, steps=60)
     totals = KindsMachine.totals
     for event in ("preemptions_total", "copied_blocks_total", "prefix_cache_hits_total", "evictions_total", "aborts"):
         assert totals[event] > 5, event

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from quire.engine.core import LAST_TRANSFERS
 from quire.errors import UserError
 from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.remote import FakeRemote, remote_scheduler
+from tests.machines import run_machine
 from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
@@ -370,15 +370,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     """No leak, no block with two owners, every wait ends, and every completion is that of a lone run without a
     connector."""
     RemoteMachine.totals.clear()
-    run_state_machine_as_test(
-        RemoteMachine,
-        settings=settings(
-            max_examples=20,
-            stateful_step_count=80,
-            phases=[Phase.explicit, Phase.generate],
-            report_multiple_bugs=False,
-        ),
-    )
+    run_machine(RemoteMachine, examples=10, steps=80)
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for: each of the rest has a test
     # of its own above.
     totals = RemoteMachine.totals

@@ -11,25 +11,21 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from quire.config.engine import EngineConfig
 from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 from tests.fakes.ledger import numbers
+from tests.machines import run_machine
 
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
-
-MAX_EXAMPLES = 40
-STEPS_PER_EXAMPLE = 100
 
 
 ENGINES = {
@@ -245,18 +241,9 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_random_schedules() -> None:
-    """More than 1,000 engine steps, each followed by `check` (`make soak` takes as many as it is told). No shrinking: a
-    failing machine has thousands of decisions, which take minutes to shrink; the printed run can be replayed as is."""
+    """Hundreds of engine steps, each followed by `check` (`make soak` takes as many as it is told)."""
     EngineMachine.totals.clear()
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=MAX_EXAMPLES,
-            stateful_step_count=STEPS_PER_EXAMPLE,
-            phases=[Phase.explicit, Phase.generate],
-            report_multiple_bugs=False,
-        ),
-    )
+    run_machine(EngineMachine, examples=18, steps=100)
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for; test_traffic.py draws from
     # seeds of its own, and asks for what is rarer.
     totals = EngineMachine.totals

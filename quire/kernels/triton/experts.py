@@ -16,11 +16,16 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.matmul import tiles_for
-from quire.kernels.triton.runtime import blocks_of, dot, launch, narrow
+from quire.kernels.triton.matmul import stored_tiles
+from quire.kernels.triton.quantize_rows import round_rows
+from quire.kernels.triton.runtime import blocks_of, launch, narrow
+from quire.kernels.triton.weight_formats import StoredMatrix, product
 
 COLUMNS = 1024
 """Elements of a row that one program of `combine` adds up."""
+EXPERT_COLUMNS = 64
+"""Of a tile of results; a tile of gate and up is twice as wide before the activation."""
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,11 @@ def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> Exp
 @triton.jit
 def _experts_kernel(
     x,
-    weight,
+    x_scales,
+    codes,
+    scales,
+    offsets,
+    row_scales,
     bias,
     out,
     pairs,
@@ -61,9 +70,15 @@ def _experts_kernel(
     shares,
     n,
     x_stride,
+    x_scale_stride,
     shares_stride,
     limit,
+    DTYPE: tl.constexpr,
     K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     TOP_K: tl.constexpr,
     FIRST: tl.constexpr,
     WEIGHS: tl.constexpr,
@@ -76,7 +91,7 @@ def _experts_kernel(
 ):
     """FIRST: gate and up of the rows of x, activation(gate) * up to the pair's row of out. Else: the pair's row of x
     through down, to the pair's row of out, which is float32. WEIGHS: the pair's share multiplies what it reads (FIRST)
-    or writes."""
+    or writes. A tile of gate and up has their columns by turns: one product for both."""
     tile = tl.program_id(0)
     expert = tl.load(tiles + 3 * tile).to(tl.int64)
     if expert >= 0:
@@ -89,24 +104,24 @@ def _experts_kernel(
         column_inside = columns < n
         column = tl.minimum(columns, n - 1).to(tl.int64)
         share = tl.load(shares + (pair // TOP_K) * shares_stride + pair % TOP_K)
-        x_rows = x + ((pair // TOP_K) if FIRST else pair)[:, None] * x_stride
-        rows = 2 * n if FIRST else n
-        own = weight + expert * rows * K + column[None, :] * K
-        first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            ks = start + tl.arange(0, BLOCK_K)
-            a = tl.load(x_rows + ks[None, :], mask=ks[None, :] < K, other=0.0)
-            if FIRST and WEIGHS:
-                a = narrow(a.to(tl.float32) * share[:, None], x.dtype.element_ty)
-            inside = ks[:, None] < K
-            first = dot(a, tl.load(own + ks[:, None], mask=inside, other=0.0), first)
-            if FIRST:
-                second = dot(a, tl.load(own + n * K + ks[:, None], mask=inside, other=0.0), second)
+        row = (pair // TOP_K) if FIRST else pair
+        PARTS: tl.constexpr = 2 if FIRST else 1
+        rows = expert * PARTS * n + column
+        if FIRST:
+            both = tl.arange(0, 2 * BLOCK_N)
+            of_part = tl.minimum(tl.program_id(1) * BLOCK_N + both // 2, n - 1) + both % 2 * n
+            rows = expert * PARTS * n + of_part
+        first = product(
+            x + row * x_stride, x_scales + row * x_scale_stride if ROUNDED else row, share, codes, scales, offsets,
+            row_scales, rows, DTYPE, K, FORMAT, GROUP, HAS_OFFSETS, ROUNDED, FIRST and WEIGHS, BLOCK_M,
+            PARTS * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if FIRST:
+            first, second = tl.split(tl.reshape(first, (BLOCK_M, BLOCK_N, 2)))
+            if HAS_BIAS:
+                second += tl.load(bias + expert * PARTS * n + n + column).to(tl.float32)[None, :]
         if HAS_BIAS:
-            first += tl.load(bias + expert * rows + column).to(tl.float32)[None, :]
-            if FIRST:
-                second += tl.load(bias + expert * rows + n + column).to(tl.float32)[None, :]
+            first += tl.load(bias + expert * PARTS * n + column).to(tl.float32)[None, :]
         if FIRST:
             if HAS_LIMIT:
                 first = tl.minimum(first, limit)
@@ -137,12 +152,13 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size], or None. All of one dtype, contiguous."""
+    and [E, size] of the activations' dtype, or None. rounds_activations: of matrices of e4m3, as `matmul` has it."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: StoredMatrix
+    down: StoredMatrix
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    rounds_activations: bool = False
 
 
 def apply_experts(
@@ -154,50 +170,61 @@ def apply_experts(
     limit: float | None,
     weighs_input: bool,
 ) -> torch.Tensor:
-    """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] in the matrices' dtype.
-    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `layers/experts.py` has them."""
+    """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] of one dtype, in which
+    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `layers/experts.py` has
+    them."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)
     num_experts, _, intermediate = matrices.down.shape
     top_k = routing.shape[1] // 2
-    tiles = tiles_for(size, x.dtype)
-    order = sort_by_expert(routing, num_experts, tiles.block_m)
+    rounds = matrices.rounds_activations
+    steps = [
+        (matrix, stored_tiles(matrix, x.dtype, rounds_activations=rounds))
+        for matrix in (matrices.gate_up, matrices.down)
+    ]
+    block_m = steps[0][1].block_m
+    order = sort_by_expert(routing, num_experts, block_m)
     inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
     results = torch.empty(num_rows * top_k, size, dtype=torch.float32, device=x.device)
     shares = routing[:, top_k:]
-    for source, weight, bias, out, is_first in (
-        (x, matrices.gate_up, matrices.gate_up_bias, inner, True),
-        (inner, matrices.down, matrices.down_bias, results, False),
+    for source, (matrix, tiles), bias, out, is_first in (
+        (x, steps[0], matrices.gate_up_bias, inner, True),
+        (inner, steps[1], matrices.down_bias, results, False),
     ):
-        assert weight.is_contiguous(), "the experts' matrices lie one after the other"
+        assert tiles.block_m == block_m, "rows are sorted into tiles once"
         assert source.stride(1) == 1, "the elements of a row lie side by side"
+        rounded = round_rows(source, matrix.group_size) if rounds else None
+        rows = source if rounded is None else rounded.codes
         launch(
             _experts_kernel,
-            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
-            source,
-            weight,
+            (len(order.tiles), blocks_of(out.shape[1], EXPERT_COLUMNS)),
+            rows,
+            None if rounded is None else rounded.scales,
+            *matrix.tensors,
             bias,
             out,
             order.pairs,
             order.tiles,
             shares,
             out.shape[1],
-            source.stride(0),
+            rows.stride(0),
+            0 if rounded is None else rounded.scales.stride(0),
             shares.stride(0),
             limit or 0.0,
-            K=source.shape[1],
+            DTYPE=TRITON_DTYPES[x.dtype],
+            **matrix.constants(rounds_activations=rounds),
             TOP_K=top_k,
             FIRST=is_first,
             WEIGHS=weighs_input == is_first,
             HAS_BIAS=bias is not None,
             HAS_LIMIT=limit is not None,
             KIND=KINDS[activation],
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
+            BLOCK_M=block_m,
+            BLOCK_N=EXPERT_COLUMNS,
             BLOCK_K=tiles.block_k,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_warps=8 if is_first else tiles.num_warps,
+            num_stages=3,
         )
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     launch(

@@ -2,19 +2,23 @@
 
 Limits: the weights' bytes for few rows, 2 M N K operations on the tensor cores for many. Libraries pick another kernel,
 split over K in another way, for another number of rows, and a row's last bits change with it; here one program adds up
-each result from the first k to the last, in tiles that depend on the matrix alone. That costs speed, so it is what
-`batch_invariant` asks for and not the default.
+each result from the first k to the last, in tiles that depend on the matrix alone. That costs speed, so for matrices of
+floating point it is what `batch_invariant` asks for and not the default. Matrices of small numbers have this kernel
+alone: they are fewer bytes, and are widened in registers; or e4m3 rows are multiplied with e4m3 matrices as such.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import blocks_of, dot, launch, narrow
+from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
+from quire.kernels.triton.runtime import blocks_of, launch, narrow
+from quire.kernels.triton.weight_formats import I4, LEAST_K, PAIRED, PLAIN, StoredMatrix, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,48 +49,72 @@ def tiles_for(num_columns: int, dtype: torch.dtype) -> Tiles:
     return Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
 
 
+def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations: bool) -> Tiles:
+    """A function of the matrix alone. dtype: of x. A tile of K lies in one group of scales."""
+    num_columns = matrix.shape[1]
+    tiles = tiles_for(num_columns, dtype)
+    if matrix.kind == PLAIN.value:
+        return tiles
+    if matrix.kind >= I4.value:
+        # Sums of x for offsets take registers besides.
+        num_warps = tiles.num_warps if matrix.offsets is None else 8
+        return replace(tiles, block_k=PAIRED, num_warps=num_warps, num_stages=3)
+    wanted = 2 * PAIRED if rounds_activations else tiles.block_k
+    block_k = wanted if matrix.group_size == 0 else math.gcd(wanted, matrix.group_size)
+    assert block_k >= LEAST_K, "groups hold a whole tile"
+    return replace(tiles, block_k=block_k, num_stages=min(tiles.num_stages, 4))
+
+
 @triton.jit(do_not_specialize=["m"])
 def _matmul_kernel(
     x,
-    weight,
+    x_scales,
+    codes,
+    scales,
+    offsets,
+    row_scales,
     bias,
     residual,
     out,
     m,
     n,
     x_stride,
+    x_scale_stride,
     out_stride,
     x_head_stride,
     out_head_stride,
     K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
 ):
+    """TILES: row tiles that share a column of the weights while it is in the second-level cache."""
     program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     x += head * x_head_stride
-    weight += head * n * K
     out += head * out_head_stride
     num_m, num_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    first_m = (program // (GROUP * num_n)) * GROUP
-    group_m = tl.minimum(num_m - first_m, GROUP)
-    within = program % (GROUP * num_n)
+    first_m = (program // (TILES * num_n)) * TILES
+    group_m = tl.minimum(num_m - first_m, TILES)
+    within = program % (TILES * num_n)
     rows = (first_m + within % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (within // group_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside, column_inside = rows < m, columns < n
     # Rows and columns beyond the end repeat the last: nothing out of range is read, and they are not stored.
-    x_rows = x + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.minimum(columns, n - 1).to(tl.int64)[None, :] * K
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        ks = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x_rows + ks[None, :], mask=ks[None, :] < K, other=0.0)
-        b = tl.load(weight_rows + ks[:, None], mask=ks[:, None] < K, other=0.0)
-        accumulator = dot(a, b, accumulator)
+    row = tl.minimum(rows, m - 1).to(tl.int64)
+    column = head * n + tl.minimum(columns, n - 1)
+    accumulator = product(
+        x + row * x_stride, x_scales + row * x_scale_stride if ROUNDED else row, row, codes, scales, offsets,
+        row_scales, column, out.dtype.element_ty, K, FORMAT, GROUP, HAS_OFFSETS, ROUNDED, False, BLOCK_M, BLOCK_N,
+        BLOCK_K,
+    )  # fmt: skip
     if HAS_BIAS:
         accumulator += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
@@ -98,54 +126,71 @@ def _matmul_kernel(
 
 
 def matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | StoredMatrix,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous. bias:
-    [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype. Returns [M, N]."""
-    n = weight.shape[0]
+    """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous, or
+    stored. bias: [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype.
+    rounds_activations: as `round_rows` does, and e4m3 numbers are multiplied; of a matrix of e4m3. Returns [M, N]."""
+    matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
+    n = matrix.shape[1]
     out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if residual is None else residual
-    _launch(x, weight[None], bias, residual, out)
+    if x.shape[0] > 0:
+        rounded = round_rows(x, matrix.group_size) if rounds_activations else None
+        _launch(x, rounded, matrix, bias, residual, out)
     return out
 
 
-def head_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Each head's columns times its own matrix. x: [M, H * K]; weight: [H, N, K], contiguous. Returns [M, H * N]."""
-    heads, n, _ = weight.shape
+def head_matmul(x: torch.Tensor, weight: torch.Tensor | StoredMatrix) -> torch.Tensor:
+    """Each head's columns times its own matrix. x: [M, H * K]; weight: [H, N, K], contiguous, or stored. Returns
+    [M, H * N]."""
+    matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
+    heads, n, _ = matrix.shape
     out = torch.empty(x.shape[0], heads * n, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, None, out)
+    if x.shape[0] > 0:
+        _launch(x, None, matrix, None, None, out)
     return out
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    rounded: RoundedRows | None,
+    matrix: StoredMatrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    m, (heads, n, k) = x.shape[0], weight.shape
-    if m == 0:
-        return
-    assert weight.is_contiguous(), "the matrix lies in one piece"
+    m, (heads, n, k) = x.shape[0], matrix.shape
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
-    tiles = tiles_for(n, x.dtype)
+    tiles = stored_tiles(matrix, x.dtype, rounds_activations=rounded is not None)
+    source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     launch(
         _matmul_kernel,
         (blocks_of(m, tiles.block_m) * blocks_of(n, tiles.block_n), heads),
-        x,
-        weight,
+        source,
+        scales,
+        *matrix.tensors,
         bias,
         residual,
         out,
         m,
         n,
-        x.stride(0),
+        source.stride(0),
+        0 if scales is None else scales.stride(0),
         out.stride(0),
         k,
         n,
-        K=k,
+        **matrix.constants(rounds_activations=rounded is not None),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        GROUP=GROUP_M,
+        TILES=GROUP_M,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

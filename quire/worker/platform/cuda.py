@@ -13,6 +13,7 @@ from quire import envs
 from quire.attention.states import StateBackend
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
+from quire.config.resolve_device import FLOAT8_CAPABILITY
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
@@ -55,6 +56,7 @@ class CudaPlatform:
         self._device = self.streams.device
         self._memory = make_memory(self._device)
         self.compiles = self._device.type == "cuda"
+        self._converts_e4m3 = self.compiles and device_limits(self._device).capability >= FLOAT8_CAPABILITY
         if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
@@ -75,7 +77,8 @@ class CudaPlatform:
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
-        formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
+        weights = model.dtype if model.quantization is None else model.quantization.method
+        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
         return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
 
     def code_identity(self) -> dict[str, str]:
@@ -83,7 +86,12 @@ class CudaPlatform:
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
-        layers = DeviceLayers(self._device, config.device.batch_invariant)
+        layers = DeviceLayers(
+            self._device,
+            config.device.batch_invariant,
+            converts_e4m3=self._converts_e4m3,
+            rounds_activations=config.device.matmul_precision == "fp8",
+        )
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
             model = load_model(
                 config.model, config.load, progress=progress, device_layers=layers, expert_counts=self.expert_counts

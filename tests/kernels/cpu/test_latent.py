@@ -17,7 +17,8 @@ from quire.kv_cache.spec import LatentSpec
 from quire.layers.native import NativeOperations
 from quire.layers.operations import RotaryFrequencies
 from quire.quantization.interface import LinearShape
-from quire.quantization.packed import PackedLinear, WeightFormat
+from quire.quantization.packed import PackedLinear
+from quire.quantization.weight_format import WeightFormat
 from quire.worker.kv_tensors import allocate_pages
 from tests.kernels.cpu.attention_pool import BF16_ISAS, ISAS, PRODUCTS
 from tests.kernels.cpu.linear_calls import ISAS as LINEAR_ISAS

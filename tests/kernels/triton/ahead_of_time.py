@@ -25,6 +25,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from quire import envs
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import LayerAttention
 from quire.attention.latent import LatentShape
 from quire.attention.triton_backend import TritonAttention
@@ -43,15 +44,19 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.experts import ExpertMatrices, apply_experts
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
+from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAIN, StoredMatrix
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
+from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from tests.kernels.triton.sampling_calls import sampling_calls
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -185,6 +190,50 @@ def row_calls() -> Calls:
     ]
 
 
+def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) -> StoredMatrix:
+    """A quantised matrix, its groups as checkpoints have them; a stack if `count` is not 1."""
+    if kind == E4M3.value:
+        dtype = torch.float8_e4m3fn if capability >= 89 else torch.uint8
+        return StoredMatrix(kind, columns, empty(count, rows, columns, dtype=dtype), float32(count, rows, 32), 128)
+    if kind == I8.value:
+        codes = empty(count, rows, columns, dtype=torch.int8)
+        return StoredMatrix(kind, columns, codes, float32(count, rows, 1))
+    codes = empty(count, rows, columns // 2, dtype=torch.uint8)
+    if kind == I4.value:
+        scales = float32(count, rows, columns // 32)
+        return StoredMatrix(kind, columns, codes, scales, 32, scales)
+    group = 32 if kind == MXFP4.value else 16
+    scale_codes = empty(count, rows, columns // group, dtype=torch.uint8)
+    row_scales = None if kind == MXFP4.value else float32(count, rows)
+    return StoredMatrix(kind, columns, codes, scale_codes, group, row_scales=row_scales)
+
+
+def quantized_calls(capability: int) -> Calls:
+    """Products of quantised matrices, one by one and of experts; e4m3 numbers are multiplied as such where the card
+    does."""
+    kinds = [each.value for each in (E4M3, I8, I4, MXFP4, NVFP4)]
+
+    def experts(kind: int, *, rounds: bool = False) -> torch.Tensor:
+        shapes = (2 * 768, 2048), (2048, 768)
+        if kind == PLAIN.value:
+            matrices = [StoredMatrix.plain(empty(8, *shape)) for shape in shapes]
+        else:
+            matrices = [stored(kind, *shape, capability, 8) for shape in shapes]
+        x, routing = empty(256, 2048), torch.zeros(256, 4)
+        return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
+
+    calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
+    calls += [partial(experts, kind) for kind in (PLAIN.value, *kinds)]
+    if capability >= 89:
+        matrix = stored(E4M3.value, 4096, 4096, capability)
+        calls += [
+            partial(matmul, empty(8, 4096), matrix, rounds_activations=True),
+            partial(matmul, empty(8, 4096), replace(matrix, group_size=0), rounds_activations=True),
+            partial(experts, E4M3.value, rounds=True),
+        ]
+    return calls
+
+
 def product_calls() -> Calls:
     """What multiplies matrices."""
     return [
@@ -256,6 +305,23 @@ def latent_call(capability: int, new_tokens: int, *, fixed: bool = False) -> Cal
     return lambda: step.attend_latent(shape, inputs, rotation, None)
 
 
+def state_calls() -> Calls:
+    """One layer of Qwen3-Next's delta nets over four sequences: the convolution, the rule, and the norm behind it."""
+    rule = DeltaRule(16, 32, 128, 128, float32(32), float32(32), 0, 0)
+    width = 2 * rule.num_key_heads * rule.key_dim + rule.num_value_heads * rule.value_dim
+    convolution = ConvolutionWeights(float32(4, width), None, "silu", 0, rule.end)
+    long = empty(8, dtype=torch.int64)
+    batch = DeviceBatch(4, 8, 5, 8192, int32(4), int32(5), int32(4), long, (), ())
+    pages = torch.empty(2, convolution.inputs.end, dtype=torch.uint8)
+    states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
+    qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
+    return [
+        lambda: short_convolution(convolution, qkv, empty(8, width), states),
+        lambda: gated_delta_rule(rule, qkv, gates, result, states),
+        lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
+    ]
+
+
 def attention_calls(capability: int) -> Calls:
     """A chunk of 512 tokens beside single ones: the split and the varlen kernel. Batch-invariant, too, and with wide
     heads, a window and a soft cap on the newer card."""
@@ -283,9 +349,11 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
     """words: of the command line."""
     if "rows" in words:
         return row_calls()
-    calls = product_calls() + attention_calls(capability)
+    if "states" in words:
+        return state_calls()
+    calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
     if "products" not in words:
-        calls += layer_calls() + row_calls() + sampling_calls()
+        calls += layer_calls() + row_calls() + state_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
     return calls

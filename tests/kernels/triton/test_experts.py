@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts, sort_by_expert
+from quire.kernels.triton.weight_formats import StoredMatrix
 from quire.layers.experts import ExpertWeights, Gating, Routing, experts, route
 from tests.kernels.triton.helpers import random
 
@@ -24,7 +25,7 @@ def case(device: torch.device, dtype: torch.dtype, *, bias: bool) -> ExpertMatri
     shapes = (num_experts, 2 * intermediate, size), (num_experts, size, intermediate)
     weights = [(random(device, *shape, seed=1) * shape[-1] ** -0.5).to(dtype) for shape in shapes]
     biases = [random(device, *shape[:2], seed=2).to(dtype) if bias else None for shape in shapes]
-    return ExpertMatrices(*weights, *biases)
+    return ExpertMatrices(*map(StoredMatrix.plain, weights), *biases)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_against_the_plain_twin(
     routing = route(Routing(5, 2), logits)
     activation = "silu" if limit is None else "quick_gelu"
     parts = [
-        [(weight, None if bias is None else bias[e]) for e, weight in enumerate(each)]
+        [(weight, None if bias is None else bias[e]) for e, weight in enumerate(each.codes)]
         for each, bias in ((matrices.gate_up, matrices.gate_up_bias), (matrices.down, matrices.down_bias))
     ]
     expected = plain(matrices, x, routing, ExpertWeights(*parts, Gating(activation, limit), weighs_input))

@@ -1,0 +1,249 @@
+"""Matrices of weights as kernels read them: floating point, or small numbers that are widened in registers.
+
+Small numbers are kept as their codes, and every product of a code is exact in bfloat16, float16 and float32: what a
+group's scale is multiplied with is a sum of exact products in float32, in one order whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import INTERPRETED, dot, narrow
+
+PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6))
+"""From I4 on there are two codes in a byte."""
+PAIRED = 64
+"""Input features of a run of bytes in paired formats: byte i of 32 has feature i in its lower half, i + 32 above."""
+E4M3_LARGEST = tl.constexpr(448.0)
+LEAST_K = 16
+"""Input features that a product of matrix units takes at least; of e4m3 numbers and of a run's half twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix, or a stack of `count` matrices, on a device.
+
+    codes: [count, rows, columns] of PLAIN's dtype, int8 (I8), float8_e4m3fn or its bits as uint8 (E4M3: bits where the
+    hardware does not convert them); of paired formats [count, rows, runs * 32] uint8, runs = columns / 64 rounded up.
+    scales: [count, rows, groups], float32; codes uint8 of MXFP4 (e8m0) and NVFP4 (e4m3); None of PLAIN. group_size:
+    columns of a group, 0: one scale for a row. offsets: [count, rows, groups] float32 or None (w = scale * code +
+    offset). row_scales: [count, rows] float32, of NVFP4 alone. All contiguous.
+    """
+
+    kind: int
+    columns: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    group_size: int = 0
+    offsets: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+
+    @classmethod
+    def plain(cls, weight: torch.Tensor) -> StoredMatrix:
+        """weight: [rows, columns], or [count, rows, columns]; contiguous."""
+        assert weight.is_contiguous(), "the matrix lies in one piece"
+        return cls(PLAIN.value, weight.shape[-1], weight if weight.dim() == 3 else weight[None])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(count, rows, columns)."""
+        return self.codes.shape[0], self.codes.shape[1], self.columns
+
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """Whether rows of e4m3 numbers can be multiplied with it as such."""
+        return self.kind == E4M3.value and self.group_size % (2 * LEAST_K) == 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Kernel arguments: codes, scales, offsets, row_scales."""
+        return self.codes, self.scales, self.offsets, self.row_scales
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> StoredMatrix:
+        """Another stack of the same format. tensors: as above."""
+        codes, scales, offsets, row_scales = tensors
+        assert codes is not None, "every matrix has codes"
+        return replace(self, codes=codes, scales=scales, offsets=offsets, row_scales=row_scales)
+
+    def constants(self, *, rounds_activations: bool) -> dict[str, Any]:
+        """Compile-time arguments of kernels that call `product`."""
+        return {
+            "K": self.columns,
+            "FORMAT": self.kind,
+            "GROUP": self.group_size,
+            "HAS_OFFSETS": self.offsets is not None,
+            "ROUNDED": rounds_activations,
+        }
+
+
+@triton.jit
+def widen_e4m3(codes, DTYPE: tl.constexpr):
+    """codes: e4m3 numbers, or their bits (no NaN). Moved to where float16 has its exponent, the bits are those of the
+    number / 256, subnormal ones too."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.uint16)
+        values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        values = values.to(DTYPE)
+    else:
+        values = codes.to(DTYPE)
+    return values
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 -> uint8: to the nearest e4m3 number, ties to even; beyond the largest one that; not finite: NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_LARGEST)
+    low = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
+    # Beside 2 ** 14 float32 has steps of 2 ** -9, which subnormal numbers are multiples of.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    code = tl.where((bits & 0x7F800000) == 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def _widen_e2m1(codes, DTYPE: tl.constexpr):
+    """codes: uint8, 0 to 15. As widen_e4m3, with a factor of 2 ** 14."""
+    bits = codes.to(tl.uint16)
+    return ((((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
+
+
+@triton.jit
+def _exponent(codes):
+    """2 ** (code - 127), float32."""
+    wide = codes.to(tl.uint32)
+    return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot_e4m3(a, b, accumulator, PARTIAL: tl.constexpr):
+    """PARTIAL: products that the tensor cores may add up at less than float32's precision."""
+    if INTERPRETED:
+        total = dot(widen_e4m3(a, tl.float32), widen_e4m3(b, tl.float32), accumulator)
+    else:
+        total = tl.dot(a, b, accumulator, max_num_imprecise_acc=PARTIAL)
+    return total
+
+
+@triton.jit
+def _tile(
+    from_row,
+    pairs,
+    scale_at,
+    ks,
+    half,
+    DTYPE: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """[features, rows] of a matrix in DTYPE, or as e4m3 numbers. from_row: [1, rows] pointers. pairs: of paired
+    formats the bytes, loaded before, of which `half` is read."""
+    inside = ks[:, None] < K
+    if FORMAT <= E4M3:
+        w = tl.load(from_row + ks[:, None], mask=inside, other=0.0)
+        if FORMAT == E4M3 and not ROUNDED:
+            w = widen_e4m3(w, DTYPE)
+    elif FORMAT == I8:
+        w = tl.load(from_row + ks[:, None], mask=inside, other=0).to(tl.float32).to(DTYPE)
+    else:
+        codes = (pairs >> (4 * half)) & 0xF
+        if FORMAT == I4:
+            w = codes.to(tl.float32).to(DTYPE)
+        elif FORMAT == MXFP4:
+            w = _widen_e2m1(codes, DTYPE)
+        else:
+            # Exact: two and four significant bits.
+            of_group = tl.load(scale_at[None, :] + (ks // GROUP)[:, None], mask=inside, other=0)
+            w = (_widen_e2m1(codes, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+    return w
+
+
+@triton.jit
+def product(
+    x_rows,
+    x_scales,
+    share,
+    weight,
+    scales,
+    offsets,
+    row_scales,
+    rows,
+    DTYPE: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added from the first k to the last.
+
+    x_rows: [BLOCK_M] pointers to the rows' first elements. ROUNDED: these are e4m3 numbers (or their bits), x_scales:
+    [BLOCK_M] pointers to the rows' first scales, one for each group of the matrix. share: [BLOCK_M] float32; SHARED: x
+    is multiplied with it. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before it is rounded.
+    """
+    PAIRS: tl.constexpr = FORMAT >= I4
+    HALVES: tl.constexpr = 2 if PAIRS else 1
+    STEP: tl.constexpr = BLOCK_K // HALVES
+    GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    from_row = weight + rows[None, :] * ((K + 63) // 64 * 32 if PAIRS else K)
+    scale_at = scales + rows * NUM_GROUPS if FORMAT != PLAIN else rows
+    pairs = rows
+    for start in range(0, K, BLOCK_K):
+        if PAIRS:
+            pairs = tl.load(from_row + start // 2 + tl.arange(0, STEP)[:, None])
+        for half in tl.static_range(HALVES):
+            ks = start + half * STEP + tl.arange(0, STEP)
+            a = tl.load(x_rows[:, None] + ks[None, :], mask=ks[None, :] < K, other=0.0)
+            if SHARED and not ROUNDED:
+                a = narrow(a.to(tl.float32) * share[:, None], DTYPE)
+            w = _tile(from_row, pairs, scale_at, ks, half, DTYPE, K, FORMAT, GROUP, ROUNDED)
+            part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if GROUPED else total
+            part = _dot_e4m3(a, w, part, STEP) if ROUNDED else dot(a, w, part)
+            if GROUPED:
+                group = (start + half * STEP) // GROUP
+                inside = group < NUM_GROUPS
+                scale = tl.load(scale_at + group, mask=inside, other=0)
+                scale = _exponent(scale) if FORMAT == MXFP4 else scale
+                if ROUNDED:
+                    part = part * tl.load(x_scales + group)[:, None]
+                total = tl.fma(part, tl.broadcast_to(scale[None, :], part.shape), total)
+                if HAS_OFFSETS:
+                    offset = tl.load(offsets + rows * NUM_GROUPS + group, mask=inside, other=0.0)
+                    total = _add_outer(total, tl.sum(a.to(tl.float32), 1), offset)
+            else:
+                total = part
+                if HAS_OFFSETS:
+                    sums += tl.sum(a.to(tl.float32), 1)
+    if FORMAT != PLAIN and not GROUPED:
+        factor = tl.load(row_scales + rows) if FORMAT == NVFP4 else tl.load(scale_at)
+        total = total * factor[None, :]
+        if HAS_OFFSETS:
+            total = _add_outer(total, sums, tl.load(offsets + rows))
+        if ROUNDED:
+            total = total * tl.load(x_scales)[:, None]
+    if SHARED and ROUNDED:
+        total = total * share[:, None]
+    return total
+
+
+@triton.jit
+def _add_outer(total, sums, offset):
+    """total + sums x offset."""
+    return tl.fma(tl.broadcast_to(sums[:, None], total.shape), tl.broadcast_to(offset[None, :], total.shape), total)

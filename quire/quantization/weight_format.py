@@ -1,0 +1,54 @@
+"""What weights are stored as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.quantization.quantize import quantize_rows
+from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
+from quire.quantization.quantized_weight import QuantizedWeight
+
+EIGHT_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
+    input features (None: one group a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: of
+    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. A checkpoint's own
+    quantised matrices are kept whatever `bits` is."""
+
+    dtype: str
+    bits: int = 0
+    group_size: int | None = None
+    rounded_activations: bool = False
+    small_floats: bool = False
+
+    def quantize(self, tensor: torch.Tensor) -> QuantizedWeight:
+        """A plain matrix in this format, whose `bits` are not 0."""
+        if not self.small_floats:
+            return quantize_rows(tensor, self.bits, self.group_size)
+        return quantize_float8(tensor) if self.bits == EIGHT_BITS else quantize_mxfp4(tensor)
+
+
+def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
+    """Of linear layers, of the vocabulary's matrices, and of learned positions.
+
+    Quantising at load leaves the vocabulary at 8 bits: it is both the first thing that a token goes through and the
+    last, and 4 bits there cost more than in all layers together.
+    """
+    quantization = config.quantization
+    plain = WeightFormat(config.dtype)
+    if quantization is None:
+        return plain, plain, plain
+    rounded = quantization.rounds_activations
+    if quantization.checkpoint_format is not None:
+        stored = WeightFormat(config.dtype, rounded_activations=rounded)
+        return stored, stored, plain
+    small_floats = not quantization.is_integer
+    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded, small_floats)
+    vocabulary = WeightFormat(config.dtype, 8, None, rounded)
+    return linear, vocabulary, plain
