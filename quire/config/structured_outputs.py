@@ -61,8 +61,6 @@ class StructuredOutputsConfig:
         )
 
 
-DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
-
 _ELSEWHERE = {
     "reasoning_parser": "name it by --reasoning-parser",
     "reasoning_parser_plugin": "no plugins are loaded",

@@ -50,8 +50,8 @@ class FrontEnd:
                     max_logprobs=self.config.max_logprobs,
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
-                    structured_outputs=self.config.structured_outputs,
                 )
+                self._input_processor.grammars.config = self.config.structured_outputs
             return self._input_processor
 
     @property

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from quire.config.structured_outputs import DEFAULT_STRUCTURED_OUTPUTS, StructuredOutputsConfig
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.parsers.reasoning import ThinkFormat, Thought
@@ -70,7 +69,7 @@ class InputProcessor:
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
     requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
     vocabulary, up to MOST_LOGPROBS. takes_priorities: whether a request may bring one. pools: the model gives vectors
-    of texts, and generates none. structured_outputs: what holds for every constraint.
+    of texts, and generates none.
 
     `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
@@ -89,14 +88,13 @@ class InputProcessor:
         max_logprobs: int = MAX_LOGPROBS,
         takes_priorities: bool = False,
         pools: bool = False,
-        structured_outputs: StructuredOutputsConfig = DEFAULT_STRUCTURED_OUTPUTS,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids, structured_outputs)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self.seed = seed
         self._max_logprobs = max_logprobs

@@ -22,7 +22,8 @@ def config_of(**fields: Any) -> StructuredOutputsConfig:
 
 
 def grammar(config: StructuredOutputsConfig, **fields: Any) -> str:
-    compiler = GrammarCompiler(load_tokenizer("bundled"), 4096, [0], config)
+    compiler = GrammarCompiler(load_tokenizer("bundled"), 4096, [0])
+    compiler.config = config
     try:
         return compiler.compile(StructuredOutputsParams(json=SCHEMA, **fields))
     finally:
