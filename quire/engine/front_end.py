@@ -52,6 +52,7 @@ class FrontEnd:
                     pools=self.config.model.pooling is not None,
                 )
                 self._input_processor.grammars.config = self.config.structured_outputs
+                self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
 
     @property
