@@ -10,7 +10,7 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -28,6 +28,7 @@ from quire.kernels.triton.attention_tiles import (
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
 from quire.kernels.triton.encoder_attention import encoder_tiles
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
+from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
@@ -207,13 +208,25 @@ class TritonAttentionStep:
         shape: LatentShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
+        selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CacheOperations.attend_latent`. inputs: contiguous. out: [T, num_heads * rank] or None: a new tensor."""
         kernels, group = self._backend.latents.layer(shape)
         out = torch.empty_like(inputs[0]) if out is None else out
-        kernels.run(inputs, rotation, out, self._batch, group)
+        kernels.run(inputs, rotation, out, self._batch, group, selected)
         return out
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        selected: torch.Tensor,
+    ) -> None:
+        """As `CacheOperations.select_keys`. selected: [T, top] int32."""
+        group, pages = self._backend.latents.pages[shape.layer]
+        select_keys(shape, inputs, rotation, pages, self._batch, group, selected)
 
     def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
         """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
@@ -242,7 +255,8 @@ class TritonAttentionStep:
 
 class DeviceLatents:
     """Kernels are bound to a layer's pages when it first attends, and live as long as this. max_num_seqs,
-    max_model_len: the largest batch that the scratch, which all layers share, must serve."""
+    max_model_len: the largest batch that the scratch, which all layers share, must serve. pages: by layer, its group
+    and memory."""
 
     def __init__(
         self,
@@ -258,13 +272,13 @@ class DeviceLatents:
         self._batch_invariant = batch_invariant
         self._limits = limits
         self._sizes = (num_heads, max_num_seqs, max_model_len)
-        self._pages: dict[int, tuple[int, torch.Tensor]] = {}
+        self.pages: dict[int, tuple[int, torch.Tensor]] = {}
         self._scratch: LatentScratch | None = None
         self._kernels: dict[int, LatentKernels] = {}
 
     def add(self, layer: int, group: int, pages: torch.Tensor) -> None:
         """group: of those that keep tokens. pages: [num_blocks, block_size, width], in the kernels' blocks."""
-        self._pages[layer] = group, pages
+        self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
             self._scratch = LatentScratch.allocate(
@@ -273,7 +287,7 @@ class DeviceLatents:
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
         """A layer's kernels and its group."""
-        group, pages = self._pages[shape.layer]
+        group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:
             assert self._scratch is not None, "there is scratch where there are pages"

@@ -70,12 +70,6 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             param="kv_cache_dtype",
         )
     attention = model.shape.attention
-    if attention.index_top:
-        raise ConfigError(
-            "attention_backend='triton' is not possible: it does not compute the indexer of sparse latent attention; "
-            "device='cpu' does",
-            param="attention_backend",
-        )
     if attention.kind == "latent" and attention.latent_rank > DEVICE_RANK_LIMIT:
         raise ConfigError(
             f"attention_backend='triton' is not possible: latents of {attention.latent_rank} elements are larger than "

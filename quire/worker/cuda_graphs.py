@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.attention.device_batch import DeviceBatch, StateKernels
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
@@ -283,11 +283,21 @@ class _Pieces:
         return out
 
     def attend_latent(
-        self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, out: torch.Tensor | None = None
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, ...],
+        rotation: Any,
+        selected: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = self._attended[: inputs[0].shape[0]]
-        self._between("attend_latent", (shape,), inputs, rotation, out)
+        self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
+
+    def select_keys(
+        self, shape: IndexShape, inputs: tuple[torch.Tensor, ...], rotation: Any, selected: torch.Tensor
+    ) -> None:
+        self._between("select_keys", (shape,), inputs, rotation, selected)
 
     def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("run", (kernels, weights), *tensors)
