@@ -1,4 +1,4 @@
-"""The indexer of sparse latent attention in Triton, interpreted, and attention over what it chose: against plain torch."""
+"""The indexer of sparse latent attention in Triton, interpreted, and attention over its choice: against float64."""
 
 from __future__ import annotations
 
