@@ -85,6 +85,7 @@ def test_the_cache_is_kept_in_the_dtype_of_the_weights(model: str, machine: Mach
     assert resolved(model, dtype="float16").model.kv_cache_dtype == "float16"
     assert resolved(model).model.kv_cache_dtype == "float32"
     assert resolved(model, dtype="float16", kv_cache_dtype="bfloat16").model.kv_cache_dtype == "bfloat16"
+    assert resolved(model, dtype="float16", kv_cache_dtype="fp8_e4m3").model.kv_cache_dtype == "fp8"
 
 
 def test_options_on_a_device_are_obeyed(model: str, machine: Machine) -> None:

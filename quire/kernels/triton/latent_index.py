@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import IndexShape
+from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
 from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, next_power_of_2
@@ -81,7 +82,7 @@ def _prepare_kernel(
         other_key = tl.load(key + token * DIM + partner, mask=written, other=0.0).to(tl.float32)
         turned_key = tl.fma(own_key, cosine, other_key * sine)
         to = pages + slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * TOKEN + OFFSET
-        tl.store(to + dims, turned_key.to(pages.dtype.element_ty), mask=written)
+        tl.store(to + dims, to_cache(turned_key, pages.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_token"], do_not_specialize_on_alignment=BATCH_COLUMNS)
@@ -123,8 +124,7 @@ def _scores_kernel(
     heads, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, DIM_BLOCK)
     at = query + (token.to(tl.int64) * NUM_HEADS + heads)[:, None] * DIM + dims[None, :]
     queries = tl.load(at, mask=(heads < NUM_HEADS)[:, None] & (dims < DIM)[None, :], other=0.0)
-    if pages.dtype.element_ty != queries.dtype:
-        queries = queries.to(tl.float32)
+    queries = operand(queries, pages.dtype.element_ty)
     at_weight = weights + token.to(tl.int64) * NUM_HEADS + heads
     factors = tl.load(at_weight, mask=heads < NUM_HEADS, other=0.0).to(tl.float32) * scale
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
@@ -134,7 +134,7 @@ def _scores_kernel(
         block = tl.load(table + places // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         from_page = pages + block * page_stride + places % BLOCK_SIZE * TOKEN + OFFSET
         inside = present[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(from_page[:, None] + dims[None, :], mask=inside, other=0.0).to(queries.dtype)
+        keys = from_cache(tl.load(from_page[:, None] + dims[None, :], mask=inside, other=0.0), queries.dtype)
         products = dot(queries, tl.trans(keys), tl.zeros((HEADS_BLOCK, KEYS), tl.float32))
         total = tl.sum(tl.maximum(products, 0.0) * factors[:, None], 0)
         total = tl.where(total == 0.0, 0.0, total)  # no -0.0, whose bits are below those of 0.0
@@ -229,7 +229,9 @@ def select_keys(
     grid = batch.num_tokens, 2
     half, turns = shape.rope_dim // 2, rotation is not None
     strides = pages.stride(0), tables.stride(0)
-    launch(_prepare_kernel, grid, query, key, pages, slots, cos, sin, strides[0], HALF=half, TURNS=turns, **sizes)
+    launch(
+        _prepare_kernel, grid, query, key, as_bits(pages), slots, cos, sin, strides[0], HALF=half, TURNS=turns, **sizes
+    )
     length = batch.max_seq_len
     if length <= shape.top:
         return

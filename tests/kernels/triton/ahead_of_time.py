@@ -255,13 +255,15 @@ def attention_call(
     new_tokens: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    page_dtype: torch.dtype | None = None,
     fixed: bool = False,
 ) -> Callable[[], object]:
     """One layer of the back end over four sequences, with norms and rotation."""
-    spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
+    page_dtype = page_dtype or dtype
+    spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, page_dtype.itemsize)
     backend = TritonAttention(
         KVCacheLayout(16, 9, *group_layers([spec], 16)),
-        {layer.layer: empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)},
+        {layer.layer: empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=page_dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=layer.num_heads,
         dtype=dtype,
@@ -281,14 +283,16 @@ def attention_call(
     return lambda: step.attend(heads, qkv, rotation, None)
 
 
-def latent_call(capability: int, new_tokens: int, *, fixed: bool = False, top: int = 0) -> Callable[[], object]:
+def latent_call(
+    capability: int, new_tokens: int, *, page_dtype: torch.dtype = torch.bfloat16, fixed: bool = False, top: int = 0
+) -> Callable[[], object]:
     """One layer of DeepSeek-V3's latent attention over four sequences. top: keys that V3.2's indexer chooses first."""
     shape, dtype = LatentShape(0, 128, 512, 64, 0.1, top), torch.bfloat16
     index = IndexShape(0, 64, 128, 64, top, shape.width, 0.01)
     width = shape.width + (index.dim if top else 0)
     backend = TritonAttention(
-        KVCacheLayout(16, 9, *group_layers([LatentSpec(width, dtype.itemsize)], 16)),
-        {0: empty(9, 16, width)},
+        KVCacheLayout(16, 9, *group_layers([LatentSpec(width, page_dtype.itemsize)], 16)),
+        {0: empty(9, 16, width, dtype=page_dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=shape.num_heads,
         dtype=dtype,
@@ -336,11 +340,16 @@ def state_calls() -> Calls:
 def attention_calls(capability: int) -> Calls:
     """A chunk of 512 tokens beside single ones: the split and the varlen kernel. Batch-invariant, too, and with wide
     heads, a window and a soft cap on the newer card."""
-    plain = attention_call(QWEN3_8B, capability, 512)
+    float8 = torch.float8_e4m3fn if capability >= 89 else torch.uint8
+    plain = [
+        attention_call(QWEN3_8B, capability, 512),
+        attention_call(QWEN3_8B, capability, 512, page_dtype=float8),
+        latent_call(capability, 1, page_dtype=float8),
+    ]
     if capability < 90:
-        return [plain]
+        return plain
     return [
-        plain,
+        *plain,
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
         latent_call(capability, 512),
