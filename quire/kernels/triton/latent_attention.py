@@ -179,36 +179,12 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _latent_kernel(
-    query,
-    turned_query,
-    pages,
-    out,
-    part_values,
-    part_maxima,
-    part_totals,
-    rows,
-    query_start,
-    seq_lens,
-    tables,
-    num_seqs,
-    capacity,
-    page_stride,
-    table_stride,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    TOKEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-):
+    query, turned_query, pages, out, part_values, part_maxima, part_totals, rows, query_start, seq_lens, tables,
+    num_seqs, capacity, page_stride, table_stride, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
+):  # fmt: skip
     """Program (tile of tokens, GROUP heads, part). The last tiles, which have most keys, come first. IS_SPLIT: parts go
     to [tokens, heads, capacity] of part_values and its companions; else a program has all keys of its rows, which
     IS_FIXED adds up in the same parts."""
