@@ -86,7 +86,7 @@ class CudaGraphRunner:
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
         assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
-        self._model = model
+        self.model = model
         self._backends = backends
         self._longest = shape.longest
         self._capture_of = capture
@@ -163,7 +163,7 @@ class CudaGraphRunner:
         rows: torch.Tensor | None = None,
         segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._model.forward(self._backends.forward_batch(token_ids, batch, rows, segments))
+        return self.model.forward(self._backends.forward_batch(token_ids, batch, rows, segments))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         self._wanted = [
@@ -207,7 +207,7 @@ class CudaGraphRunner:
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
+        hidden = self.model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())

@@ -237,7 +237,9 @@ def test_layers_with_states_have_graphs(model: str, machine: Machine) -> None:
 def test_encoders_have_no_graphs(model: str, machine: Machine) -> None:
     machine()
     config = resolved(model)
-    encoder = replace(config.model, is_encoder=True)
+    shape = config.model.shape
+    layers = tuple(replace(layer, attention=replace(layer.attention, kind="none")) for layer in shape.layers)
+    encoder = replace(config.model, shape=replace(shape, layers=layers))
     assert graph_options(EngineOptions(), config.scheduler, "cuda", encoder) == ("none", ())
     with pytest.raises(ConfigError, match="computes whole texts"):
         graph_options(EngineOptions(cuda_graphs="full"), config.scheduler, "cuda", encoder)

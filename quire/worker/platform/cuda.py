@@ -147,7 +147,6 @@ class CudaPlatform:
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
         backends = self.make_backends(layout, pages)
         compute = DeviceCompute(
-            model=model,
             passes=self._make_passes(model, backends),
             settings=settings,
             columns=StagedColumns(arena, sampling),

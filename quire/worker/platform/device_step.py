@@ -73,7 +73,6 @@ class DeviceCompute:
 
     def __init__(
         self,
-        model: CausalLM,
         passes: CudaGraphRunner,
         settings: ExecutionSettings,
         columns: StagedColumns,
@@ -89,7 +88,7 @@ class DeviceCompute:
         self.prepare: Callable[[Launch], None] | None = None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
-        self.model = model
+        self.model = passes.model
         self.passes = passes
         self.settings = settings
         self.inputs = inputs

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.triton.embedding import embedding, mean_rows
-from tests.kernels.triton.helpers import DTYPES, random, spread_rows
+from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
