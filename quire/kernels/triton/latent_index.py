@@ -226,21 +226,10 @@ def select_keys(
         "HEADS_BLOCK": max(SMALLEST_TILE, next_power_of_2(shape.num_heads)),
         "BLOCK_SIZE": pages.shape[1],
     }
-    launch(
-        _prepare_kernel,
-        (batch.num_tokens, 2),
-        query,
-        key,
-        pages,
-        slots,
-        cos,
-        sin,
-        pages.stride(0),
-        HALF=shape.rope_dim // 2,
-        TURNS=rotation is not None,
-        num_warps=4,
-        **sizes,
-    )
+    grid = batch.num_tokens, 2
+    half, turns = shape.rope_dim // 2, rotation is not None
+    strides = pages.stride(0), tables.stride(0)
+    launch(_prepare_kernel, grid, query, key, pages, slots, cos, sin, strides[0], HALF=half, TURNS=turns, **sizes)
     length = batch.max_seq_len
     if length <= shape.top:
         return
@@ -261,8 +250,7 @@ def select_keys(
             tables,
             batch.num_seqs,
             first,
-            pages.stride(0),
-            tables.stride(0),
+            *strides,
             scores.stride(0),
             shape.scale,
             TOP=shape.top,
