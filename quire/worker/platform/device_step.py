@@ -13,7 +13,6 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
-from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
