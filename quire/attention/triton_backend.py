@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import AttentionBatch
 from quire.attention.latent import IndexShape, LatentShape
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
@@ -26,7 +25,6 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
-from quire.kernels.triton.encoder_attention import encoder_tiles
 from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
@@ -299,18 +297,17 @@ class DeviceLatents:
 
 @dataclass(frozen=True, slots=True)
 class TritonEncoderStep:
-    """tiles: of `encoder_tiles`, on the device."""
+    """query_start: as DeviceBatch has it."""
 
-    tiles: torch.Tensor
+    query_start: torch.Tensor
 
 
 class TritonEncoder:
-    """AttentionBackend without a pool."""
+    """A device's attention back end without a pool. Every sequence is in a batch from its first token on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
+        return TritonEncoderStep(batch.query_start)
 
-    def plan(self, batch: AttentionBatch) -> TritonEncoderStep:
-        """Every sequence must be in the batch from its first token on."""
-        assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
-        return TritonEncoderStep(encoder_tiles(batch.query_start.numpy(), self._device))
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """As that of TritonAttention."""
+        return (1,)

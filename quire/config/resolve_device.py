@@ -142,6 +142,8 @@ def graph_options(
 def _why_no_graphs(model: ModelConfig) -> str | None:
     if model.impl != "quire":
         return "runs through Transformers, whose code cannot be captured"
+    if model.is_encoder:
+        return "computes whole texts and no single tokens"
     return None
 
 
