@@ -32,8 +32,9 @@ class Sequences:
         self.tables = (1 + torch.randperm(3 * blocks, generator=torch.Generator().manual_seed(0))).view(3, -1).int()
         self.pages = torch.full((1 + 3 * blocks, BLOCK_SIZE, LATENT.width + INDEX.dim), 7.0)
         self.latents = [randn(length, LATENT.width, seed=length) for length in LENGTHS]
-        # Halves: sums of few of them are exact, and many scores are equal.
-        self.keys = [randn(length, INDEX.dim, seed=length + 1).mul(2).round() / 2 for length in LENGTHS]
+        # Five keys again and again, of halves: sums are exact, and every score comes more than once.
+        halves = randn(5, INDEX.dim, seed=7).mul(2).round() / 2
+        self.keys = [halves[torch.arange(length) % 5] for length in LENGTHS]
         for sequence, (latent, key) in enumerate(zip(self.latents, self.keys, strict=True)):
             for position in range(STARTS[sequence]):
                 block = int(self.tables[sequence, position // BLOCK_SIZE])
@@ -82,6 +83,7 @@ def test_the_best_keys_and_attention_over_them(at_once: int, monkeypatch: pytest
     kernels.run((*own, latents[:, :24].contiguous(), latents[:, 24:].contiguous()), rotation, out, batch, 0, selected)
 
     assert (out[-2:] == 9.0).all(), "padding is not written"
+    assert (selected[-2:] == -5).all()
     token = 0
     for s in (1, 2, 0):
         for position in range(STARTS[s], LENGTHS[s]):
