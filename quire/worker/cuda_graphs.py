@@ -90,6 +90,7 @@ class CudaGraphRunner:
         capture: GraphCapture | None,
     ) -> None:
         """capture: None where there are no graphs; then `settings` must allow none."""
+        self.settings = settings
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
         assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"

@@ -23,6 +23,8 @@ from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
@@ -156,12 +158,14 @@ class CudaPlatform:
         compute = DeviceCompute(
             model=model,
             passes=self._make_passes(model, backends),
-            settings=settings,
             columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages),
             streams=self.streams,
+            sampler=Sampler(
+                sampling, TritonKernels(sampling, arena.parameters, self.streams.pinned), config.logprobs_mode
+            ),
         )
         if self.compiles:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
