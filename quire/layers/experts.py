@@ -59,8 +59,8 @@ class RowCounts:
 
 @dataclass
 class ExpertCounters:
-    """Where mixtures of experts put their counters, one after the other. num_rows: as RowCounts has it; whoever runs
-    padded batches fills it."""
+    """Where mixtures of experts put their counters, one after the other. num_rows: as RowCounts has it; set before
+    each pass."""
 
     by_layer: list[torch.Tensor] = field(default_factory=list)
     num_rows: torch.Tensor | None = None
