@@ -276,6 +276,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-moe": lambda: qwen2_moe(mlp_only_layers=[1]),
     "qwen2-moe-renormalised": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=2),
     "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=20),
     "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
     "llama4": llama4,
     "llama4-interleaved": lambda: llama4(
