@@ -91,7 +91,8 @@ class SamplingParams(
     logprobs, prompt_logprobs: number of alternatives reported beside the chosen token, as many as the engine's
     max_logprobs allows; -1: the whole vocabulary; None: none. logprob_token_ids: tokens whose logprobs are reported
     beside those, without their ranks; at most max_logprobs of them. Logprobs are
-    those of the model, before temperature, penalties and filters. output_kind: what `AsyncLLM.generate` yields.
+    those of the model, before temperature, penalties and filters, unless the engine's logprobs_mode says otherwise.
+    output_kind: what `AsyncLLM.generate` yields.
     skip_reading_prefix_cache: True computes the whole prompt. The other fields are vLLM's, and have their defaults, or
     are refused where those would be another answer.
     """

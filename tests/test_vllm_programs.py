@@ -178,6 +178,44 @@ def test_logprobs_of_given_tokens(llm: LLM) -> None:
         llm.generate("a", SamplingParams(logprob_token_ids=[10**6]))
 
 
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
+def test_modes_of_logprobs(llm: LLM, mode: str) -> None:
+    """Through the engine: filters, structured outputs, prompts, greedy requests and preempted ones."""
+    free = SamplingParams(temperature=0.7, top_k=3, max_tokens=12, ignore_eos=True, logprobs=6, seed=5)
+    forced = SamplingParams(temperature=0, logprobs=4, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+    [raw] = llm.generate(PROMPTS[0], plain, use_tqdm=False)
+    options = {**OPTIONS, "max_model_len": 48, "num_gpu_blocks_override": 4, "enable_prefix_caching": False}
+    with LLM("bundled", dtype="float", logprobs_mode=mode, **options) as other:
+        [alone] = other.generate(PROMPTS[0], free, use_tqdm=False)
+        crowd = other.generate([PROMPTS[0]] * 4, free, use_tqdm=False)
+        assert sum(output.metrics.num_preemptions for output in crowd) > 0
+        assert all(output.outputs[0].logprobs == alone.outputs[0].logprobs for output in crowd)
+        [greedy] = other.generate(PROMPTS[0], plain, use_tqdm=False)
+        [constrained] = other.generate(PROMPTS[0], forced, use_tqdm=False)
+        ranked = SamplingParams(n=1, best_of=2, max_tokens=2)
+        if mode.endswith("logits"):
+            with pytest.raises(UserError, match="best_of compares log-probabilities"):
+                other.generate(PROMPTS[0], ranked)
+        else:
+            assert other.generate(PROMPTS[0], ranked, use_tqdm=False)[0].finished
+    for entry in alone.outputs[0].logprobs or []:
+        values = [each.logprob for each in list(entry.values())]
+        assert sum(map(math.isfinite, values)) == (3 if mode.startswith("processed") else 6)
+        if mode == "processed_logprobs":
+            assert sum(map(math.exp, values)) == pytest.approx(1, abs=1e-5)
+    first = (constrained.outputs[0].logprobs or [])[0]
+    allowed = [value for value in first.values() if math.isfinite(value.logprob)]
+    assert all("yes no".find((value.decoded_token or "?").strip()) >= 0 for value in allowed) == mode.startswith("proc")
+    known = [*(raw.outputs[0].logprobs or []), *(raw.prompt_logprobs or [])[1:]]
+    found = [*(greedy.outputs[0].logprobs or []), *(greedy.prompt_logprobs or [])[1:]]
+    for expected, entry in zip(known, found, strict=True):
+        assert list(entry or {}) == list(expected or {})
+        offsets = {round(entry[token].logprob - value.logprob, 4) for token, value in (expected or {}).items()}
+        assert len(offsets) == 1
+        assert (offsets == {0.0}) == mode.endswith("logprobs")
+
+
 def test_prefix_caching(llm: LLM) -> None:
     prefix = "# a long beginning that several prompts share, line after line, so that blocks fill\n" * 4
     params = SamplingParams(temperature=0.0, max_tokens=2)

@@ -6,9 +6,9 @@ that stay the same for the life of a CUDA graph. A batch may be padded to the si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -65,17 +65,28 @@ class DeviceStateStep:
     interval: int
     pages: Mapping[int, torch.Tensor]
 
-    def on_host(self) -> StateStep:
-        """The same for operations without a kernel; waits for the device. Padding sequences are left out."""
-        batch = self.batch
-        query_start, lengths = batch.query_start.tolist(), batch.seq_lens.long()
-        counts = batch.query_start.diff()
-        num_seqs = int((counts > 0).sum())
-        rows = batch.rows[:num_seqs].long()
-        tables = {layer: table.index_select(0, rows) for layer, table in self.tables.items()}
-        starts = lengths[:num_seqs] - counts[:num_seqs]
-        return StateStep(query_start[: num_seqs + 1], starts, tables, self.interval, self.pages)
+    def floats(self, layer: int) -> torch.Tensor:
+        """[num_blocks, elements of a page] float32, the pool's memory."""
+        pages = self.pages[layer]
+        return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
+
+    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        """As `DeviceStates.run`."""
+        kernels(weights, *tensors, self)
 
 
-StepStates: TypeAlias = StateStep | DeviceStateStep
+StateKernels: TypeAlias = Callable[..., None]
+"""Takes the weights of an operation, its inputs, the tensor to write to, and a DeviceStateStep."""
+
+
+class DeviceStates(Protocol):
+    """A device's step to layers that keep states."""
+
+    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        """Launch the kernels of an operation over the step's states. weights: of the operation. tensors: its inputs
+        and the tensor to write to; contiguous."""
+        ...
+
+
+StepStates: TypeAlias = StateStep | DeviceStates
 """What a layer that keeps states is given of a step."""

@@ -105,10 +105,6 @@ class StateStep:
     interval: int
     pages: Mapping[int, torch.Tensor]
 
-    def on_host(self) -> StateStep:
-        """This one: as `DeviceStateStep.on_host`."""
-        return self
-
 
 class PlannedStep(Protocol):
     """What a back end planned for one step. Models pass it on; the operations of the same back end look inside."""

@@ -27,6 +27,7 @@ from quire.kernels.triton.attention_tiles import (
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
 from quire.kernels.triton.encoder_attention import encoder_tiles
+from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
@@ -37,8 +38,8 @@ from quire.layers.operations import HeadWeights
 class TritonAttention:
     """Attention on a device's pool. Holds the scratch for splits, which all layers of a shape and all graphs share.
 
-    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device,
-    in the kernels' blocks; of latents [num_blocks, block_size, width].
+    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
+    bits, uint8), on the device, in the kernels' blocks; of latents [num_blocks, block_size, width].
     num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that
     the scratch must serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are
     of one size and at fixed positions; otherwise both are chosen for speed.
@@ -69,8 +70,7 @@ class TritonAttention:
                     self.latents.add(layer, index, pages[layer])
                     continue
                 _, _, _, num_kv_heads, head_dim = pages[layer].shape
-                # Of two dtypes, both are multiplied in float32.
-                itemsize = dtype.itemsize if dtype == pages[layer].dtype else 4
+                itemsize = multiplied_bytes(dtype, pages[layer].dtype)
                 shape = HeadShape(num_heads, num_kv_heads, head_dim, itemsize)
                 self.layers[layer] = LayerPages(index, shape, pages[layer])
                 if shape not in self.scratch:
@@ -277,8 +277,7 @@ class DeviceLatents:
         found = self._kernels.get(shape.layer)
         if found is None:
             assert self._scratch is not None, "there is scratch where there are pages"
-            # Of two dtypes, both are multiplied in float32.
-            itemsize = self._dtype.itemsize if self._dtype == pages.dtype else 4
+            itemsize = multiplied_bytes(self._dtype, pages.dtype)
             tiles = latent_tiles(shape, itemsize, self._limits, batch_invariant=self._batch_invariant)
             found = self._kernels[shape.layer] = LatentKernels(shape, pages, tiles, self._scratch, self._limits)
         return found, group

@@ -24,6 +24,8 @@ class EngineConfig:
     seed: int
     max_logprobs: int = MAX_LOGPROBS
     """Alternatives that a request may ask for at each token; -1: the vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    """What log-probabilities are of (quire/sampling/sampler.py)."""
     step_log: Path | None = None
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

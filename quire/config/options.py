@@ -122,7 +122,7 @@ HELP: dict[str, str] = {
     "generation_config": "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a directory",
     "override_generation_config": "JSON object whose keys replace those of generation_config.json",
     "max_logprobs": "most alternatives that a request may ask for at each token (-1: the vocabulary, up to 4096)",
-    "logprobs_mode": "what log-probabilities are of: raw_logprobs (the model's own)",
+    "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",

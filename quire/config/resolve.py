@@ -129,6 +129,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
+        logprobs_mode=choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
     )
@@ -269,13 +270,6 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    if options.logprobs_mode != "raw_logprobs":
-        choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES)
-        raise ConfigError(
-            f"logprobs_mode={options.logprobs_mode!r} is not available yet: log-probabilities are the model's own, "
-            "raw_logprobs",
-            param="logprobs_mode",
-        )
     if not -1 <= options.max_logprobs <= MOST_LOGPROBS:
         raise ConfigError(
             f"max_logprobs must be from 0 to {MOST_LOGPROBS}, or -1 for the vocabulary, not {options.max_logprobs}",

@@ -148,8 +148,6 @@ def graph_options(
 def _why_no_graphs(model: ModelConfig) -> str | None:
     if model.impl != "quire":
         return "runs through Transformers, whose code cannot be captured"
-    if any(layer.attention.kind == "state" for layer in model.shape.layers):
-        return "has layers with states, whose operations wait for the host and cannot be captured"
     return None
 
 

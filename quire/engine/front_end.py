@@ -47,6 +47,7 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
 
     @property

@@ -99,6 +99,7 @@ class InputProcessor:
         self._takes_priorities = takes_priorities
         self._pools = pools
         self.clips_max_tokens = True
+        self.reports_logits = False
         self.max_new_tokens: int | None = None
         self._request_numbers = itertools.count()  # next() is atomic
         self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
@@ -126,6 +127,8 @@ class InputProcessor:
             raise UserError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
         self._check_params(params)
         params = self._with_alternatives(params)
+        if self.reports_logits and params.ranks_samples:
+            raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
         content, cache_salt = split_prompt(prompt, cache_salt)
         if params.skip_reading_prefix_cache:

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.attention.device_batch import DeviceStates, StepStates
+from quire.attention.interface import StateStep
 from quire.kernels.triton.encoder_attention import attend
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
 from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
+from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 
 if TYPE_CHECKING:
     from quire.attention.triton_backend import TritonEncoderStep
@@ -28,6 +32,33 @@ class DeviceEncoderOperations:
         return attend(qkv, turn, step.tiles, heads.num_heads, heads.scale, heads.window)
 
 
+class DeviceStateOperations:
+    """StateOperations over tensors of one device."""
+
+    def short_convolution(
+        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
+        out = torch.empty_like(x)
+        _of_device(states).run(short_convolution, weights, x, out)
+        return out
+
+    def gated_delta_rule(
+        self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
+        out = qkv.new_empty(len(qkv), rule.num_value_heads * rule.value_dim)
+        _of_device(states).run(gated_delta_rule, rule, qkv, gates, out)
+        return out
+
+    def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_norm(weights, x, gate)
+
+
+def _of_device(states: StepStates | None) -> DeviceStates:
+    assert states is not None, "a step of a model with states brings them"
+    assert not isinstance(states, StateStep), "on the device"
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
     """The choice of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products
@@ -40,7 +71,7 @@ class DeviceLayers:
     rounds_activations: bool = False
 
 
-class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, SharedOperations):
+class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceStateOperations, SharedOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable,
 """Operations as layers see them: values of one kind, whichever it is."""
 
 
-class SharedOperations(TorchExpertOperations, TorchStates):
+class SharedOperations(TorchExpertOperations):
     """The operations that torch computes in the same way on every device."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class SharedOperations(TorchExpertOperations, TorchStates):
         return group.all_gather(x, dim=1)
 
 
-class TorchOperations(TorchCacheOperations, TorchEncoderOperations, SharedOperations):
+class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates, SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

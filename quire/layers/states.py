@@ -141,19 +141,19 @@ class StateOperations(Protocol[ValueT]):
 
 
 class TorchStates:
-    """StateOperations of torch, on any device."""
+    """StateOperations of plain torch."""
 
     def short_convolution(
         self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
     ) -> torch.Tensor:
-        assert states is not None, "a step of a model with states brings them"
-        return short_convolution(weights, x, states.on_host())
+        assert isinstance(states, StateStep), "a step of a model with states brings them"
+        return short_convolution(weights, x, states)
 
     def gated_delta_rule(
         self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
     ) -> torch.Tensor:
-        assert states is not None, "a step of a model with states brings them"
-        return gated_delta_rule(rule, qkv, gates, states.on_host())
+        assert isinstance(states, StateStep), "a step of a model with states brings them"
+        return gated_delta_rule(rule, qkv, gates, states)
 
     def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         heads = x.float().unflatten(1, (-1, weights.size))

@@ -15,7 +15,15 @@ FIRST_LOOK = 1024
 def apply_filters(
     weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> None:
-    """Set the weights of the tokens that are filtered out to zero, in place.
+    """Set the weights of the tokens that are filtered out to zero, in place. The arguments are those of
+    `lowest_kept`."""
+    weights[weights < lowest_kept(weights, totals, top_k, top_p, min_p)[:, None]] = 0
+
+
+def lowest_kept(
+    weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> np.ndarray:
+    """[R], the lowest weight that each row keeps.
 
     weights: [R, vocab_size] float32, not negative, the largest of a row is 1; totals: [R] float64, their sums.
     top_k: [R] int64, 0 or less is off. top_p: [R] float64, 1 is off; a share of what top-k leaves.
@@ -26,7 +34,7 @@ def apply_filters(
     if ranked.size:
         kept = _lowest_ranked(weights[ranked], totals[ranked], top_k[ranked], top_p[ranked])
         lowest[ranked] = np.maximum(lowest[ranked], kept)
-    weights[weights < lowest[:, None]] = 0
+    return lowest
 
 
 def _lowest_ranked(weights: np.ndarray, totals: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:

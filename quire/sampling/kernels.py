@@ -62,14 +62,28 @@ class SamplingKernels(Protocol[Array]):
         """
         ...
 
-    def rank(self, logits: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked) -> Deferred[Ranking]:
-        """Log-probability and rank of the chosen token, and the best tokens, of the rows that ask. logits: of
-        `set_aside`. token_ids: [R]."""
+    def keep_edited(self, scores: Array, asked: Asked) -> Array:
+        """The scores that `process` reads, as they are before `choose`."""
         ...
 
-    def compare_listed(self, logits: Array, token_ids: Array, listed: Listed, asked: Asked) -> Deferred[np.ndarray]:
-        """[P] float32: by how much the logit of each listed token is above that of its row's chosen one. The arguments
-        are those of `rank`."""
+    def process(self, scores: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked) -> Array:
+        """The logits of the distribution that the rows that ask were drawn from: by temperature, and minus infinity for
+        tokens that filters and rules leave no probability. scores: of `keep_edited`, overwritten. token_ids: [R], which
+        stay possible. Returns what `rank` takes."""
+        ...
+
+    def rank(
+        self, logits: Array, token_ids: Array, batch: SampleBatch[Array], asked: Asked, *, normalized: bool
+    ) -> Deferred[Ranking]:
+        """Log-probability and rank of the chosen token, and the best tokens, of the rows that ask. logits: of
+        `set_aside` or of `process`. token_ids: [R]. normalized: False for logits in place of log-probabilities."""
+        ...
+
+    def compare_listed(
+        self, logits: Array, token_ids: Array, listed: Listed, asked: Asked, *, normalized: bool
+    ) -> Deferred[np.ndarray]:
+        """[P] float32: by how much the logit of each listed token is above that of its row's chosen one, or where it is
+        not to be normalized the logit itself. The arguments are those of `rank`."""
         ...
 
     def rank_beams(self, scores: Array, batch: SampleBatch[Array], beams: Asked) -> Deferred[Best]:
@@ -77,9 +91,12 @@ class SamplingKernels(Protocol[Array]):
         a beam asks for, or the whole vocabulary. Of a beam without sound scores nothing is valid."""
         ...
 
-    def rank_tokens(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Deferred[Ranking]:
+    def rank_tokens(
+        self, logits: torch.Tensor, token_ids: Array, num_top: int, *, normalized: bool
+    ) -> Deferred[Ranking]:
         """Log-probability and rank of one given token for each row, and the `num_top` (at most MAX_LOGPROBS) best ones.
 
         logits: [N, vocab_size], the elements of a row side by side. token_ids: [N] int64, int32 on a device.
+        normalized: as for `rank`.
         """
         ...

@@ -29,22 +29,32 @@ class NativeKernels(PlainKernels):
     def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, bool]:
         return self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=not used & Feature.RANDOM)
 
-    def rank(self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> Deferred[Ranking]:
+    def rank(
+        self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked, *, normalized: bool
+    ) -> Deferred[Ranking]:
         if max(asked.counts) <= MOST_RANKED:
-            return super().rank(logits, token_ids, batch, asked)
+            return super().rank(logits, token_ids, batch, asked, normalized=normalized)
         # Rows that ask for more than the kernel ranks go another way, whose last bits differ: the others must not.
         counts = np.asarray(asked.counts)
         parts = [np.flatnonzero(counts <= MOST_RANKED), np.flatnonzero(counts > MOST_RANKED)]
         rows, tokens = logits, token_ids[asked.indices]
-        return ready(
-            _joined([(part, self._rank(rows[part], tokens[part], counts[part].max())) for part in parts if len(part)])
-        )
+        rankings = [
+            (part, self._rank(rows[part], tokens[part], counts[part].max(), normalized=normalized))
+            for part in parts
+            if len(part)
+        ]
+        return ready(_joined(rankings))
 
-    def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int) -> Ranking:
+    def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int, *, normalized: bool) -> Ranking:
         if num_top > MOST_RANKED:
-            return super()._rank(logits, token_ids, num_top)
-        logprobs, ranks, top_tokens, top_logprobs = self._kernels.rank(logits, token_ids, num_top)
-        return Ranking(~np.isnan(logprobs), token_ids, logprobs, ranks, Best(top_tokens, top_logprobs))
+            return super()._rank(logits, token_ids, num_top, normalized=normalized)
+        values, ranks, top_tokens, top_values = self._kernels.rank(logits, token_ids, num_top)
+        is_sound = ~np.isnan(values)
+        if not normalized:
+            top_tokens[~is_sound] = 0
+            values, top_values = (np.take_along_axis(logits, each, 1) for each in (token_ids[:, None], top_tokens))
+            values = values[:, 0]
+        return Ranking(is_sound, token_ids, values, ranks, Best(top_tokens, top_values))
 
     def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
         if num_best > MOST_RANKED:

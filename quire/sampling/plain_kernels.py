@@ -14,9 +14,9 @@ import torch
 from quire.sampling import rules
 from quire.sampling.batch import TokenMasks
 from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
-from quire.sampling.filters import apply_filters
+from quire.sampling.filters import apply_filters, lowest_kept
 from quire.sampling.parameters import Asked, Feature, Listed, SamplingRows
-from quire.sampling.results import Best, Choice, Deferred, Ranking, ready
+from quire.sampling.results import LOWEST_SCORE, Best, Choice, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
@@ -68,17 +68,48 @@ class PlainKernels:
         batch.token_table[batch.rows, batch.lengths] = token_ids
         return token_ids, ready(Choice(token_ids, nonfinite))
 
-    def rank(self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> Deferred[Ranking]:
-        return ready(self._rank(logits, token_ids[asked.indices], max(asked.counts)))
+    def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
+        """A copy of the rows that ask: [N, vocab_size]."""
+        return scores[asked.indices]
+
+    def process(self, scores: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> np.ndarray:
+        rows, where, count = self._rows, batch.rows[asked.indices], np.arange(len(scores))
+        chosen = token_ids[asked.indices]
+        filtered = np.flatnonzero(rows.features[where] & Feature.FILTERS)
+        impossible = scores <= LOWEST_SCORE
+        # A row whose rules contradict one another has only such tokens.
+        impossible[impossible[count, chosen]] = False
+        with np.errstate(all="ignore"):  # rows that are not sound are reported as such
+            if filtered.size:
+                at = where[filtered]
+                weights = compute_weights(scores[filtered], rows.temperature[at])
+                totals = cumulative_blocks(weights)[:, -1]
+                weights = weights[:, : scores.shape[1]]
+                lowest = lowest_kept(weights, totals, rows.top_k[at], rows.top_p[at], rows.min_p[at])
+                # The native kernels round in another way: what they drew at the edge is kept.
+                lowest = np.minimum(lowest, weights[count[: len(at)], chosen[filtered]])
+                impossible[filtered] |= weights < lowest[:, None]
+            temperature = rows.temperature[where]
+            scores /= np.where(temperature > 0, temperature, 1)[:, None]
+        scores[impossible] = -np.inf
+        return scores
+
+    def rank(
+        self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked, *, normalized: bool
+    ) -> Deferred[Ranking]:
+        return ready(self._rank(logits, token_ids[asked.indices], max(asked.counts), normalized=normalized))
 
     def compare_listed(
-        self, logits: np.ndarray, token_ids: np.ndarray, listed: Listed, asked: Asked
+        self, logits: np.ndarray, token_ids: np.ndarray, listed: Listed, asked: Asked, *, normalized: bool
     ) -> Deferred[np.ndarray]:
+        values = logits[listed.where, listed.token_ids]
         chosen = token_ids[asked.indices][listed.where]
-        return ready(logits[listed.where, listed.token_ids] - logits[listed.where, chosen])
+        return ready(values - logits[listed.where, chosen] if normalized else values)
 
-    def rank_tokens(self, logits: torch.Tensor, token_ids: np.ndarray, num_top: int) -> Deferred[Ranking]:
-        return ready(self._rank(logits.numpy(), token_ids, num_top))
+    def rank_tokens(
+        self, logits: torch.Tensor, token_ids: np.ndarray, num_top: int, *, normalized: bool
+    ) -> Deferred[Ranking]:
+        return ready(self._rank(logits.numpy(), token_ids, num_top, normalized=normalized))
 
     def rank_beams(self, scores: np.ndarray, batch: HostBatch, beams: Asked) -> Deferred[Best]:
         scores = scores[beams.indices]
@@ -100,16 +131,15 @@ class PlainKernels:
             token_ids[random] = self._draw(scores, random, batch, used)
         return token_ids, bool((token_ids >= 0).all())
 
-    def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int) -> Ranking:
+    def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int, *, normalized: bool) -> Ranking:
         """logits: [N, vocab_size] float32; token_ids: [N] int64. The ranking of each, with `num_top` or more best
         tokens."""
-        log_probs = log_probabilities(logits)
-        chosen = log_probs.gather(1, torch.from_numpy(token_ids)[:, None])
-        ranks = (log_probs > chosen).sum(dim=1) + 1
-        logprobs = chosen[:, 0].numpy()
-        return Ranking(
-            np.isfinite(logprobs), token_ids, logprobs, ranks.numpy(), self._best_of(log_probs.numpy(), num_top)
-        )
+        values = log_probabilities(logits) if normalized else torch.from_numpy(logits)
+        chosen = values.gather(1, torch.from_numpy(token_ids)[:, None])
+        ranks = (values > chosen).sum(dim=1) + 1
+        found = chosen[:, 0].numpy()
+        is_sound = np.isfinite(found) & np.isfinite(logits.max(axis=1))
+        return Ranking(is_sound, token_ids, found, ranks.numpy(), self._best_of(values.numpy(), num_top))
 
     def _best_of(self, log_probs: np.ndarray, num_top: int) -> Best:
         """The best tokens of each row, of several equal ones the lowest first: which come must not depend on what

@@ -71,17 +71,21 @@ class SampledTokens(NamedTuple):
 
 
 class ListedLogprobs(NamedTuple):
-    """Log-probabilities of tokens that the rows name. rise: how far the logit of each is above the chosen token's,
-    whose log-probability the ranking has."""
+    """Log-probabilities of tokens that the rows name. values: how far the logit of each is above the chosen token's,
+    whose log-probability the ranking has; or, where they are not normalized, the logits."""
 
-    differences: Deferred[np.ndarray]
+    values: Deferred[np.ndarray]
     listed: Listed
+    normalized: bool
 
     def add_to(self, entries: Sequence[TokenLogprobs], hosts: Iterator[torch.Tensor]) -> None:
         """entries: of the rows that ask for log-probabilities."""
-        chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
-        # No log-probability is above 0, where rounding may bring the sum.
-        values = iter(np.minimum(self.differences.read(hosts) + chosen[self.listed.where], 0).tolist())
+        found = self.values.read(hosts)
+        if self.normalized:
+            chosen = np.array([entry.logprobs[0] for entry in entries], np.float32)
+            # No log-probability is above 0, where rounding may bring the sum.
+            found = np.minimum(found + chosen[self.listed.where], 0)
+        values = iter(found.tolist())
         token_ids = iter(self.listed.token_ids.tolist())
         for entry, count in zip(entries, self.listed.counts, strict=True):
             entry.token_ids += itertools.islice(token_ids, count)
@@ -102,7 +106,7 @@ class Samples(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """What must be copied to the host."""
-        parts = (self.choice, self.ranking, None if self.listed is None else self.listed.differences, self.candidates)
+        parts = (self.choice, self.ranking, None if self.listed is None else self.listed.values, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
     def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:

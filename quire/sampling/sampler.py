@@ -19,9 +19,15 @@ class Sampler(Generic[Array]):
     What a batch does not ask for costs nothing.
     """
 
-    def __init__(self, rows: SamplingRows, kernels: SamplingKernels[Array]) -> None:
-        """kernels: bound to `rows`."""
+    def __init__(
+        self, rows: SamplingRows, kernels: SamplingKernels[Array], logprobs_mode: str = "raw_logprobs"
+    ) -> None:
+        """kernels: bound to `rows`. logprobs_mode: whether log-probabilities, or logits in their place, are those of
+        the model ("raw_logprobs", "raw_logits") or of the distribution that was drawn from ("processed_logprobs",
+        "processed_logits")."""
         self._rows = rows
+        self._reports_processed = logprobs_mode.startswith("processed")
+        self._normalized = logprobs_mode.endswith("logprobs")
         self._kernels: SamplingKernels[Array] = kernels
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch[Array], masks: TokenMasks | None = None) -> Samples:
@@ -35,8 +41,8 @@ class Sampler(Generic[Array]):
         used = rows.used(where) | (0 if masks is None else Feature.TOKEN_MASK)
         logprobs = rows.asked(where, Feature.LOGPROBS, rows.num_logprobs) if used & Feature.LOGPROBS else None
         beams = rows.asked(where, Feature.CANDIDATES, rows.num_candidates) if used & Feature.CANDIDATES else None
-        # 1. Log-probabilities are the model's own: what they are computed from is set aside before anything changes.
-        scores, unchanged = kernels.set_aside(logits, used, logprobs)
+        # 1. The model's own log-probabilities: what they are computed from is set aside before anything changes.
+        scores, reported = kernels.set_aside(logits, used, None if self._reports_processed else logprobs)
         # 2. Bias, penalties, bans, allowed tokens, masks. Those of a beam change its log-probabilities.
         if beams is not None:
             kernels.normalize(scores, batch, beams)
@@ -45,22 +51,29 @@ class Sampler(Generic[Array]):
         if masks is not None:
             kernels.keep_masked(scores, masks)
         # 3. Greedy rows take the best score, the others draw.
+        processed = logprobs if self._reports_processed else None
+        if processed is not None:
+            reported = kernels.keep_edited(scores, processed)
         token_ids, choice = kernels.choose(scores, batch, used)
+        if processed is not None:
+            reported = kernels.process(reported, token_ids, batch, processed)
         # 4. What beams can go on with, and log-probabilities of what was chosen.
         candidates = None if beams is None else kernels.rank_beams(scores, batch, beams)
-        ranking = None if logprobs is None else kernels.rank(unchanged, token_ids, batch, logprobs)
-        listed = None if logprobs is None else rows.listed(where, logprobs)
-        more = None
-        if listed is not None and logprobs is not None:
-            more = ListedLogprobs(kernels.compare_listed(unchanged, token_ids, listed, logprobs), listed)
+        ranking, more, normalized = None, None, self._normalized
+        if logprobs is not None:
+            ranking = kernels.rank(reported, token_ids, batch, logprobs, normalized=normalized)
+            if (listed := rows.listed(where, logprobs)) is not None:
+                values = kernels.compare_listed(reported, token_ids, listed, logprobs, normalized=normalized)
+                more = ListedLogprobs(values, listed, normalized)
         return Samples(choice, ranking, candidates, logprobs, beams, more)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
-        """Log-probability and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best tokens.
+        """Log-probability (or logit) and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best
+        tokens. No rule, temperature or filter concerns tokens that are given.
 
         logits: [N, vocab_size], as in `sample`. token_ids: [N] int64, int32 on a device, where the kernels compute.
         """
-        return Logprobs(self._kernels.rank_tokens(logits, token_ids, num_top), num_top)
+        return Logprobs(self._kernels.rank_tokens(logits, token_ids, num_top, normalized=self._normalized), num_top)
 
     def _edit(self, scores: Array, batch: SampleBatch[Array], used: int) -> None:
         """Change the scores in place, in this order, by the features that the batch uses."""

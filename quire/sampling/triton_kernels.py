@@ -19,7 +19,7 @@ from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, Listed, SamplingRows
-from quire.sampling.results import Best, Choice, Deferred, Ranking
+from quire.sampling.results import LOWEST_SCORE, Best, Choice, Deferred, Ranking
 from quire.sampling_params import MAX_LOGPROBS
 
 DeviceBatch = SampleBatch[torch.Tensor]
@@ -99,16 +99,34 @@ class TritonKernels:
             filters.pick_filtered(scores, rows, words, histories, buffers, shapes, filtered)
         return buffers.chosen[:, 0], Deferred((buffers.chosen,), _read_choice)
 
+    def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
+        """The scores themselves, which `choose` leaves as they are."""
+        return scores
+
+    def process(self, scores: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked) -> torch.Tensor:
+        """[R, vocab_size] float32, of which the rows that do not ask are undefined."""
+        processed = torch.empty_like(scores, dtype=torch.float32) if scores.dtype != torch.float32 else scores
+        features = (Feature.LOGPROBS, Feature.FILTERS)
+        lanes = self._shapes.lanes
+        filters.process(scores, token_ids, processed, batch.rows, self._words, features, LOWEST_SCORE, lanes)
+        return processed
+
     def rank(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        batch: DeviceBatch,
+        asked: Asked,
+        *,
+        normalized: bool,
     ) -> Deferred[Ranking]:
         # One width for what requests usually ask for keeps the number of shapes small; 0: none asks for alternatives.
         num_top = max(MAX_LOGPROBS, *asked.counts) if any(asked.counts) else 0
-        result = self._rank(logits, token_ids, num_top, batch.rows, Feature.LOGPROBS)
+        result = self._rank(logits, token_ids, num_top, batch.rows, Feature.LOGPROBS, normalized=normalized)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[asked.indices]))
 
     def compare_listed(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, listed: Listed, asked: Asked
+        self, logits: torch.Tensor, token_ids: torch.Tensor, listed: Listed, asked: Asked, *, normalized: bool
     ) -> Deferred[np.ndarray]:
         vocab_size = logits.shape[1]
         rows, tokens = self._to_device(asked.indices[listed.where]), self._to_device(listed.token_ids)
@@ -117,19 +135,29 @@ class TritonKernels:
         values = [
             torch.take(logits, begins + each).to(torch.float32) for each in (tokens, token_ids.index_select(0, rows))
         ]
-        return Deferred((values[0] - values[1],), lambda hosts: next(hosts).numpy())
+        found = values[0] - values[1] if normalized else values[0]
+        return Deferred((found,), lambda hosts: next(hosts).numpy())
 
     def rank_beams(self, scores: torch.Tensor, batch: DeviceBatch, beams: Asked) -> Deferred[Best]:
-        result = self._rank(scores, None, max(beams.counts), batch.rows, Feature.CANDIDATES)
+        result = self._rank(scores, None, max(beams.counts), batch.rows, Feature.CANDIDATES, normalized=False)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[beams.indices]).best)
 
-    def rank_tokens(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Deferred[Ranking]:
+    def rank_tokens(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, normalized: bool
+    ) -> Deferred[Ranking]:
         # Every row is wanted, whatever it is: no parameters are looked at.
-        result = self._rank(logits, token_ids, num_top, token_ids, 0)
+        result = self._rank(logits, token_ids, num_top, token_ids, 0, normalized=normalized)
         return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()))
 
     def _rank(
-        self, scores: torch.Tensor, targets: torch.Tensor | None, num_best: int, rows: torch.Tensor, feature: int
+        self,
+        scores: torch.Tensor,
+        targets: torch.Tensor | None,
+        num_best: int,
+        rows: torch.Tensor,
+        feature: int,
+        *,
+        normalized: bool,
     ) -> torch.Tensor:
         """[R, words] int32, of `quire.kernels.triton.logprobs.rank`."""
         count, vocab_size = scores.shape
@@ -137,7 +165,16 @@ class TritonKernels:
         # Rows without the feature stay zero, so that uninitialised memory is not copied to the host.
         shape, make = (count, logprobs.result_words(width)), torch.zeros if feature else torch.empty
         result = make(shape, dtype=torch.int32, device=scores.device)
-        logprobs.rank(scores, targets, width, result, rows, self._words, feature, self._rank_lanes)
+        logprobs.rank(
+            scores,
+            targets,
+            result,
+            rows,
+            self._words,
+            feature,
+            self._rank_lanes,
+            normalized=normalized,
+        )
         return result
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:

@@ -27,6 +27,7 @@ BATCHES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({**RANDOM, **EDITS}, GREEDY),
     ({**FILTERED, **EDITS}, GREEDY),
     ({**FILTERED, **EDITS}, RANDOM),
+    ({**GREEDY, **EDITS, "logprobs": 1}, GREEDY),
     ({"use_beam_search": True, "n": 2}, GREEDY),
 )
 """Two rows each: every set of kernels that a step can need, over logits as the model gives them and over scores."""

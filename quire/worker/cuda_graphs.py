@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, StateKernels
 from quire.attention.latent import LatentShape
 from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
@@ -89,6 +89,7 @@ class CudaGraphRunner:
         capture: GraphCapture | None,
     ) -> None:
         """capture: None where there are no graphs; then `settings` must allow none."""
+        self.settings = settings
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
         assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
@@ -201,11 +202,11 @@ class CudaGraphRunner:
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces))
+        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
-        return _PiecewisePass(self._backends.attention, pieces.graphs, pieces.calls, last, inputs)
+        return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, inputs)
 
 
 class _CapturedPass(Protocol):
@@ -226,7 +227,8 @@ class _FullPass:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """A call of the back end's step between two pieces, on memory that the pieces share."""
+    """A call between two pieces, on memory that the pieces share: of the attention back end's step, or (`run`) of the
+    step of layers that keep states."""
 
     method: str
     args: tuple[Any, ...]
@@ -236,7 +238,7 @@ class _AttentionCall:
 class _PiecewisePass:
     """graphs[i] ends with the input of calls[i]; `last` follows the last call."""
 
-    backend: DeviceBackend
+    backends: DeviceBackends
     graphs: list[Graph]
     calls: list[_AttentionCall]
     last: Graph
@@ -245,16 +247,16 @@ class _PiecewisePass:
     def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
         assert inputs == self.inputs, "a graph's inputs must keep their addresses"
-        step = self.backend.plan(batch)
+        step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
-            getattr(step, call.method)(*call.args)
+            getattr(states if call.method == "run" else step, call.method)(*call.args)
         self.last.replay()
 
 
 class _Pieces:
-    """Takes the place of the attention back end's step while pieces are captured: each call ends one piece and begins
-    the next."""
+    """Takes the place of the attention back end's step, and of the states', while pieces are captured: each call ends
+    one piece and begins the next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor) -> None:
         """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
@@ -268,30 +270,33 @@ class _Pieces:
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._attended[: qkv.shape[0]]
-        self._between("attend", heads, qkv, rotation, out)
+        self._between("attend", (heads,), qkv, rotation, out)
         return out
 
     def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Any) -> None:
-        self._between("write_kv", heads, key_value, rotation)
+        self._between("write_kv", (heads,), key_value, rotation)
 
     def attend_cached(
         self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._attended[: query.shape[0]]
-        self._between("attend_cached", heads, query, rotation, out)
+        self._between("attend_cached", (heads,), query, rotation, out)
         return out
 
     def attend_latent(
         self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._attended[: inputs[0].shape[0]]
-        self._between("attend_latent", shape, inputs, rotation, out)
+        self._between("attend_latent", (shape,), inputs, rotation, out)
         return out
 
-    def _between(self, method: str, layer: Any, *args: Any) -> None:
+    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        self._between("run", (kernels, weights), *tensors)
+
+    def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
         self.graphs.append(self._capture.end_capture())
-        self.calls.append(_AttentionCall(method, (layer, *(_borrowed(self._capture, value) for value in args))))
+        self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()
 
 

@@ -85,6 +85,7 @@ def test_the_cache_is_kept_in_the_dtype_of_the_weights(model: str, machine: Mach
     assert resolved(model, dtype="float16").model.kv_cache_dtype == "float16"
     assert resolved(model).model.kv_cache_dtype == "float32"
     assert resolved(model, dtype="float16", kv_cache_dtype="bfloat16").model.kv_cache_dtype == "bfloat16"
+    assert resolved(model, dtype="float16", kv_cache_dtype="fp8_e4m3").model.kv_cache_dtype == "fp8"
 
 
 def test_options_on_a_device_are_obeyed(model: str, machine: Machine) -> None:
@@ -227,13 +228,11 @@ def test_kinds_of_graphs(model: str, machine: Machine, options: dict[str, Any], 
     assert bool(device.cuda_graph_sizes) == (kind != "none")
 
 
-def test_layers_with_states_have_no_graphs(model: str, machine: Machine) -> None:
+def test_layers_with_states_have_graphs(model: str, machine: Machine) -> None:
     machine()
     config = resolved(model)
     stateful = replace(config.model, shape=find_shape("qwen3-next-80b-a3b"))
-    assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful) == ("none", ())
-    with pytest.raises(ConfigError, match="layers with states"):
-        graph_options(EngineOptions(cuda_graphs="full"), config.scheduler, "cuda", stateful)
+    assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful)[0] == "full_and_piecewise"
 
 
 @pytest.mark.parametrize(

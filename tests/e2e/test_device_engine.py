@@ -189,3 +189,20 @@ def test_a_machine_with_torch_and_triton_alone(full: Tiny) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(continuation(full.reference, PROMPTS[0], 1))
+
+
+@pytest.mark.parametrize("name", ["full", "latent"])
+def test_a_cache_of_8_bits(name: str, models: dict[str, Tiny]) -> None:
+    """The tokens of plain torch over such a cache, and the same bits alone as beside others."""
+    tiny = models[name]
+    with open_engine(tiny.directory, batch_invariant=True, kv_cache_dtype="fp8") as llm:
+        together = run(llm, PROMPTS[:2], greedy(2, logprobs=0))
+        alone = run(llm, PROMPTS[1:2], greedy(2, logprobs=0))
+    assert exact(alone) == exact(together[1:])
+    exactly_kept = run(tiny.llm, PROMPTS[:2], greedy(2, logprobs=0))
+    assert exact(together) != exact(exactly_kept), "what is kept is rounded"
+    if name == "full":
+        options = {"attention_backend": "torch", "kv_cache_dtype": "fp8"}
+        with open_engine(tiny.directory, **options) as llm:
+            expected = run(llm, PROMPTS[:2], greedy(2))
+        assert [each.outputs[0].token_ids for each in together] == [each.outputs[0].token_ids for each in expected]

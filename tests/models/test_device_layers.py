@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.attention.device_batch import DeviceStateStep
+from quire.attention.interface import AttentionBatch
 from quire.attention.latent import LatentShape
+from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -25,6 +28,7 @@ from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
 from tests.models.hybrid_families import HYBRID_FAMILIES
+from tests.worker.platform.device_states import device_batch
 
 SavedModels = Callable[[str], SavedModel]
 
@@ -63,6 +67,7 @@ class DeviceRunner(PagedRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.backend = _Planner(self.backend)
+        self.states = _StatePlanner(self.states)
 
 
 @dataclass
@@ -71,6 +76,14 @@ class _Planner:
 
     def plan(self, batch: object) -> PlainAttention:
         return PlainAttention(self.backend.plan(batch))
+
+
+@dataclass
+class _StatePlanner:
+    backend: StateBackend
+
+    def plan(self, batch: AttentionBatch) -> DeviceStateStep | None:
+        return self.backend.plan_on_device(device_batch(batch))
 
 
 def load_device(

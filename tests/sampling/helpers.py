@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.results import Logprobs, SampledTokens
@@ -84,13 +84,14 @@ class Prepared:
         rows: Sequence[int] | None = None,
         num_rows: int | None = None,
         platform: Platform | None = None,
+        mode: str = "raw_logprobs",
     ) -> None:
-        """rows: where the cases live in the table (default: 0, 1, ...)."""
+        """rows: where the cases live in the table (default: 0, 1, ...). mode: of log-probabilities."""
         self.platform = platform = PLATFORM if platform is None else platform
         self.where = np.arange(len(cases)) if rows is None else np.array(rows, np.int64)
         self.rows = SamplingRows(num_rows or int(self.where.max()) + 1)
         self.kernels = platform.kernels(self.rows)
-        self.sampler: Sampler[Any] = Sampler(self.rows, self.kernels)
+        self.sampler: Sampler[Any] = Sampler(self.rows, self.kernels, mode)
         histories = [case.prompt + case.output for case in cases]
         self.lengths = np.array([len(history) for history in histories])
         tokens = np.full((len(self.rows.features), int(self.lengths.max()) + 3), NEVER, np.int32)
@@ -113,10 +114,10 @@ class Prepared:
         """A copy of the token table."""
         return torch.as_tensor(self.batch.token_table).cpu().numpy().copy()
 
-    def sample(self, logits: torch.Tensor) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, masks: TokenMasks | None = None) -> SampledTokens:
         """Sample a copy of the logits; check that the token table has the tokens, and nothing else changed in it."""
         before = self.table()
-        samples = self.sampler.sample(self.platform.logits(logits), self.batch)
+        samples = self.sampler.sample(self.platform.logits(logits), self.batch, masks)
         sampled = samples.assemble([tensor.cpu() for tensor in samples.tensors()])
         before[self.where, self.lengths] = sampled.token_ids
         assert (self.table() == before).all()

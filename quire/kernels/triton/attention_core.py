@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.attention.interface import LayerAttention
+from quire.kernels.triton.float8 import from_cache
 from quire.kernels.triton.runtime import bound, dot
 
 NOTHING = tl.constexpr(-1.0e30)
@@ -174,9 +175,8 @@ def _attend_tiles(
         else:
             key = tl.load(from_page)
             value = tl.load(from_page + VALUES)
-        # Of two dtypes, float32 holds both. (Equal ones are the rule, and stay what they are.)
-        key = key.to(queries.dtype)
-        value = value.to(queries.dtype)
+        key = from_cache(key, queries.dtype)
+        value = from_cache(value, queries.dtype)
         scores = dot(queries, tl.trans(key), tl.zeros((queries.shape[0], BLOCK_N), tl.float32))
         weights, maximum, factor = _weigh(scores, visible, maximum, scale, cap, SOFT_CAP, MASKED)
         total = tl.fma(total, factor, tl.sum(weights, 1))

@@ -22,6 +22,7 @@ from quire.kernels.triton.attention_core import (
     store_rows,
 )
 from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
+from quire.kernels.triton.float8 import operand
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, layer_constants
 from quire.kernels.triton.runtime import bind, bound
 
@@ -116,8 +117,7 @@ def _split_kernel(
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     pages += kv_head * HEAD_DIM
     queries = load_queries(query, query_stride, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
-    if pages.dtype.element_ty != queries.dtype:
-        queries = queries.to(tl.float32)
+    queries = operand(queries, pages.dtype.element_ty)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIM)

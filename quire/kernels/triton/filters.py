@@ -33,7 +33,7 @@ import triton.language as tl
 
 from quire.kernels.triton.runtime import INTERPRETED, launch, next_power_of_2
 from quire.kernels.triton.sampling import finish_row
-from quire.kernels.triton.sampling_core import ONE, draw_within, load_weights, position_of, uniform, weigh
+from quire.kernels.triton.sampling_core import ONE, draw_within, load_scores, load_weights, position_of, uniform, weigh
 from quire.kernels.triton.sampling_shapes import Histories, SamplingBuffers, SamplingShapes
 from quire.kernels.triton.sampling_words import (
     FEATURES,
@@ -358,6 +358,99 @@ def _pick_filtered_kernel(
                 token = draw_within(line, 0, VOCAB, token, target, lowest, largest, temperature, TILE)
             tl.store(cutoffs + index * 3 + 2, lowest)
         finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row)
+
+
+@triton.jit(do_not_specialize_on_alignment=["targets", "rows"])
+def _process_kernel(
+    scores,
+    targets,
+    processed,
+    rows,
+    words,
+    scores_stride,
+    targets_stride,
+    processed_stride,
+    words_stride,
+    VOCAB: tl.constexpr,
+    FEATURE: tl.constexpr,
+    FILTERED: tl.constexpr,
+    IMPOSSIBLE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    row_words = words + tl.load(rows + index).to(tl.int64) * words_stride
+    features = load_integer(row_words, FEATURES)
+    if (features & FEATURE) != 0:
+        row = scores + index * scores_stride
+        place = processed + index * processed_stride
+        lanes = tl.arange(0, LANES)
+        temperature = load_float(row_words, TEMPERATURE)
+        chosen = tl.load(row + tl.load(targets + index * targets_stride)).to(tl.float32)
+        largest = chosen
+        lowest = tl.full([], 0.0, tl.float32)
+        is_filtered = (features & FILTERED) != 0
+        if is_filtered:
+            best = tl.full([LANES], float("-inf"), tl.float32)
+            for start in range(0, VOCAB, LANES):
+                best = tl.maximum(best, load_scores(row, start + lanes, start + lanes < VOCAB))
+            largest = tl.max(best)
+            top_k = load_integer(row_words, TOP_K)
+            top_k = tl.where(top_k < VOCAB, tl.maximum(top_k, 0), 0)
+            top_p = load_double(row_words, TOP_P)
+            _, _, mass = _sums_above(row, VOCAB, largest, temperature, lowest, LANES)
+            lowest = _lowest_by_passes(row, VOCAB, largest, temperature, top_k, top_p, mass, LANES)
+            lowest = tl.maximum(lowest, load_float(row_words, MIN_P))
+            # Sums in another order may round in another way: what was drawn at the edge is kept.
+            lowest = tl.minimum(lowest, weigh(chosen, largest, temperature))
+        divisor = tl.where(temperature > 0, temperature, 1.0)
+        # A row whose rules contradict one another has only impossible tokens.
+        bound = tl.where(chosen > IMPOSSIBLE, IMPOSSIBLE, float("-inf"))
+        for start in range(0, VOCAB, LANES):
+            tokens = start + lanes
+            mask = tokens < VOCAB
+            values = load_scores(row, tokens, mask)
+            is_left_out = values <= bound
+            if is_filtered:
+                is_left_out = is_left_out | (weigh(values, largest, temperature) < lowest)
+            tl.store(place + tokens, tl.where(is_left_out, float("-inf"), values / divisor), mask=mask)
+
+
+def process(
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    processed: torch.Tensor,
+    rows: torch.Tensor,
+    words: torch.Tensor,
+    features: tuple[int, int],
+    impossible: float,
+    lanes: int,
+) -> None:
+    """The logits of the distribution that tokens were drawn from: by temperature (greedy rows have 1), and minus
+    infinity for what filters and rules leave no probability.
+
+    scores: [R, vocab_size]; targets: [R] int32, the tokens that were drawn; processed: [R, vocab_size] float32, which
+    may be `scores`. features: that of the rows that are wanted, the only ones that are written, and that of filtered
+    rows. impossible: scores that are not above it belong to banned tokens.
+    """
+    launch(
+        _process_kernel,
+        (len(scores),),
+        scores,
+        targets,
+        processed,
+        rows,
+        words,
+        scores.stride(0),
+        targets.stride(0),
+        processed.stride(0),
+        words.stride(0),
+        scores.shape[1],
+        FEATURE=features[0],
+        FILTERED=features[1],
+        IMPOSSIBLE=impossible,
+        LANES=lanes,
+        num_warps=8,
+    )
 
 
 def cutoff(

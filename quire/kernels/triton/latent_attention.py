@@ -22,6 +22,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence
 from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
@@ -112,7 +113,7 @@ def _prepare_kernel(
         dims = tl.arange(0, RANK_BLOCK)
         written = (dims < RANK) & (slot >= 0)
         values = tl.load(latent + token * RANK + dims, mask=written, other=0.0)
-        tl.store(to + dims, values.to(pages.dtype.element_ty), mask=written)
+        tl.store(to + dims, to_cache(values, pages.dtype.element_ty), mask=written)
         turns = inside & (slot >= 0)
         low = tl.load(turned_key + token * ROPE + half, mask=turns, other=0.0).to(tl.float32)
         high = tl.load(turned_key + token * ROPE + HALF + half, mask=turns, other=0.0).to(tl.float32)
@@ -120,8 +121,8 @@ def _prepare_kernel(
             turned = tl.fma(low, cosine, -(high * sine))
             high = tl.fma(high, cosine, low * sine)
             low = turned
-        tl.store(to + RANK + half, low.to(pages.dtype.element_ty), mask=turns)
-        tl.store(to + RANK + HALF + half, high.to(pages.dtype.element_ty), mask=turns)
+        tl.store(to + RANK + half, to_cache(low, pages.dtype.element_ty), mask=turns)
+        tl.store(to + RANK + HALF + half, to_cache(high, pages.dtype.element_ty), mask=turns)
 
 
 @triton.jit
@@ -153,9 +154,8 @@ def _attend_part(
         latent = tl.load(at[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0)
         key_at = at[:, None] + RANK + turns[None, :]
         key = tl.load(key_at, mask=present[:, None] & (turns < ROPE)[None, :], other=0.0)
-        # Of two dtypes, float32 holds both. (Equal ones are the rule, and stay what they are.)
-        latent = latent.to(queries.dtype)
-        key = key.to(queries.dtype)
+        latent = from_cache(latent, queries.dtype)
+        key = from_cache(key, queries.dtype)
         scores = dot(queries, tl.trans(latent), tl.zeros((queries.shape[0], BLOCK_N), tl.float32))
         scores = dot(turned, tl.trans(key), scores)
         scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
@@ -223,9 +223,8 @@ def _latent_kernel(
     queries = tl.load(query + at[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
     turned_mask = inside[:, None] & (turns < ROPE)[None, :]
     turned = tl.load(turned_query + at[:, None] * ROPE + turns[None, :], mask=turned_mask, other=0.0)
-    if pages.dtype.element_ty != queries.dtype:
-        queries = queries.to(tl.float32)
-        turned = turned.to(tl.float32)
+    queries = operand(queries, pages.dtype.element_ty)
+    turned = operand(turned, pages.dtype.element_ty)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     num_parts = tl.cdiv(end, SPLIT_KEYS)
     if IS_SPLIT:
@@ -341,7 +340,7 @@ class LatentKernels:
         self._prepare = {
             turns: bind(
                 _prepare_kernel,
-                fixed,
+                {**fixed, "pages": as_bits(pages)},
                 NUM_HEADS=shape.num_heads,
                 RANK=shape.rank,
                 ROPE=shape.rope_dim,

@@ -79,6 +79,7 @@ def _rank_kernel(
     num_best,
     FEATURE: tl.constexpr,
     TARGETED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -97,12 +98,12 @@ def _rank_kernel(
         first, tokens, sums, num_above, nonfinite = _scan_lanes(row, VOCAB, chosen, LANES)
         largest = tl.max(first)
         is_sound = (tl.max(nonfinite) == 0) & (largest > float("-inf"))
-        # Scores that belong to no target are wanted as they are.
         offset = tl.full([], 0.0, tl.float32)
         log_sum = tl.full([], 0.0, tl.float32)
-        if TARGETED:
+        if NORMALIZED:
             offset = largest
             log_sum = tl.log(tl.sum(sums * tl.exp(first - largest)))
+        if TARGETED:
             is_sound = is_sound & (chosen > float("-inf"))
             tl.store(place + 1, tl.sum(num_above) + 1)
             tl.store(place + 2, target)
@@ -153,23 +154,26 @@ def result_words(num_best: int) -> int:
 def rank(
     logits: torch.Tensor,
     targets: torch.Tensor | None,
-    num_best: int,
     result: torch.Tensor,
     rows: torch.Tensor,
     words: torch.Tensor,
     feature: int = 0,
     lanes: int = LANES,
+    *,
+    normalized: bool,
 ) -> None:
     """The best tokens of each row, best first, of equal ones the lowest first.
 
     logits: [N, vocab_size], bfloat16, float16 or float32, the elements of a row side by side. targets: [N] int32, a
-    token of each row; None: values are the logits themselves, not log-probabilities. num_best: at most vocab_size.
+    token of each row. normalized: values are log-probabilities, else the logits themselves.
     rows: [N] int32, words: the table of parameters; where `feature` is not 0, only rows that have it are written.
 
-    result: [N, result_words(num_best)] int32: whether the row is sound (neither NaN nor plus infinity, and its target
-    is possible); the target's rank, 1 for the best; then pairs (token, bits of a float32): the target, and the best.
+    result: [N, result_words(num_best)] int32, num_best at most vocab_size: whether the row is sound (neither NaN nor
+    plus infinity, and its target is possible); the target's rank, 1 for the best; then pairs (token, bits of a
+    float32): the target, and the best.
     """
     vocab_size = logits.shape[1]
+    num_best = (result.shape[1] - FIRST_PAIR) // 2 - 1
     launch(
         _rank_kernel,
         (len(logits),),
@@ -186,6 +190,7 @@ def rank(
         num_best,
         FEATURE=feature,
         TARGETED=targets is not None,
+        NORMALIZED=normalized,
         LANES=lanes,
         DEPTH=triton.next_power_of_2(triton.cdiv(vocab_size, lanes)),
         num_warps=16,

@@ -24,6 +24,7 @@ from quire.kernels.triton.attention_core import (
     store_rows,
 )
 from quire.kernels.triton.attention_tiles import Tiles, padded_dim
+from quire.kernels.triton.float8 import operand
 from quire.kernels.triton.runtime import bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
@@ -93,8 +94,7 @@ def _varlen_kernel(
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     pages += kv_head * HEAD_DIM
     queries = load_queries(query, query_stride, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
-    if pages.dtype.element_ty != queries.dtype:
-        queries = queries.to(tl.float32)
+    queries = operand(queries, pages.dtype.element_ty)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     positions = first_position + token
     maximum, total, values = no_keys(BLOCK_M, DIM)

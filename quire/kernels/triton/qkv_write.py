@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
 from quire.layers.operations import HeadWeights, NormWeights
 
@@ -89,11 +90,11 @@ def _write_heads(
         turned_first = tl.fma(first, cosine, -(second * sine))
         turned_second = tl.fma(second, cosine, first * sine)
         first_to = target[:, None] + half[None, :]
-        tl.store(first_to, turned_first.to(target.dtype.element_ty), mask=mask)
-        tl.store(first_to + HALF, turned_second.to(target.dtype.element_ty), mask=mask)
+        tl.store(first_to, to_cache(turned_first, target.dtype.element_ty), mask=mask)
+        tl.store(first_to + HALF, to_cache(turned_second, target.dtype.element_ty), mask=mask)
     if REST:
         plain = _normed(plain, scale, weight, rest, rest < HEAD_DIM, NORM)
-        tl.store(target[:, None] + rest[None, :], plain.to(target.dtype.element_ty), mask=rest_mask)
+        tl.store(target[:, None] + rest[None, :], to_cache(plain, target.dtype.element_ty), mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -155,7 +156,7 @@ def _write_kernel(
             mask = ((slot >= 0) & (head < NUM_KV_HEADS))[:, None] & (dims < HEAD_DIM)
             values = tl.load((value + token * value_stride + head * HEAD_DIM)[:, None] + dims, mask=mask)
             target = pages + ((at + BLOCK_SIZE) * NUM_KV_HEADS + head) * HEAD_DIM
-            tl.store(target[:, None] + dims, values.to(pages.dtype.element_ty), mask=mask)
+            tl.store(target[:, None] + dims, to_cache(values, pages.dtype.element_ty), mask=mask)
 
 
 class HeadPreparation:
@@ -190,7 +191,7 @@ def prepare_heads(
 
     qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; its keys and values stay as they were. rotation:
     of the T tokens' positions, or None. pages: of the layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], of
-    any float dtype. slots: [T] int64, block * block_size + offset; below 0: the key and value are not written.
+    any float dtype, or e4m3 bits. slots: [T] int64, block * block_size + offset; below 0: neither is written.
     """
     HeadPreparation(heads, pages).run(qkv, rotation, slots)
 
@@ -213,6 +214,7 @@ class _WriteKernel:
         *,
         writes: bool = True,
     ) -> None:
+        pages = as_bits(pages)
         block_size, num_kv_heads, head_dim = pages.shape[2:]
         num_kv_heads *= writes
         query_norm, key_norm = norms

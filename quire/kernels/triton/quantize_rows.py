@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.float8 import E4M3_LARGEST, e4m3_bits
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, launch, next_power_of_2
-from quire.kernels.triton.weight_formats import E4M3_LARGEST, e4m3_bits
 
 BLOCK = 4096
 """Elements that a program holds at once."""

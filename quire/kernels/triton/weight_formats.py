@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.float8 import widen_e4m3
 from quire.kernels.triton.runtime import INTERPRETED, dot, narrow
 
 PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6))
 """From I4 on there are two codes in a byte."""
 PAIRED = 64
 """Input features of a run of bytes in paired formats: byte i of 32 has feature i in its lower half, i + 32 above."""
-E4M3_LARGEST = tl.constexpr(448.0)
 LEAST_K = 16
 """Input features that a product of matrix units takes at least; of e4m3 numbers and of a run's half twice as many."""
 
@@ -80,33 +80,6 @@ class StoredMatrix:
             "HAS_OFFSETS": self.offsets is not None,
             "ROUNDED": rounds_activations,
         }
-
-
-@triton.jit
-def widen_e4m3(codes, DTYPE: tl.constexpr):
-    """codes: e4m3 numbers, or their bits (no NaN). Moved to where float16 has its exponent, the bits are those of the
-    number / 256, subnormal ones too."""
-    if codes.dtype == tl.uint8:
-        bits = codes.to(tl.uint16)
-        values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-        values = values.to(DTYPE)
-    else:
-        values = codes.to(DTYPE)
-    return values
-
-
-@triton.jit
-def e4m3_bits(x):
-    """float32 -> uint8: to the nearest e4m3 number, ties to even; beyond the largest one that; not finite: NaN."""
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_LARGEST)
-    low = magnitude.to(tl.uint32, bitcast=True)
-    normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
-    # Beside 2 ** 14 float32 has steps of 2 ** -9, which subnormal numbers are multiples of.
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0.015625, subnormal, normal)
-    code = tl.where((bits & 0x7F800000) == 0x7F800000, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
 
 
 @triton.jit
@@ -204,7 +177,7 @@ def product(
     sums = tl.zeros((BLOCK_M,), tl.float32)
     from_row = weight + rows[None, :] * ((K + 63) // 64 * 32 if PAIRS else K)
     scale_at = scales + rows * NUM_GROUPS if FORMAT != PLAIN else rows
-    pairs = rows
+    pairs = tl.zeros((STEP, BLOCK_N), tl.uint8) if PAIRS else rows
     for start in range(0, K, BLOCK_K):
         if PAIRS:
             pairs = tl.load(from_row + start // 2 + tl.arange(0, STEP)[:, None])

@@ -126,7 +126,7 @@ class CpuPlatform:
             block_copier(pages, self._runtime),
             columns,
             tables,
-            Sampler(sampling, self._make_sampling_kernels(sampling)),
+            Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
         )
 

@@ -22,12 +22,14 @@ from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
-from quire.worker.kv_tensors import layer_pages, state_pages
+from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
@@ -111,7 +113,7 @@ class CudaPlatform:
         model = config.model
         return TritonAttention(
             layout,
-            layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            layer_pages(pages, layout, self._cache_elements),
             device_limits(self._device),
             num_heads=model.num_heads,
             dtype=getattr(torch, model.dtype),
@@ -119,6 +121,12 @@ class CudaPlatform:
             max_model_len=model.max_model_len + 1,
             batch_invariant=config.device.batch_invariant,
         )
+
+    @property
+    def _cache_elements(self) -> torch.dtype:
+        name = self._config.model.kv_cache_dtype
+        # Kernels read the bits where the hardware converts no e4m3 numbers.
+        return torch.uint8 if name == "fp8" and not self._converts_e4m3 else STORED_DTYPES[name]
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_device_pages(layout, self._memory, self._device)
@@ -147,12 +155,14 @@ class CudaPlatform:
         compute = DeviceCompute(
             model=model,
             passes=self._make_passes(model, backends),
-            settings=settings,
             columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages),
             streams=self.streams,
+            sampler=Sampler(
+                sampling, TritonKernels(sampling, arena.parameters, self.streams.pinned), config.logprobs_mode
+            ),
         )
         if self.compiles:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)

@@ -17,10 +17,9 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
-from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner
-from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
+from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
@@ -74,26 +73,24 @@ class DeviceCompute:
         self,
         model: CausalLM,
         passes: CudaGraphRunner,
-        settings: ExecutionSettings,
         columns: StagedColumns,
         inputs: DeviceInputs,
         upload: Upload,
         pages: PageTable,
         streams: DeviceStreams,
+        sampler: Sampler[torch.Tensor],
     ) -> None:
-        """settings: which steps `passes` runs as graphs. pages: of the pool on the device."""
+        """pages: of the pool on the device."""
         self.prepare: Callable[[Launch], None] | None = None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
         self.passes = passes
-        self.settings = settings
         self.inputs = inputs
         self.upload = upload
         self.pages = pages
         self.streams = streams
-        kernels = TritonKernels(columns.sampling, columns.arena.parameters, streams.pinned)
-        self.sampler = Sampler(columns.sampling, kernels)
+        self.sampler = sampler
         self.token_table = columns.arena.token_ids
 
     def stage(
@@ -152,7 +149,7 @@ class DeviceStep:
 
     def forward(self) -> torch.Tensor:
         batch, compute = self.batch, self.compute
-        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
+        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.passes.settings)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)

@@ -36,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from quire import envs
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import LayerAttention
 from quire.attention.latent import LatentShape
 from quire.attention.triton_backend import TritonAttention
@@ -45,6 +45,7 @@ from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
+from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
@@ -55,6 +56,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
+from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from tests.kernels.triton.sampling_calls import sampling_calls
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -253,13 +255,15 @@ def attention_call(
     new_tokens: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    page_dtype: torch.dtype | None = None,
     fixed: bool = False,
 ) -> Callable[[], object]:
     """One layer of the back end over four sequences, with norms and rotation."""
-    spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
+    page_dtype = page_dtype or dtype
+    spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, page_dtype.itemsize)
     backend = TritonAttention(
         KVCacheLayout(16, 9, *group_layers([spec], 16)),
-        {layer.layer: empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)},
+        {layer.layer: empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=page_dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=layer.num_heads,
         dtype=dtype,
@@ -279,12 +283,14 @@ def attention_call(
     return lambda: step.attend(heads, qkv, rotation, None)
 
 
-def latent_call(capability: int, new_tokens: int, *, fixed: bool = False) -> Callable[[], object]:
+def latent_call(
+    capability: int, new_tokens: int, *, page_dtype: torch.dtype = torch.bfloat16, fixed: bool = False
+) -> Callable[[], object]:
     """One layer of DeepSeek-V3's latent attention over four sequences."""
     shape, dtype = LatentShape(0, 128, 512, 64, 0.1), torch.bfloat16
     backend = TritonAttention(
-        KVCacheLayout(16, 9, *group_layers([LatentSpec(shape.width, dtype.itemsize)], 16)),
-        {0: empty(9, 16, shape.width)},
+        KVCacheLayout(16, 9, *group_layers([LatentSpec(shape.width, page_dtype.itemsize)], 16)),
+        {0: empty(9, 16, shape.width, dtype=page_dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=shape.num_heads,
         dtype=dtype,
@@ -303,14 +309,36 @@ def latent_call(capability: int, new_tokens: int, *, fixed: bool = False) -> Cal
     return lambda: step.attend_latent(shape, inputs, rotation, None)
 
 
+def state_calls() -> Calls:
+    """One layer of Qwen3-Next's delta nets over four sequences: the convolution, the rule, and the norm behind it."""
+    rule = DeltaRule(16, 32, 128, 128, float32(32), float32(32), 0, 0)
+    width = 2 * rule.num_key_heads * rule.key_dim + rule.num_value_heads * rule.value_dim
+    convolution = ConvolutionWeights(float32(4, width), None, "silu", 0, rule.end)
+    long = empty(8, dtype=torch.int64)
+    batch = DeviceBatch(4, 8, 5, 8192, int32(4), int32(5), int32(4), long, (), ())
+    pages = torch.empty(2, convolution.inputs.end, dtype=torch.uint8)
+    states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
+    qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
+    return [
+        lambda: short_convolution(convolution, qkv, empty(8, width), states),
+        lambda: gated_delta_rule(rule, qkv, gates, result, states),
+        lambda: gated_norm(GatedNormWeights(128, empty(128), 1e-6), result, result),
+    ]
+
+
 def attention_calls(capability: int) -> Calls:
     """A chunk of 512 tokens beside single ones: the split and the varlen kernel. Batch-invariant, too, and with wide
     heads, a window and a soft cap on the newer card."""
-    plain = attention_call(QWEN3_8B, capability, 512)
+    float8 = torch.float8_e4m3fn if capability >= 89 else torch.uint8
+    plain = [
+        attention_call(QWEN3_8B, capability, 512),
+        attention_call(QWEN3_8B, capability, 512, page_dtype=float8),
+        latent_call(capability, 1, page_dtype=float8),
+    ]
     if capability < 90:
-        return [plain]
+        return plain
     return [
-        plain,
+        *plain,
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
         latent_call(capability, 512),
@@ -330,9 +358,11 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
     """words: of the command line."""
     if "rows" in words:
         return row_calls()
+    if "states" in words:
+        return state_calls()
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
     if "products" not in words:
-        calls += layer_calls() + row_calls() + sampling_calls()
+        calls += layer_calls() + row_calls() + state_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
     return calls

@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """Sequences as (length, new tokens), and one layer's pages that hold their keys and values. A slot that no query
-    sees holds NaN, the entry of a block table of which none sees anything names a block outside the pool. Two rows of
-    the tables and two tokens are padding."""
+    """Sequences as (length, new tokens), and one layer's pages that hold their keys and values (page_dtype uint8: e4m3
+    bits). A slot that no query sees holds NaN, the entry of a block table of which none sees anything names a
+    block outside the pool. Two rows of the tables and two tokens are padding."""
 
     layer: LayerAttention
     sequences: list[tuple[int, int]]
@@ -43,7 +43,8 @@ class Case:
         num_blocks = sum(counts) + 3
         page_dtype = self.page_dtype or self.dtype
         shape = (num_blocks, 2, self.block_size, layer.num_kv_heads, layer.head_dim)
-        self.pages = torch.full(shape, NAN, dtype=page_dtype)
+        is_float8 = page_dtype == torch.uint8
+        self.pages = torch.full(shape, 0x7F if is_float8 else NAN, dtype=page_dtype)
         rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)].int()
         table = torch.full((len(lengths) + 2, max(counts) + 2), 10**6, dtype=torch.int32)
         blocks = torch.randperm(num_blocks - 1, generator=generator).int()[: sum(counts)] + 1
@@ -54,7 +55,8 @@ class Case:
             for position in range(first_seen, length):
                 block = int(own[position // self.block_size])
                 drawn = torch.randn(2, *shape[3:], generator=generator)
-                self.pages[block, :, position % self.block_size] = drawn.to(page_dtype)
+                stored = drawn.to(torch.float8_e4m3fn).view(torch.uint8) if is_float8 else drawn.to(page_dtype)
+                self.pages[block, :, position % self.block_size] = stored
         starts = torch.tensor([0, *(new for _, new in self.sequences)]).cumsum(0)
         real = int(starts[-1])
         width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
@@ -132,8 +134,10 @@ class Case:
                 own = length - new + token
                 first = 0 if layer.window is None else max(0, own - layer.window + 1)
                 seen = torch.arange(first, own + 1)
-                stored = pages[row[seen // self.block_size].long(), :, seen % self.block_size].double()
-                key, value = stored.repeat_interleave(group, dim=2).unbind(1)
+                stored = pages[row[seen // self.block_size].long(), :, seen % self.block_size]
+                if stored.dtype == torch.uint8:
+                    stored = stored.view(torch.float8_e4m3fn)
+                key, value = stored.double().repeat_interleave(group, dim=2).unbind(1)
                 scores = torch.einsum("hd,lhd->hl", query[starts[index] + token], key) * layer.scale
                 if layer.soft_cap is not None:
                     scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)

@@ -37,7 +37,9 @@ def sampling_calls() -> list[Callable[[], object]]:
         lambda: rules.ban_stop_tokens(scores, rows, words, histories, lists),
         lambda: rules.ban_sequences(scores, rows, histories, lists),
         lambda: rules.keep_allowed(scores, rows, lists),
-        lambda: logprobs.rank(logits, rows, 20, result, rows, words),
-        lambda: logprobs.rank(scores, None, 20, result, rows, words, Feature.CANDIDATES),
+        lambda: filters.process(logits, rows, scores, rows, words, (Feature.LOGPROBS, FILTERED), -1e30, shapes.lanes),
+        lambda: logprobs.rank(logits, rows, result, rows, words, normalized=True),
+        lambda: logprobs.rank(scores, rows, result, rows, words, Feature.LOGPROBS, normalized=False),
+        lambda: logprobs.rank(scores, None, result, rows, words, Feature.CANDIDATES, normalized=False),
         lambda: logprobs.normalize(scores, rows, words, Feature.CANDIDATES),
     ]

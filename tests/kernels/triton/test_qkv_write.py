@@ -110,6 +110,20 @@ def test_reshape_and_cache_alone_is_its_twin(dtype: torch.dtype, device: torch.d
     assert torch.equal(pages, expected)
 
 
+def test_float8_pages_are_written_as_their_twin_does(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    key, value = (torch.randn(5, 3, 24, generator=generator) * 10.0 ** torch.arange(-4, 4).repeat(3) for _ in range(2))
+    key[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -1e9])
+    slots, pages = SLOTS.to(device), torch.zeros(6, 2, 8, 3, 24, dtype=torch.uint8, device=device)
+    expected, kept = torch.zeros(6, 2, 8, 3, 24).to(torch.float8_e4m3fn), SLOTS >= 0
+    reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept], value[kept])
+    write_kv(pages, slots, key.to(device), value.to(device))
+    bits = expected.view(torch.uint8)
+    is_nan = (bits & 0x7F) == 0x7F
+    assert is_nan.sum() == 3
+    assert torch.equal(torch.where(is_nan, bits & 0x7F, bits), torch.where(is_nan, pages.cpu() & 0x7F, pages.cpu()))
+
+
 def test_bits_do_not_depend_on_other_tokens(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     slots = SLOTS.to(device)

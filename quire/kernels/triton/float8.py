@@ -1,0 +1,75 @@
+"""8-bit floats (e4m3) in kernels: of Triton's type where the hardware converts them (compute capability 8.9), else as
+bits. In the interpreter, whose conversions round otherwise, always bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+E4M3_LARGEST = tl.constexpr(448.0)
+
+
+def as_bits(pages: torch.Tensor) -> torch.Tensor:
+    """The pages as kernels write them: `to_cache` makes bits."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+
+
+def multiplied_bytes(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
+    """Of an element of what attention multiplies, as `operand` has it."""
+    return dtype.itemsize if page_dtype.itemsize == 1 or page_dtype == dtype else 4
+
+
+@triton.jit
+def widen_e4m3(codes, DTYPE: tl.constexpr):
+    """codes: e4m3 numbers, or their bits (no NaN). Moved to where float16 has its exponent, the bits are those of the
+    number / 256, subnormal ones too."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.uint16)
+        values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        values = values.to(DTYPE)
+    else:
+        values = codes.to(DTYPE)
+    return values
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 -> uint8: to the nearest e4m3 number, ties to even; beyond the largest one that; not finite: NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_LARGEST)
+    low = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
+    # Beside 2 ** 14 float32 has steps of 2 ** -9, which subnormal numbers are multiples of.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    code = tl.where((bits & 0x7F800000) == 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def to_cache(x, ELEMENT: tl.constexpr):
+    """x as an element of pages: e4m3 bits if that is a byte. As the torch back end rounds them."""
+    if tl.uint8 == ELEMENT:
+        stored = e4m3_bits(x.to(tl.float32))
+    else:
+        stored = x.to(ELEMENT)
+    return stored
+
+
+@triton.jit
+def from_cache(x, DTYPE: tl.constexpr):
+    """Elements of pages in DTYPE, which holds every e4m3 number; of two wide dtypes DTYPE is float32."""
+    if x.dtype == tl.uint8:
+        x = tl.where((x & 0x7F) == 0x7F, float("nan"), widen_e4m3(x, tl.float32))
+    return x.to(DTYPE)
+
+
+@triton.jit
+def operand(queries, ELEMENT: tl.constexpr):
+    """Queries as they are multiplied with elements of pages: of two wide dtypes, both in float32; bytes are widened to
+    the queries' dtype."""
+    if queries.dtype != ELEMENT and ELEMENT.primitive_bitwidth > 8:
+        queries = queries.to(tl.float32)
+    return queries
