@@ -8,9 +8,9 @@ times add up:
   the expected number of distinct experts is read, routing being even.
 - attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
   values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
-  chunk, and multiplies queries by the kept vector itself for single tokens, and where an indexer chooses what each token
-  reads; the indexer's products are with the keys of all positions. What single tokens read lies in blocks:
-  each run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
+  chunk, and multiplies queries by the kept vector itself for single tokens, and where an indexer chooses what each
+  token reads; the indexer's products are with the keys of all positions. What single tokens read lies in blocks: each
+  run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
   the network). ep > 1: instead of the second one tokens go to their experts' devices and back, over the network once to
