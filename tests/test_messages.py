@@ -171,7 +171,7 @@ EXAMPLES: list[msgspec.Struct] = [
     STATS,
     REQUEST,
     REQUEST.resume_point,
-    AddRequest(REQUEST),
+    AddRequest(REQUEST, [b"\x91\x05"]),
     Abort("r-1", index=1),
     Call(3, "unregister_prefix", "p-1"),
     Shutdown(),

@@ -31,6 +31,7 @@ from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
+from quire.engine.long_prompts import encode_pieces
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
@@ -269,9 +270,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
                     with self._lock:
                         self._publish()
                     request = msgspec.structs.replace(await process(stream.key), client=CLIENT_NAME.get())
+                    token_ids = request.prompt_token_ids
+                    pieces = await self.off_loop(len(token_ids), partial(encode_pieces, token_ids))
                     request = await stack.enter_async_context(turn_of(part, request))
                 # Not inside: another process, which may look at any moment, would count it twice and refuse its own.
-                self._submit(request, text, stream, delta)
+                self._submit(AddRequest(request, pieces), text, stream, delta)
                 try:
                     finished = False
                     while not finished:
@@ -297,7 +300,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
                 request = await asyncio.to_thread(
                     lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
                 )
-            self._submit(request, None, stream, True)
+            self._submit(AddRequest(request), None, stream, True)
             computing = asyncio.ensure_future(stream.last())
             try:
                 raise_if_nonfinite(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
@@ -431,7 +434,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             await compiled(self.input_processor.grammars.submit(params.structured_outputs))
         return await self.off_loop(num_units(prompt, params), process)
 
-    def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
+    def _submit(self, message: AddRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
+        request = message.request
         with self._lock:
             self._check_alive()
             if stream.request_id in self._keys:
@@ -444,7 +448,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         for listener in self._listeners:
             listener.record_request(stream.request_id, request, text)
         try:
-            self._client.send(AddRequest(request))
+            self._client.send(message)
         except EngineDeadError:
             self._leave(stream)
             raise

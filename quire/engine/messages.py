@@ -13,6 +13,9 @@ from quire.stats import EngineStats
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     request: EngineRequest
+    pieces: list[bytes] = []
+    """The tokens of a long prompt, encoded (quire/engine/long_prompts.py). As it is sent, the request is without them;
+    for the engine core they mean nothing."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):

@@ -20,6 +20,7 @@ import zmq
 
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import EngineBeats, takes_long
+from quire.engine.long_prompts import Arrivals
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
@@ -49,6 +50,7 @@ class Channel:
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.connect(directory.address("outputs"))
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._arrivals = Arrivals()
         self._encoder = msgspec.msgpack.Encoder()
         self._wakeup, wakeup_writer = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -60,23 +62,23 @@ class Channel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a message or a signal arrives, for `seconds` at most."""
-        ready = dict(self._poller.poll(int(1000 * seconds)))
+        """Sleep until a message or a signal arrives, for `seconds` at most; not while there are messages to decode."""
+        ready = dict(self._poller.poll(0 if self._arrivals else int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
     def has_arrival(self) -> bool:
         """Whether `wait` would return at once."""
-        return bool(self._poller.poll(0))
+        return bool(self._arrivals or self._poller.poll(0))
 
     def read(self) -> list[ClientMessage]:
-        """Every message that is there, without waiting."""
+        """Every message that is there, without waiting; of a long prompt it may take many calls."""
         messages = []
         while True:
             try:
                 messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
             except zmq.Again:
-                return messages
+                return self._arrivals.turn(messages)
 
     def send(self, message: EngineOutputs | EngineReady | EngineFailed) -> None:
         self._outbox.send(self._encoder.encode(message))

@@ -18,6 +18,7 @@ from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.heartbeat import SILENCE_LIMIT
+from quire.engine.long_prompts import encode_message
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.errors import EngineDeadError, QuireError
 from quire.logging import get_logger
@@ -126,7 +127,7 @@ class ProcessClient:
             # gone, such a one may keep libzmq 4.3.5 waiting for ever in `Context.term`.
             if self._process.poll() is not None:
                 self._raise_cause()
-            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._outbox.send(encode_message(self._encoder, message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready

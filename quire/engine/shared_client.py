@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from quire.engine.long_prompts import encode_message
 from quire.engine.messages import Answer, Ask, ClientMessage, EngineDied, EngineOutputs, EngineReady
 from quire.engine.shared_engine import INBOX, session_address
 from quire.engine.shared_state import SharedState
@@ -118,7 +119,7 @@ class SharedClient:
     def _send(self, message: ClientMessage | Ask) -> None:
         with self._sending:
             self._raise_if_dead()
-            self._outbox.send_multipart((self._sender, self._encoder.encode(message)), zmq.NOBLOCK)
+            self._outbox.send_multipart((self._sender, encode_message(self._encoder, message)), zmq.NOBLOCK)
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
         """The next message for the front end; None when time is up."""

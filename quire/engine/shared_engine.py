@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from quire.engine.client import EngineClient, cause_of_death
+from quire.engine.long_prompts import take_piece
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -210,7 +211,10 @@ class SharedEngine:
             sender, payload = self._inbox.recv_multipart()
             if sender == _STOP:
                 return
-            self._take(int(sender), self._decoder.decode(payload))
+            message = self._decoder.decode(payload)
+            while isinstance(message, AddRequest) and message.pieces:
+                take_piece(message)
+            self._take(int(sender), message)
 
     # From the sessions.
 

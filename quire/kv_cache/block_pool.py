@@ -51,6 +51,10 @@ class BlockPool:
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
+    def count_evictable(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks are evictable."""
+        return sum(map(self._evictable.__contains__, blocks))
+
     def allocate(self, group: int = 0) -> int:
         """Hand out one block with reference count 1. The caller has checked `num_allocatable`. group: the KV group that
         it serves."""

@@ -117,12 +117,8 @@ class Coordinator:
         for manager, index, stride in zip(self.managers, indexes, self.strides, strict=True):
             num_blocks = num_tokens // manager.block_size
             first = min(manager.first_needed_block(num_tokens), num_blocks)
-            table = [NULL_BLOCK] * first
-            for block in range(first, num_blocks):
-                found = index.find(hashes[(block + 1) * stride])
-                assert found is not None, "a hit was found and is gone"
-                table.append(found)
-            tables.append(table)
+            found = index.find_all(hashes[(first + 1) * stride : num_blocks * stride + 1 : stride])
+            tables.append([NULL_BLOCK] * first + found)
         return tables
 
 

@@ -87,7 +87,7 @@ class HostPool:
         found = self._cached(sequences)
         reused = set(found.values())
         num_fresh = len(_distinct_blocks(sequences)) - len(found)
-        return num_fresh, sum(self._device.is_evictable(block) for block in reused), num_fresh + len(reused)
+        return num_fresh, self._device.count_evictable(reused), num_fresh + len(reused)
 
     def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
         """Give a request device blocks again, shared as they were. Returns (host block, device block) of those whose

@@ -105,10 +105,9 @@ class KVCacheManager:
         if chain is not None and num_tokens:
             for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
                 # A partial last block is replaced by a copy at once.
-                for block in table[: num_tokens // size]:
-                    if block != NULL_BLOCK:
-                        held += 1
-                        free -= self.pool.is_evictable(block)
+                blocks = table[: num_tokens // size]
+                held += len(blocks) - blocks.count(NULL_BLOCK)
+                free -= self.pool.count_evictable(blocks)
         return free, held
 
     def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:

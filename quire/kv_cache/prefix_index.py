@@ -8,6 +8,7 @@ pending block, because the tokens of its next block are not known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from quire.kv_cache.block_table import BlockTable
@@ -37,6 +38,10 @@ class PrefixIndex:
 
     def find(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
+
+    def find_all(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of contents that are all there."""
+        return list(map(self._block_of.__getitem__, hashes))
 
     def insert(self, block_hash: bytes, block: int) -> None:
         """Enter a block whose content is complete. A second block with the same content stays out: it is freed with

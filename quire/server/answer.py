@@ -86,7 +86,7 @@ def header_id(request: Request) -> str | None:
 
 def with_defaults(body: Body, context: ServerContext) -> Body:
     """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), the
-    server's, and the usage at the end of a stream where the server always sends it."""
+    server's, and the usage in every chunk of a stream where the server always sends it."""
     defaults = context.engine.model_config.sampling_defaults
     changes: dict[str, Any] = {
         name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
@@ -97,7 +97,7 @@ def with_defaults(body: Body, context: ServerContext) -> Body:
             changes[name] = getattr(settings, name)
     if body.stream and settings.enable_force_include_usage:
         options = body.stream_options or StreamOptions()
-        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+        changes["stream_options"] = msgspec.structs.replace(options, include_usage=True, continuous_usage_stats=True)
     return msgspec.structs.replace(body, **changes) if changes else body
 
 

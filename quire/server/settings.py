@@ -74,7 +74,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     root_path: what a proxy in front takes off the path, such as /llm; requests that still have it are served too.
     response_role: the role of answers in chats.
     return_tokens_as_token_ids, stream_interval: for requests that do not say it.
-    enable_force_include_usage: whether every stream ends with the usage.
+    enable_force_include_usage: whether every chunk of every stream has the usage so far.
     default_chat_template_kwargs: what chat templates get that requests do not say.
     enable_log_requests, max_log_len: whether each request is logged, and how many characters of its prompt.
     ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether clients must have one (as
@@ -369,7 +369,7 @@ HELP: dict[str, str] = {
     "uds": "Unix socket to listen on, in place of host and port",
     "root_path": "path that a proxy in front of the server takes off, such as /llm",
     "response_role": "role of the answers in chats",
-    "enable_force_include_usage": "end every stream with the usage, asked for or not",
+    "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
     "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
     "stream_interval": "tokens of each chunk of a stream after the first, unless a request says otherwise",
     "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",

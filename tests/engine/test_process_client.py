@@ -19,6 +19,7 @@ import pytest
 
 from quire import envs
 from quire.config.options import EngineOptions
+from quire.engine import long_prompts
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort
 from quire.engine.process_client import ProcessClient
@@ -66,6 +67,19 @@ def test_tokens_are_those_of_the_inline_core(options: EngineOptions, client: Pro
         stats(inline), steps_total=0
     )
     assert call(client, "nonsense").error == call(inline, "nonsense").error != None  # noqa: E711
+
+
+def test_a_prompt_that_is_sent_in_pieces_is_that_of_the_inline_core(
+    options: EngineOptions, client: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_prompts, "PIECE_TOKENS", 8)
+    inline = InProcessClient(options, executor=FAKES + "plain")
+    for each in (client, inline):
+        each.send(add("long", num_prompt_tokens=41))
+        each.send(add("short"))
+    tokens = tokens_until_finished(client, "long", "short")
+    assert tokens == tokens_until_finished(inline, "long", "short")
+    assert stats(client).prompt_tokens_total == 46
 
 
 def test_messages_from_many_threads_all_arrive(client: ProcessClient) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from quire.clock import VirtualClock
 from quire.config.options import EngineOptions
+from quire.engine import long_prompts
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, Call, CallResult, EngineOutputs
@@ -80,7 +81,10 @@ def shared(options: EngineOptions, directory: RuntimeDirectory) -> Iterator[Shar
     shared.engine.shutdown()
 
 
-def test_each_session_gets_its_own_outputs(options: EngineOptions, shared: Shared) -> None:
+def test_each_session_gets_its_own_outputs(
+    options: EngineOptions, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_prompts, "PIECE_TOKENS", 4)
     first, second = shared.open(), shared.open()
     assert first.ready == second.ready
     keys = {client: [f"{number}#{client.session}.1" for number in range(4)] for client in (first, second)}

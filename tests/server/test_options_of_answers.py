@@ -98,10 +98,11 @@ async def test_role_and_template_of_a_chat(answering: Served) -> None:
 
 
 @pytest.mark.parametrize("asked_for", [None, {"include_usage": False}])
-async def test_every_stream_ends_with_the_usage(answering: Served, asked_for: dict[str, bool] | None) -> None:
+async def test_every_chunk_has_the_usage(answering: Served, asked_for: dict[str, bool] | None) -> None:
     more = {} if asked_for is None else {"stream_options": asked_for}
     answer = await post(answering, "/v1/completions", prompt="=ab", stream=True, max_tokens=2, **more)
-    last = json.loads(answer.text.strip().split("\n\n")[-2].removeprefix("data: "))
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")[:-1]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2]
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 

@@ -36,7 +36,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
     bad_words: Annotated[list[ShortString], Meta(max_length=1024)] | None = None
     logit_bias: dict[TokenId, float] | None = None
-    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_LOGPROBS)] | None = None
     prompt_logprobs: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -65,7 +65,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
 
     def check_listed(self, asks: bool) -> None:
         """asks: whether the request asks for log-probabilities."""
-        if self.logprob_token_ids and not asks:
+        if self.logprob_token_ids is not None and not asks:
             raise UserError("logprob_token_ids is only allowed together with logprobs", param="logprob_token_ids")
 
     @property
