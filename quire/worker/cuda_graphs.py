@@ -63,12 +63,13 @@ that size bring."""
 @dataclass(frozen=True)
 class PassShape:
     """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
-    be."""
+    be. num_rows: [1] int32, gets how many tokens of a pass are no padding (None: nothing asks)."""
 
     attention_size: int
     longest: int
     dtype: torch.dtype
     device: torch.device
+    num_rows: torch.Tensor | None = None
 
 
 class CudaGraphRunner:
@@ -90,6 +91,7 @@ class CudaGraphRunner:
         self.model = model
         self._backends = backends
         self._longest = shape.longest
+        self._num_rows = shape.num_rows
         self._capture_of = capture
         self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
@@ -125,6 +127,8 @@ class CudaGraphRunner:
 
         Returns the hidden states [R, hidden]; the next call may overwrite them. Padded rows are undefined.
         """
+        if self._num_rows is not None:
+            self._num_rows.copy_(batch.query_start[-1:])
         if execution.kind == "eager":
             return self._forward(batch, token_ids, rows, segments)
         hidden = self._run_captured(execution, batch, token_ids)

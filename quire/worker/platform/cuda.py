@@ -18,6 +18,7 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.device import DeviceLayers
+from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
@@ -53,9 +54,11 @@ class CudaPlatform:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.expert_counts: list[torch.Tensor] | None = [] if config.load.counts_experts else None
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
+        self.expert_counts: ExpertCounters | None = None
+        if config.load.counts_experts:
+            self.expert_counts = ExpertCounters(num_rows=torch.zeros(1, dtype=torch.int32, device=self._device))
         self._memory = make_memory(self._device)
         self.compiles = self._device.type == "cuda"
         self._converts_e4m3 = self.compiles and device_limits(self._device).capability >= FLOAT8_CAPABILITY
@@ -207,6 +210,7 @@ class CudaPlatform:
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,
+            num_rows=None if self.expert_counts is None else self.expert_counts.num_rows,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
