@@ -368,7 +368,7 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
     for (int i = 0; i < kTileVectors; ++i) {
       weights[i] = zero();
       if (!live.has(i)) continue;
-      weights[i] = exp(load(scores + r * kKeyTile + i * kLanes) - maximum);
+      weights[i] = exp_weight(load(scores + r * kKeyTile + i * kLanes) - maximum);
       sum += weights[i];
     }
     store(rows[r].weight_sum, sum);

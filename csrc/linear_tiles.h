@@ -2,6 +2,8 @@
 // chain over k (inside a group, then over groups), so that neither the tile's height nor what else is in it shows.
 #pragma once
 
+#include <type_traits>
+
 #include "linear_tile.h"
 #include "small_float_vectors.h"
 
@@ -185,16 +187,27 @@ struct NVFP4 : E2M1 {
   }
 };
 
-template <class Weight, int kRows, int j, class Stored>
-QUIRE_INLINE void accumulate_values(const Stored& words, const float* x, vf* low, vf* high) {
-  const PairOfVectors w = Weight::template pair<j>(words);
+// What a tile has of a group: sums of kRows rows, columns low and high.
+template <int kRows>
+struct GroupSums {
+  vf low[kRows], high[kRows];
+};
+
+// x_apart: from one group's rows to the next one's.
+template <class Weight, int kRows, int j, int kGroups, class Stored>
+QUIRE_INLINE void accumulate_values(const Stored (&words)[kGroups], const float* x, int64_t x_apart,
+                                    GroupSums<kRows> (&sums)[kGroups]) {
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) {
+    const PairOfVectors w = Weight::template pair<j>(words[g]);
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    const vf value = broadcast(x[j * pitch_of(kRows) + r]);
-    low[r] = fma(value, w.low, low[r]);
-    high[r] = fma(value, w.high, high[r]);
+    for (int r = 0; r < kRows; ++r) {
+      const vf value = broadcast(x[g * x_apart + j * pitch_of(kRows) + r]);
+      sums[g].low[r] = fma(value, w.low, sums[g].low[r]);
+      sums[g].high[r] = fma(value, w.high, sums[g].high[r]);
+    }
   }
-  if constexpr (j + 1 < Weight::kValues) accumulate_values<Weight, kRows, j + 1>(words, x, low, high);
+  if constexpr (j + 1 < Weight::kValues) accumulate_values<Weight, kRows, j + 1>(words, x, x_apart, sums);
 }
 
 // Adds one group's sums to the totals: total += scale * sum (+ offset * sum of x).
@@ -228,29 +241,53 @@ QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf*
     add_sums<Scales, kRows, false>(tile, group, part, low, high);
 }
 
+// How far a tile's pass over its groups has come.
+struct WideningPlace {
+  const std::byte* panel;
+  const float* x;
+  const std::byte* soon;
+};
+
+// Groups group .. group + kGroups - 1, all of one length, side by side.
+template <class Weight, int kRows, int kGroups>
+QUIRE_INLINE void widen_groups(const Tile& tile, int64_t group, int part, WideningPlace& at) {
+  const int64_t steps = (group_length(*tile.weight, group) + Weight::kValues - 1) / Weight::kValues;
+  const int64_t bytes = steps * Weight::kBytes, values = steps * Weight::kValues * pitch_of(kRows);
+  GroupSums<kRows> sums[kGroups];
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g)
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) sums[g].low[r] = sums[g].high[r] = zero();
+  for (int64_t step = 0; step < steps; ++step) {
+    decltype(Weight::load(at.panel, part)) words[kGroups];
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) words[g] = Weight::load(at.panel + g * bytes, part);
+    accumulate_values<Weight, kRows, 0>(words, at.x, values, sums);
+#pragma GCC unroll 4
+    for (int line = 0; line < 2 * kGroups; ++line, at.soon += tile.prefetch_step) prefetch_line(tile, at.soon);
+    at.panel += Weight::kBytes;
+    at.x += Weight::kValues * pitch_of(kRows);
+  }
+  at.panel += (kGroups - 1) * bytes;
+  at.x += (kGroups - 1) * values;
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) add_group<Weight, kRows>(tile, group + g, part, sums[g].low, sums[g].high);
+}
+
 template <class Weight, int kRows>
 void widening_tile(const Tile& tile) {
-  constexpr int64_t kPitch = pitch_of(kRows);
+  // One row of long groups has two chains of additions, too few to keep a processor busy: two groups have four.
+  constexpr bool kTwoGroups = kRows == 1 && std::is_same_v<Weight, I4>;
   const int64_t groups = num_groups(*tile.weight);
   for (int part = 0; part < kParts; ++part) {
-    const std::byte* panel = tile.panel;
-    const std::byte* soon = tile.prefetch;
-    const float* x = reinterpret_cast<const float*>(tile.x);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t length = group_length(*tile.weight, group);
-      vf low[kRows], high[kRows];
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) low[r] = high[r] = zero();
-      for (int64_t k = 0; k < length; k += Weight::kValues) {
-        accumulate_values<Weight, kRows, 0>(Weight::load(panel, part), x, low, high);
-        prefetch_line(tile, soon);
-        prefetch_line(tile, soon + tile.prefetch_step);
-        soon += 2 * tile.prefetch_step;
-        panel += Weight::kBytes;
-        x += Weight::kValues * kPitch;
-      }
-      add_group<Weight, kRows>(tile, group, part, low, high);
+    WideningPlace at{tile.panel, reinterpret_cast<const float*>(tile.x), tile.prefetch};
+    int64_t group = 0;
+    if constexpr (kTwoGroups) {
+      // Read at two places, a group apart: what lies just ahead of the reading is asked for earlier by as much.
+      if (!tile.prefetch_far) at.soon += tile.weight->group_size / Weight::kValues * Weight::kBytes;
+      for (; group + 2 < groups; group += 2) widen_groups<Weight, kRows, 2>(tile, group, part, at);
     }
+    for (; group < groups; ++group) widen_groups<Weight, kRows, 1>(tile, group, part, at);
   }
 }
 

@@ -21,6 +21,11 @@ MX_GROUP = 32
 FLOAT_BYTES = 4
 DELTA_HEADS = (16, 32, 128, 128)
 """Key heads, value heads, elements of a key and of a value of a delta rule: those of Qwen3-Next, beside every model."""
+KERNELS_PER_LAYER = 8
+"""Of a dense decoder layer: two norms, four products, rotation with the write of keys and values, attention."""
+KERNELS_PER_STEP = 4
+"""Embedding, rotary table, last norm, logits."""
+BARRIER_WIDTH = 16
 BORDER = 64
 KEPT_TOKENS = 32
 """Behind the border, where a decode is measured."""
@@ -37,13 +42,14 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab: int
+    num_layers: int
 
 
 MODELS = (
-    ModelShape("135M", 576, 1536, 9, 3, 64, 49152),
-    ModelShape("0.6B", 1024, 3072, 16, 8, 128, 151936),
-    ModelShape("1.7B", 2048, 6144, 16, 8, 128, 151936),
-    ModelShape("8B", 4096, 12288, 32, 8, 128, 151936),
+    ModelShape("135M", 576, 1536, 9, 3, 64, 49152, 30),
+    ModelShape("0.6B", 1024, 3072, 16, 8, 128, 151936, 28),
+    ModelShape("1.7B", 2048, 6144, 16, 8, 128, 151936, 28),
+    ModelShape("8B", 4096, 12288, 32, 8, 128, 151936, 36),
 )
 
 
@@ -214,6 +220,13 @@ def norm_cases(model: ModelShape) -> Iterator[Case]:
         yield Case("norm", model, "hidden", rows, {"f32": Work(2 * values * FLOAT_BYTES, 4 * values)})
 
 
+def barrier_cases(model: ModelShape) -> Iterator[Case]:
+    """As many kernels as a decoding step has, of one norm of 16 values each: what is left is that threads start and
+    wait for one another."""
+    kernels = model.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
+    yield Case("barrier", model, "step", 1, {"f32": Work(kernels * 2 * BARRIER_WIDTH * FLOAT_BYTES)})
+
+
 def rotation_cases(model: ModelShape) -> Iterator[Case]:
     """The cosines and sines of the rows' positions."""
     for rows in LAYER_ROWS:
@@ -263,6 +276,7 @@ KERNELS: Mapping[str, Callable[[ModelShape], Iterator[Case]]] = {
     "write": write_cases,
     "copy": copy_cases,
     "norm": norm_cases,
+    "barrier": barrier_cases,
     "rotation": rotation_cases,
     "embed": embed_cases,
     "delta": delta_cases,
@@ -288,7 +302,7 @@ class Selection:
 
 QUICK = Selection(
     models=("135M", "0.6B"),
-    shapes=("gate_up", "down", "1024", "prompt", "hidden", "greedy", "filtered"),
+    shapes=("gate_up", "down", "1024", "prompt", "hidden", "step", "greedy", "filtered"),
     rows=(1, 8, 128, 512),
 )
 

@@ -19,6 +19,7 @@ SUBJECTS = {
     "write": "benchmarks.kernels.subjects.attention:AttentionSubject",
     "copy": "benchmarks.kernels.subjects.attention:CopySubject",
     "norm": "benchmarks.kernels.subjects.layers:NormSubject",
+    "barrier": "benchmarks.kernels.subjects.layers:BarrierSubject",
     "rotation": "benchmarks.kernels.subjects.layers:RotationSubject",
     "embed": "benchmarks.kernels.subjects.layers:EmbedSubject",
     "delta": "benchmarks.kernels.subjects.states:DeltaSubject",

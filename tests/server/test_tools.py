@@ -445,6 +445,12 @@ async def test_functions_instead_of_tools(served: Served) -> None:
         [found] = (await ask(served, '{"city": "Rom"}', **asked, function_call=choice))["choices"]
         call = None if choice == "none" else {"name": "get_weather", "arguments": '{"city": "Rom"}'}
         assert (found["message"]["function_call"], found["finish_reason"]) == (call, "stop")
+    wrong = [{"name": "f", "parameters": {"type": "nonsense"}}]
+    for more, param in (({"function_call": {"name": "f"}}, "functions"), ({}, None)):
+        asked = body("x", tools=[], functions=wrong, **more)
+        response = await served.client.post("/v1/chat/completions", json=asked)
+        assert response.status_code == (400 if param else 200)
+        assert param is None or response.json()["error"]["param"] == param
 
 
 async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.cases import Case, Matrix, Work
+from benchmarks.kernels.cases import BARRIER_WIDTH, KERNELS_PER_LAYER, KERNELS_PER_STEP, Case, Matrix, Work
 from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.linear import STEP, WEIGHT_TYPES, drawn_values
@@ -16,6 +16,7 @@ from benchmarks.kernels.subjects.machine import Machine, aligned_rows, calls_per
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
 from quire.layers.operations import NormWeights, RotaryFrequencies, TorchOperations
 
@@ -106,6 +107,36 @@ class NormSubject(_SmallSubject):
             narrow = NormWeights(size, torch.rand(size).to(dtype), None, EPSILON, False)
             twins[name] = _repeated(partial(plain.norm, narrow, x.to(dtype)), work)
         return _prepared({"f32": native}, twins, plain.norm(weights, x), TOLERANCE)
+
+
+class BarrierSubject(_SmallSubject):
+    """The twin is the same program on one thread, which has no one to wait for."""
+
+    def prepare(self, case: Case) -> Prepared:
+        x = torch.randn(case.rows, BARRIER_WIDTH)
+        weights = NormWeights(BARRIER_WIDTH, torch.rand(BARRIER_WIDTH) + 0.5, None, EPSILON, False)
+        kernels = case.model.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
+        step = self._step(x, weights, kernels, self._machine.runtime)
+        twin, _ = self._step(x, weights, kernels, NativeRuntime(self._machine.runtime.isa, 1))
+        return _prepared({"f32": step}, {"f32": twin}, TorchOperations().norm(weights, x), TOLERANCE)
+
+    @staticmethod
+    def _step(
+        x: torch.Tensor, weights: NormWeights, kernels: int, runtime: NativeRuntime
+    ) -> tuple[Runner, torch.Tensor]:
+        recorder = Recorder()
+        rows = aligned_rows(*x.shape)
+        rows.copy_(x)
+        source = recorder.external(rows.shape[1], rows.stride(0))
+        for _ in range(kernels):
+            result = NativeOperations().norm(weights, source)
+        program = recorder.finish_program(result, runtime, len(x))
+
+        def run() -> int:
+            program.run(len(rows), externals=[rows])
+            return 1
+
+        return run, program.result(len(x))
 
 
 class RotationSubject(_SmallSubject):

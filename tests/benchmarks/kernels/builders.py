@@ -7,7 +7,9 @@ from benchmarks.kernels.measure import Runner, Timing
 from benchmarks.kernels.results import Limits, Result
 from quire.clock import VirtualClock
 
-TINY = ModelShape("tiny", hidden=96, intermediate=160, num_heads=4, num_kv_heads=2, head_dim=16, vocab=200)
+TINY = ModelShape(
+    "tiny", hidden=96, intermediate=160, num_heads=4, num_kv_heads=2, head_dim=16, vocab=200, num_layers=2
+)
 LIMITS = Limits(read=10e9, float_peak=100e9, integer_peak=400e9, bf16_peak=200e9)
 
 

@@ -75,7 +75,7 @@ def test_work_of_attention() -> None:
 def test_work_of_the_small_kernels() -> None:
     work = {
         (case.kernel, name): work
-        for kernel in ("write", "copy", "norm", "rotation", "embed", "choose", "logprobs")
+        for kernel in ("write", "copy", "norm", "barrier", "rotation", "embed", "choose", "logprobs")
         for case in KERNELS[kernel](TINY)
         for name, work in case.variants.items()
         if case.rows == 1
@@ -84,6 +84,7 @@ def test_work_of_the_small_kernels() -> None:
     assert work["write", "bf16"] == Work((2 * 4 + 3 * 2) * 16 * 4 + token * 2)
     assert work["copy", "f32"] == Work(2 * 16 * token * 4)
     assert work["norm", "f32"] == Work(2 * 96 * 4, 4 * 96)
+    assert work["barrier", "f32"] == Work((2 * 8 + 4) * 2 * 16 * 4)
     assert work["rotation", "f32"] == Work(16 * 4)
     assert work["embed", "bf16"] == Work(96 * (2 + 4))
     assert work["choose", "f32"] == work["logprobs", "f32"] == Work(200 * 4)
@@ -126,7 +127,7 @@ def test_what_models_share_is_one_case() -> None:
 def test_the_quick_choice_is_small_and_has_every_target() -> None:
     chosen = select(QUICK)
     assert len(chosen) <= 50
-    assert {case.kernel for case in chosen} >= {"linear", "decode", "prefill", "norm", "choose"}
+    assert {case.kernel for case in chosen} >= {"linear", "decode", "prefill", "norm", "barrier", "choose"}
     assert {case.rows for case in chosen if case.kernel == "linear"} == {1, 8, 128, 512}
 
 

@@ -17,7 +17,7 @@ from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, SlidingWindowSpec
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
 """amx shares the attention of avx512_bf16."""
 BF16_ISAS = [isa for isa in (*ISAS, "bf16_emulated") if _native.has_bf16_products(isa)]
-POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3)}
+POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3, 8)}
 PRODUCTS = "bfloat16 products"
 """A bfloat16 cache with queries and weights in bfloat16, among the names of caches."""
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -1,0 +1,35 @@
+"""Teams of more threads than a machine has cores compute what one thread computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.attention.interface import LayerAttention
+from tests.kernels.cpu.attention_pool import History, NativePool, Setting
+from tests.kernels.cpu.linear_calls import precision_of, random_matrix, run_linear
+
+THREADS = (2, 3, 8)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+@pytest.mark.parametrize("kind", ["bf16", "i8_rounded", "i4"])
+def test_products(kind: str, rows: int) -> None:
+    """Rows that each thread packs for itself, and rows that threads share; panels widened once for many rows."""
+    matrix = random_matrix(kind, 577, 134, group_size=64)
+    x = torch.randn(rows, 577, generator=torch.Generator().manual_seed(1))
+    alone, *teams = (
+        run_linear(matrix, x, isa="auto", precision=precision_of(kind), threads=threads) for threads in (1, *THREADS)
+    )
+    assert all(torch.equal(each, alone) for each in teams)
+
+
+def test_attention() -> None:
+    """A prompt, and a token whose context is cut into pieces for the threads."""
+    layer = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
+    history = History.random(1100, layer, seed=5)
+    outs = []
+    for threads in (1, *THREADS):
+        pool = NativePool(layer, [1100], Setting("auto", threads, "bfloat16"))
+        outs.append(torch.cat([*pool.step([history], [(0, 1099)]), *pool.step([history], [(0, 1)])]))
+    assert all(torch.equal(each, outs[0]) for each in outs)
