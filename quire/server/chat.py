@@ -63,8 +63,12 @@ class ChatAnswer(Answer[ChatRequest]):
             num_listed=len(body.logprob_token_ids or ()),
         )
         self._has_functions = bool(body.functions)
-        self._body = body = self._body.with_tools
-        self._format = context.formats.answer(body)
+        self._in_wire_words = body.in_wire_words
+        try:
+            self._body = body = self._body.with_tools
+            self._format = context.formats.answer(body)
+        except UserError as error:
+            raise self._in_wire_words(error) from None
         self._prompt_text = ""
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
 
@@ -149,7 +153,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self.engine_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            names=FieldNames("messages", self._format.constraint_field, body.in_wire_words),
+            names=FieldNames("messages", self._format.constraint_field, self._in_wire_words),
         )
         return spaced(outputs, body.stream_interval or 1)
 
@@ -167,7 +171,7 @@ class ChatAnswer(Answer[ChatRequest]):
         try:
             self._weight.generated(output.outputs)
         except UserError as error:
-            raise self._body.in_wire_words(error) from None
+            raise self._in_wire_words(error) from None
 
     def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""

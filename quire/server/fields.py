@@ -1,8 +1,9 @@
 """What a request says besides the fields that its struct has: typing mistakes, unsupported fields, unknown ones.
 
 A struct tells of fields that it does not have by two class attributes: UNSUPPORTED, fields that would change the answer
--> the values that ask for nothing, and NO_EFFECT, fields that mean nothing here. Any other field is unknown: one letter
-away from a known name it is an error, else it is accepted and reported (docs/http-api.md).
+-> the values that ask for nothing, and NO_EFFECT, fields that mean nothing here. A third one, EXTENSIONS, names objects
+whose keys are unknown fields each. Any other field is unknown: one letter away from a known name it is an error, else
+it is accepted and reported (docs/http-api.md).
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ class _Check:
         unknown = join(pattern, name)
         if unknown in self.unknown:
             return
+        if any(name in getattr(kind, "EXTENSIONS", ()) for kind in kinds) and not self._strict:
+            if not isinstance(value, dict):
+                raise invalid_request(f"{where!r} must be an object", param=where)
+            for key in value:
+                self._add(join(unknown, key), join(where, key))
+            return
         known = _shape(kinds)[0]
         if self._strict:
             raise invalid_request(
@@ -78,6 +85,9 @@ class _Check:
             raise invalid_request(
                 f"unknown field {where!r}; did you mean {meant!r}?", param=where, code="unknown_parameter"
             )
+        self._add(unknown, where)
+
+    def _add(self, unknown: str, where: str) -> None:
         if len(self.unknown) == MAX_UNKNOWN_FIELDS:
             raise invalid_request(
                 f"the request has more than {MAX_UNKNOWN_FIELDS} unknown fields, {where!r} among them",

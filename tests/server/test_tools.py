@@ -209,6 +209,14 @@ async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
+async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:
+    async with serving(tool_model, structured_outputs_config={"enable_in_reasoning": True}) as served:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
+        thinking = {"chat_template_kwargs": {"thinking": True}, "tools": []}
+        message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ('"ab"', None), "the template has opened the reasoning"
+
+
 async def test_reasoning(served: Served) -> None:
     answer = await ask(served, "<think>two words</think>Yes.")
     message = answer["choices"][0]["message"]
@@ -437,6 +445,12 @@ async def test_functions_instead_of_tools(served: Served) -> None:
         [found] = (await ask(served, '{"city": "Rom"}', **asked, function_call=choice))["choices"]
         call = None if choice == "none" else {"name": "get_weather", "arguments": '{"city": "Rom"}'}
         assert (found["message"]["function_call"], found["finish_reason"]) == (call, "stop")
+    wrong = [{"name": "f", "parameters": {"type": "nonsense"}}]
+    for more, param in (({"function_call": {"name": "f"}}, "functions"), ({}, None)):
+        asked = body("x", tools=[], functions=wrong, **more)
+        response = await served.client.post("/v1/chat/completions", json=asked)
+        assert response.status_code == (400 if param else 200)
+        assert param is None or response.json()["error"]["param"] == param
 
 
 async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -> None:

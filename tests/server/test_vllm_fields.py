@@ -16,7 +16,7 @@ from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.sse import chunks
 
-Outcome = Literal["effect", "nothing", "refused"]
+Outcome = Literal["effect", "nothing", "refused", "reported"]
 
 BOTH: dict[str, Outcome] = {
     "add_special_tokens": "effect",
@@ -68,7 +68,7 @@ BOTH: dict[str, Outcome] = {
     "truncation_side": "effect",
     "use_beam_search": "effect",
     "user": "effect",
-    "vllm_xargs": "refused",
+    "vllm_xargs": "reported",
     "watermarking": "refused",
 }
 COMPLETION: dict[str, Outcome] = {**BOTH, "prompt": "effect", "prompt_embeds": "refused", "suffix": "effect"}
@@ -102,6 +102,8 @@ def outcome(kind: type[RequestStruct], name: str) -> Outcome | None:
         return "effect"
     if name in kind.NO_EFFECT:
         return "nothing"
+    if name in kind.EXTENSIONS:
+        return "reported"
     return "refused" if name in kind.UNSUPPORTED else None
 
 
@@ -119,6 +121,16 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
     response = await served.client.post("/v1/completions", json={"temperature": 0, **body})
     assert response.status_code == 200, response.text
     return response.json()
+
+
+async def test_arguments_of_extensions_are_reported(served: Served) -> None:
+    """They are for code that vLLM's users add to its engine. No key is a misspelling of another field."""
+    body = {"prompt": "=ab", "vllm_xargs": {"target_token": 7, "temperatur": 0.5}}
+    response = await served.client.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    assert response.headers["x-quire-ignored"] == "vllm_xargs.target_token, vllm_xargs.temperatur"
+    response = await served.client.post("/v1/completions", json={**body, "vllm_xargs": [1]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "vllm_xargs")
 
 
 async def test_repetition_ends_a_completion(served: Served) -> None:

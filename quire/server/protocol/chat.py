@@ -160,6 +160,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
+        if self.functions:
+            names |= {"tools": "functions", "tool_choice": "function_call"}
         message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
         return type(error)(message, param=names.get(error.param or "", error.param))
 

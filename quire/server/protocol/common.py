@@ -26,10 +26,12 @@ Python; `\\Z` would say the same, but JSON Schema's regular expressions do not h
 
 class RequestStruct(msgspec.Struct, frozen=True):
     """`UNSUPPORTED`: fields that are known and not supported -> the values that ask for nothing and so are accepted.
-    `NO_EFFECT`: fields that are known and mean nothing here."""
+    `NO_EFFECT`: fields that are known and mean nothing here. `EXTENSIONS`: objects for extensions, of which there are
+    none: each of their keys is an unknown field."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {}
     NO_EFFECT: ClassVar[frozenset[str]] = NO_EFFECT
+    EXTENSIONS: ClassVar[frozenset[str]] = frozenset({"vllm_xargs"})
 
 
 class SharedFields(RequestStruct, kw_only=True, frozen=True):
@@ -69,7 +71,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "prompt_embeds": ([],),
     "routed_experts_prompt_start": (0,),
     "use_beam_search": (False,),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
 }
 """Known fields of OpenAI and vLLM that are refused, with the values that ask for nothing and so are accepted."""
