@@ -109,7 +109,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """With the option `expert_counts`, in answers to the call `stats`: by number of a layer with experts, how many rows
     each expert has computed since the start. Ranks compute the same rows, which count once. Of the model's last
     layer those that are computed behind its attention: the last row of each sequence in a step, and rows whose
-    logprobs are asked for."""
+    logprobs are asked for; a step that is replayed from CUDA graphs computes, and counts, all rows but padding."""
 
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:

@@ -31,6 +31,7 @@ from benchmarks.gpu.timing import CACHE_BYTES, Call, measure, num_copies
 from quire.kernels.triton.attention_tiles import fixed_tiles
 from quire.kernels.triton.matmul import GROUP_M, Tiles, _matmul_kernel
 from quire.kernels.triton.runtime import INTERPRETED, launch
+from quire.kernels.triton.weight_formats import StoredMatrix
 
 PRODUCT_TILES = tuple(
     Tiles(block_m, block_n, 64, num_warps, num_stages)
@@ -185,18 +186,20 @@ def product(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
+    matrix = StoredMatrix.plain(weight)
     constants = {
-        "K": k,
+        **matrix.constants(rounds_activations=False),
         "HAS_BIAS": False,
         "HAS_RESIDUAL": False,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
-        "GROUP": GROUP_M,
+        "TILES": GROUP_M,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    launch(_matmul_kernel, grid, x, weight, None, None, out, m, n, x.stride(0), n, k, n, **constants)
+    sizes = m, n, x.stride(0), 0, n, k, n
+    launch(_matmul_kernel, grid, x, None, *matrix.tensors, None, None, out, *sizes, **constants)
     return out
 
 

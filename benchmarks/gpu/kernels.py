@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu import records
 from benchmarks.gpu.attention_subjects import AttentionSubjects
 from benchmarks.gpu.limits import Ceilings, measure_ceilings
+from benchmarks.gpu.quantized_subjects import QuantizedSubjects
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.sampling_subjects import SamplingSubjects
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
@@ -47,10 +48,11 @@ def main() -> None:
 
 
 def in_order(shape: Shape, device: torch.device, scale: int) -> Iterator[Subject]:
-    """Attention, products, sampling, and what is bound by memory: what decides designs comes first."""
+    """Attention, products, experts, sampling, and what is bound by memory: what decides designs comes first."""
     subjects = Subjects(shape, device, scale)
     yield from AttentionSubjects(shape, device, scale).all()
     yield from subjects.products()
+    yield from QuantizedSubjects(shape, device, scale).all()
     yield from SamplingSubjects(shape, device, scale).all()
     yield from subjects.others()
 

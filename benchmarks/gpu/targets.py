@@ -141,6 +141,8 @@ def over_transformers(found: Sequence[Record]) -> Value:
 
 ONE_LONG = "1 x 1 of 8192 tokens"
 LARGE = ("8192 tokens", "64 blocks")
+FILLED = ("64 rows an expert", "256 rows an expert")
+"""Cases in which every expert has a whole tile of rows."""
 """Cases in which a launch does not count."""
 TARGETS = (
     Target(
@@ -172,6 +174,31 @@ TARGETS = (
         least_share("RMSNorm", "RMSNorm of a sum", "gated SiLU", "embedding", "block copy", only=LARGE),
         0.85,
         "warps and widths in norm.py, activation.py, block_copy.py",
+    ),
+    Target(
+        "experts in bfloat16 and FP8, from 64 rows an expert >= 60 % of peak",
+        least_share("bf16 experts", "fp8 experts", only=FILLED),
+        0.6,
+        "tiles and stages in experts.py; counters of _experts_kernel (tensor pipe)",
+    ),
+    Target(
+        "latent attention of single tokens >= 70 % of its limit, bfloat16 and FP8",
+        least_share("latent attention", "fp8 latent attention"),
+        0.7,
+        "rows of a tile, keys of a part (latent_attention.py); counters of _latent_kernel",
+    ),
+    Target(
+        "FP8 product of one token >= 70 % of bandwidth",
+        least_share("fp8 product gate_up", only=("1 tokens",)),
+        0.7,
+        "narrower tiles, or a fixed number of sums over K (stored_tiles)",
+    ),
+    Target(
+        "FP8 with rounded activations, against widened >= 10 % faster",
+        longer("fp8 product gate_up", "rounded activations", "triton"),
+        -0.1,
+        "the row of round_rows beside the product; promotion of sums",
+        at_most=True,
     ),
     Target(
         "Qwen3-8B, batch 1 >= 85 % of the weights' bandwidth",

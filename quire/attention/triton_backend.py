@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -26,9 +25,9 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
-from quire.kernels.triton.encoder_attention import encoder_tiles
 from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
+from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
@@ -207,13 +206,25 @@ class TritonAttentionStep:
         shape: LatentShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
+        selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CacheOperations.attend_latent`. inputs: contiguous. out: [T, num_heads * rank] or None: a new tensor."""
         kernels, group = self._backend.latents.layer(shape)
         out = torch.empty_like(inputs[0]) if out is None else out
-        kernels.run(inputs, rotation, out, self._batch, group)
+        kernels.run(inputs, rotation, out, self._batch, group, selected)
         return out
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        selected: torch.Tensor,
+    ) -> None:
+        """As `CacheOperations.select_keys`. selected: [T, top] int32."""
+        group, pages = self._backend.latents.pages[shape.layer]
+        select_keys(shape, inputs, rotation, pages, self._batch, group, selected)
 
     def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
         """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
@@ -242,7 +253,8 @@ class TritonAttentionStep:
 
 class DeviceLatents:
     """Kernels are bound to a layer's pages when it first attends, and live as long as this. max_num_seqs,
-    max_model_len: the largest batch that the scratch, which all layers share, must serve."""
+    max_model_len: the largest batch that the scratch, which all layers share, must serve. pages: by layer, its group
+    and memory."""
 
     def __init__(
         self,
@@ -258,13 +270,13 @@ class DeviceLatents:
         self._batch_invariant = batch_invariant
         self._limits = limits
         self._sizes = (num_heads, max_num_seqs, max_model_len)
-        self._pages: dict[int, tuple[int, torch.Tensor]] = {}
+        self.pages: dict[int, tuple[int, torch.Tensor]] = {}
         self._scratch: LatentScratch | None = None
         self._kernels: dict[int, LatentKernels] = {}
 
     def add(self, layer: int, group: int, pages: torch.Tensor) -> None:
         """group: of those that keep tokens. pages: [num_blocks, block_size, width], in the kernels' blocks."""
-        self._pages[layer] = group, pages
+        self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
             self._scratch = LatentScratch.allocate(
@@ -273,7 +285,7 @@ class DeviceLatents:
 
     def layer(self, shape: LatentShape) -> tuple[LatentKernels, int]:
         """A layer's kernels and its group."""
-        group, pages = self._pages[shape.layer]
+        group, pages = self.pages[shape.layer]
         found = self._kernels.get(shape.layer)
         if found is None:
             assert self._scratch is not None, "there is scratch where there are pages"
@@ -285,18 +297,17 @@ class DeviceLatents:
 
 @dataclass(frozen=True, slots=True)
 class TritonEncoderStep:
-    """tiles: of `encoder_tiles`, on the device."""
+    """query_start: as DeviceBatch has it."""
 
-    tiles: torch.Tensor
+    query_start: torch.Tensor
 
 
 class TritonEncoder:
-    """AttentionBackend without a pool."""
+    """A device's attention back end without a pool. Every sequence is in a batch from its first token on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
+        return TritonEncoderStep(batch.query_start)
 
-    def plan(self, batch: AttentionBatch) -> TritonEncoderStep:
-        """Every sequence must be in the batch from its first token on."""
-        assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
-        return TritonEncoderStep(encoder_tiles(batch.query_start.numpy(), self._device))
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """As that of TritonAttention."""
+        return (1,)

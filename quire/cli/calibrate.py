@@ -68,8 +68,9 @@ def main(arguments: Sequence[str]) -> int:
 def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord]) -> Fit:
     """Fit the base profile to a log."""
     from quire.simulator.calibration import calibrate, samples_of
+    from quire.simulator.cost import windows_of
 
-    windows = tuple(each.reach for each in shape.attention_counts)
+    windows = windows_of(shape)
     precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
     return calibrate(shape, base, precision, samples_of(records, windows), block_tokens=header.block_size)
 

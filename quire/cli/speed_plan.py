@@ -64,8 +64,7 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
             missed = (1 - shape.experts.num_active / shape.experts.num_experts) ** batch_size
         read = shape.parameters() - shape.looked_up_parameters - missed * shape.routed_parameters
         kept = shape.matrix_bytes() + DTYPE_BYTES[cost.precision.kv] * sum(
-            count * min(num_tokens, each.window or num_tokens) * each.token_elements()
-            for each, count in shape.attention_counts.items()
+            count * each.read_elements(num_tokens) for each, count in shape.attention_counts.items()
         )
         seconds = (read * per_parameter + batch_size * kept) / bandwidth
         return Decoding(batch_size, num_tokens, seconds, batch_size / seconds, "memory")

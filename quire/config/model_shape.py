@@ -93,6 +93,15 @@ class AttentionShape:
             return self.latent_dim + self.index_dim
         return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
 
+    def read_elements(self, num_tokens: int) -> int:
+        """Elements of KV cache that the last of `num_tokens` tokens reads: its window or its chunk; with an indexer,
+        all of the indexer's keys and what it chooses."""
+        if self.index_top:
+            return self.index_dim * num_tokens + self.latent_dim * min(self.index_top, num_tokens)
+        window = self.window or num_tokens
+        read = (num_tokens - 1) % window + 1 if self.kind == "chunked" else min(window, num_tokens)
+        return read * self.token_elements()
+
     def matrix_bytes(self, tp: int = 1) -> int:
         """Bytes of one sequence's state itself, on one of `tp` ranks, which a decoding step reads at least."""
         if self.kind != "state":

@@ -33,6 +33,7 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
@@ -102,7 +103,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     model = replace(model, quantization=_quantization(options, model, backend))
     if parallel.tp > 1:
         check_ranks_fit(options, model)
-    _check_pooling(options, model, is_accelerated=is_accelerated)
+    _check_pooling(options, model)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
@@ -132,6 +133,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         logprobs_mode=choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
 
 
@@ -278,7 +280,7 @@ def _max_logprobs(options: EngineOptions) -> int:
     return options.max_logprobs
 
 
-def _check_pooling(options: EngineOptions, model: ModelConfig, *, is_accelerated: bool) -> None:
+def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError for options that a model without a KV cache, or one that takes whole prompts, would ignore."""
     if model.takes_whole_prompts and options.max_prefill_chunk is not None:
         raise ConfigError(
@@ -288,10 +290,6 @@ def _check_pooling(options: EngineOptions, model: ModelConfig, *, is_accelerated
     if model.takes_whole_prompts and options.kv_offload_dir is not None:
         raise ConfigError(
             f"kv_offload_dir keeps the prefix cache, and {model.architecture} has none here", param="kv_offload_dir"
-        )
-    if is_accelerated and (model.takes_whole_prompts or model.has_pooling_head):
-        raise ConfigError(
-            f"device='cuda' is not available for {model.architecture} here yet: use device='cpu'", param="device"
         )
     if not model.is_encoder:
         return

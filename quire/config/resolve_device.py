@@ -70,12 +70,6 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             param="kv_cache_dtype",
         )
     attention = model.shape.attention
-    if attention.index_top:
-        raise ConfigError(
-            "attention_backend='triton' is not possible: it does not compute the indexer of sparse latent attention; "
-            "device='cpu' does",
-            param="attention_backend",
-        )
     if attention.kind == "latent" and attention.latent_rank > DEVICE_RANK_LIMIT:
         raise ConfigError(
             f"attention_backend='triton' is not possible: latents of {attention.latent_rank} elements are larger than "
@@ -148,6 +142,8 @@ def graph_options(
 def _why_no_graphs(model: ModelConfig) -> str | None:
     if model.impl != "quire":
         return "runs through Transformers, whose code cannot be captured"
+    if model.is_encoder:
+        return "computes whole texts and no single tokens"
     return None
 
 

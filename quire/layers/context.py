@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from quire.layers.experts import ExpertCounters
 from quire.layers.operations import LayerOperations, Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -26,7 +27,7 @@ class LayerContext:
     of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
-    mixtures of experts put the tensors that they count rows in, one after the other (None: they do not count).
+    mixtures of experts count rows (None: they do not).
     """
 
     dtype: torch.dtype
@@ -37,7 +38,7 @@ class LayerContext:
     linear: LayerLinear
     vocabulary: LayerLinear
     positions: LayerLinear
-    expert_counts: list[torch.Tensor] | None = None
+    expert_counts: ExpertCounters | None = None
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

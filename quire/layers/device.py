@@ -29,7 +29,7 @@ class DeviceEncoderOperations:
         self, heads: EncoderHeads, qkv: torch.Tensor, rotation: DeviceRotation | None, step: TritonEncoderStep
     ) -> torch.Tensor:
         turn = None if rotation is None else (rotation.cos, rotation.sin)
-        return attend(qkv, turn, step.tiles, heads.num_heads, heads.scale, heads.window)
+        return attend(qkv, turn, step.query_start, heads.num_heads, heads.scale, heads.window)
 
 
 class DeviceStateOperations:

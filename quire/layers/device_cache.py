@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.attention.latent import IndexShape, LatentShape
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights
@@ -48,9 +47,20 @@ class DeviceAttentionStep(Protocol):
         shape: LatentShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation | None,
+        selected: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `CacheOperations.attend_latent`."""
+        ...
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        selected: torch.Tensor,
+    ) -> None:
+        """As `CacheOperations.select_keys`. selected: [T, top] int32, what is returned there."""
         ...
 
 
@@ -80,8 +90,7 @@ class DeviceCacheOperations:
         step: DeviceAttentionStep,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert selected is None, "no model with an indexer is built"
-        return step.attend_latent(shape, inputs, rotation, None)
+        return step.attend_latent(shape, inputs, rotation, selected, None)
 
     def select_keys(
         self,
@@ -90,13 +99,12 @@ class DeviceCacheOperations:
         rotation: DeviceRotation | None,
         step: DeviceAttentionStep,
     ) -> torch.Tensor:
-        raise AssertionError("no model with an indexer is built")
+        selected = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
+        step.select_keys(shape, inputs, rotation, selected)
+        return selected
 
     def check_index(self, shape: IndexShape) -> None:
-        raise ConfigError(
-            "attention_backend='triton' does not compute the indexer of sparse latent attention; device='cpu' does",
-            param="attention_backend",
-        )
+        """All are computed."""
 
     def check_latent(self, shape: LatentShape) -> None:
         """All are computed."""

@@ -4,7 +4,7 @@ row's bits do not depend on what else is in a step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -49,19 +49,41 @@ class Gating:
 
 
 @dataclass(frozen=True, slots=True)
+class RowCounts:
+    """by_expert: [num_experts] int64, to which the rows that each expert computes are added. num_rows: [1] of integers,
+    how many rows of a batch, its first ones, are no padding; None: all."""
+
+    by_expert: torch.Tensor
+    num_rows: torch.Tensor | None = None
+
+
+@dataclass
+class ExpertCounters:
+    """Where mixtures of experts put their counters, one after the other. num_rows: as RowCounts has it; set before
+    each pass."""
+
+    by_layer: list[torch.Tensor] = field(default_factory=list)
+    num_rows: torch.Tensor | None = None
+
+    def add_layer(self, num_experts: int, device: torch.device) -> RowCounts:
+        """Zeros."""
+        self.by_layer.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
+        return RowCounts(self.by_layer[-1], self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Gated feed-forward blocks, one for each expert: their matrices as `LinearMethod.create_stack` made them.
 
     gate_up: [2 * intermediate, size] each, gate above up; down: [size, intermediate] each. weighs_input: a token's
-    weight for an expert multiplies the expert's input, else its result. counts: [num_experts] int64, to which the rows
-    that each expert computes are added (None: nothing is counted).
+    weight for an expert multiplies the expert's input, else its result. counts: None: nothing is counted.
     """
 
     gate_up: Sequence[Any]
     down: Sequence[Any]
     gating: Gating
     weighs_input: bool = False
-    counts: torch.Tensor | None = None
+    counts: RowCounts | None = None
 
 
 class ExpertOperations(Protocol[ValueT]):
@@ -131,11 +153,18 @@ def experts(
     return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
 
 
-def count_rows(counts: torch.Tensor | None, routing: torch.Tensor) -> None:
-    """Add to counts, [num_experts] int64 or None, the rows that chose each expert. routing: [T, 2 * top_k]."""
-    if counts is not None:
-        chosen = routing[:, : routing.shape[1] // 2].long().flatten()
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
+    """Add the rows that chose each expert; nothing waits for the device. routing: [T, 2 * top_k]."""
+    if counts is None:
+        return
+    chosen = routing[:, : routing.shape[1] // 2].long()
+    counted = torch.ones_like(chosen)
+    if counts.num_rows is not None:
+        is_real = torch.arange(len(chosen), device=chosen.device) < counts.num_rows
+        counted = is_real[:, None].expand_as(chosen).long()
+        # What padding holds may be any number.
+        chosen = torch.where(is_real[:, None], chosen, 0)
+    counts.by_expert.scatter_add_(0, chosen.flatten(), counted.flatten())
 
 
 def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,7 @@ class MixtureOfExperts:
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
         counts = None
         if context.expert_counts is not None:
-            counts = torch.zeros(count, dtype=torch.int64, device=context.device)
-            context.expert_counts.append(counts)
+            counts = context.expert_counts.add_layer(count, context.device)
         self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input, counts)
 
     def __call__(self, x: Value, residual: Value) -> Value:

@@ -13,6 +13,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
+from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
 from quire.models.checkpoint_names import language_tensors, without_cache_scales
 from quire.models.claims import excess, outline
@@ -45,14 +46,14 @@ def load_model(
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
     group: ProcessGroup = SINGLE_RANK,
-    expert_counts: list[torch.Tensor] | None = None,
+    expert_counts: ExpertCounters | None = None,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
     in `config.dtype` throughout. With neither: plain torch operators on `device_type`. group: the ranks that share each
-    layer, of which this process loads one's share; more than one only with plain torch operators. expert_counts: gets a
-    tensor [num_experts] int64 of each layer with experts, to which they add the rows that they compute.
+    layer, of which this process loads one's share; more than one only with plain torch operators. expert_counts: where
+    layers with experts count the rows that they compute.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.

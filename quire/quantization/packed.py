@@ -146,7 +146,7 @@ class PackedLinear:
             activation=ACTIVATIONS[weights.gating.activation],
             limit=weights.gating.limit or 0.0,
             weighs_input=weights.weighs_input,
-            counts=0 if weights.counts is None else weights.counts.data_ptr(),
+            counts=0 if weights.counts is None else weights.counts.by_expert.data_ptr(),
         )
 
     def stored_bytes(self, shape: Sequence[int]) -> int:

@@ -8,8 +8,9 @@ times add up:
   the expected number of distinct experts is read, routing being even.
 - attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
   values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
-  chunk, and multiplies queries by the kept vector itself for single tokens. What single tokens read lies in blocks:
-  each run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
+  chunk, and multiplies queries by the kept vector itself for single tokens, and where an indexer chooses what each
+  token reads; the indexer's products are with the keys of all positions. What single tokens read lies in blocks: each
+  run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
   the network). ep > 1: instead of the second one tokens go to their experts' devices and back, over the network once to
@@ -33,7 +34,7 @@ from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, Atten
 from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
-from quire.simulator.work import StepWork
+from quire.simulator.work import Chunk, StepWork, Windows
 
 KERNELS_PER_LAYER = 10
 KERNELS_PER_STEP = 12
@@ -102,6 +103,20 @@ class Attention:
     chunk_row: float
 
 
+def windows_of(shape: ModelShape) -> Windows:
+    """What the tokens of each kind of attention read, in the order of `attention_counts`; behind attention that an
+    indexer chooses for, what the indexer reads."""
+    windows: list[int | Chunk | None] = []
+    for attention in shape.attention_counts:
+        if attention.kind == "chunked" and attention.window:
+            windows.append(Chunk(attention.window))
+        elif attention.index_top:
+            windows += attention.index_top, None
+        else:
+            windows.append(attention.reach)
+    return tuple(windows)
+
+
 class CostModel:
     """The cost of steps of one model on one replica of a layout. Everything that depends on the model and the device
     alone is computed once, so that a step costs microseconds."""
@@ -118,7 +133,7 @@ class CostModel:
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
-        self.windows = tuple(each.reach for each in shape.attention_counts)
+        self.windows = windows_of(shape)
         self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
         self._bandwidth = hardware.bandwidth * hardware.factors.bandwidth
@@ -356,7 +371,11 @@ class CostModel:
         return max(over_network, picks * (near - 1) / near * num_bytes / (hardware.link_bandwidth * factor))
 
     def _set_up_attention(self) -> None:
-        self._attention = [self._attention_of(*each) for each in self.shape.attention_counts.items()]
+        self._attention = []
+        for attention, num_layers in self.shape.attention_counts.items():  # in the order of `windows_of`
+            self._attention.append(self._attention_of(attention, num_layers))
+            if attention.index_top:
+                self._attention.append(self._indexer_of(attention, num_layers))
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
     def _attention_of(self, attention: AttentionShape, num_layers: int) -> Attention:
@@ -369,6 +388,9 @@ class CostModel:
         if attention.kind == "latent":
             run = attention.latent_dim
             decode_pair = 2 * (attention.latent_dim + attention.latent_rank)
+            if attention.index_top:  # every token reads vectors of its own: none are expanded for a chunk
+                chunk_pair = decode_pair
+                kept_bytes = decode_bytes = attention.latent_dim * self._kv_size
         elif attention.kind == "state":
             # The state decays, is compared with the key, changed by the value and read by the query. A decoding step
             # reads it and the rows behind its border; a prompt reads and writes them once from border to border.
@@ -386,6 +408,23 @@ class CostModel:
             kept=layers * kept_bytes / bandwidth,
             decode_kept=layers * decode_bytes / bandwidth * (1 + self.hardware.run_overhead / run_bytes),
             chunk_row=layers * heads * row * self._row_size / bandwidth,
+        )
+
+    def _indexer_of(self, attention: AttentionShape, num_layers: int) -> Attention:
+        """Of the indexers of these layers, which each rank computes whole: all their heads compare a query with one key
+        of each earlier token."""
+        factors, size = self.hardware.factors, attention.index_dim
+        layers = num_layers * self._layers / self.shape.num_layers
+        rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
+        bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
+        pair, kept = layers * 2 * attention.index_heads * size / rate, layers * size * self._kv_size / bandwidth
+        run_bytes = self._block_tokens * size * self._kv_size
+        return Attention(
+            chunk_pair=pair,
+            decode_pair=pair,
+            kept=kept,
+            decode_kept=kept * (1 + self.hardware.run_overhead / run_bytes),
+            chunk_row=layers * (attention.index_heads + 1) * size * self._row_size / bandwidth,
         )
 
     def _linear_parts(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

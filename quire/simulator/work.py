@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from quire.step import StepPlan
 from quire.transfers import HostTransfers
 
-Windows = Sequence[int | None]
+
+class Chunk(NamedTuple):
+    """Attention to the positions of a token's own chunk of `size`, up to its own."""
+
+    size: int
+
+
+Windows = Sequence[int | Chunk | None]
 """The distinct attention windows of a model's layers, None for full attention."""
 
 
@@ -75,28 +83,40 @@ class StepWork(msgspec.Struct, kw_only=True):
         return work
 
 
-def _decode_context(starts: Sequence[int], count: int, window: int | None) -> int:
+def _decode_context(starts: Sequence[int], count: int, window: int | Chunk | None) -> int:
     """Positions that single tokens at `starts` read."""
     if window is None:
         return sum(starts) + count
+    if isinstance(window, Chunk):
+        return sum(start % window.size for start in starts) + count
     return sum(start + 1 if start < window else window for start in starts)
 
 
-def _chunk_context(start: int, count: int, window: int | None) -> int:
+def _chunk_context(start: int, count: int, window: int | Chunk | None) -> int:
     """Positions that a chunk of tokens reads."""
     end = start + count
+    if isinstance(window, Chunk):
+        return end - start // window.size * window.size
     return end if window is None else min(end, window - 1 + count)
 
 
-def _chunk_pairs(start: int, count: int, window: int | None) -> int:
+def _chunk_pairs(start: int, count: int, window: int | Chunk | None) -> int:
     """Pairs of a token of the chunk and a position that it attends to."""
     end = start + count
+    if isinstance(window, Chunk):
+        return _pairs_before(end, window.size) - _pairs_before(start, window.size)
     if window is None or end <= window:
         return count * start + count * (count + 1) // 2
     if start >= window:
         return count * window
     inside = window - start
     return inside * start + inside * (inside + 1) // 2 + (count - inside) * window
+
+
+def _pairs_before(end: int, size: int) -> int:
+    """Pairs of a token in front of `end` and a position of its chunk of `size` that it attends to."""
+    chunks, rest = divmod(end, size)
+    return chunks * (size * (size + 1) // 2) + rest * (rest + 1) // 2
 
 
 def _hands_out_saved(plan: StepPlan, transfers: HostTransfers) -> bool:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.attention.device_batch import DeviceBatch, StateKernels
-from quire.attention.latent import LatentShape
+from quire.attention.interface import PlannedStep
+from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
@@ -26,21 +27,10 @@ from quire.worker.platform.graph_capture import Graph, GraphCapture, capturing
 logger = get_logger(__name__)
 
 
-class DeviceStep(Protocol):
-    """One step of a device's attention back end."""
-
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Norms, rotates and writes the new keys and values, then attends. qkv: [T, (H + 2 Hkv) * D], used up. out: the
-        tensor to write to, None: a new one. Returns [T, H * D]."""
-        ...
-
-
 class DeviceBackend(Protocol):
     """The part of the attention back end that a forward pass uses."""
 
-    def plan(self, batch: DeviceBatch) -> DeviceStep: ...
+    def plan(self, batch: DeviceBatch) -> PlannedStep: ...
 
     def query_lengths_to_compile(self) -> tuple[int, ...]:
         """As that of TritonAttention."""
@@ -54,11 +44,15 @@ class DeviceBackends(NamedTuple):
     states: StateBackend
 
     def forward_batch(
-        self, token_ids: torch.Tensor, batch: DeviceBatch, logits_rows: torch.Tensor | None = None
+        self,
+        token_ids: torch.Tensor,
+        batch: DeviceBatch,
+        logits_rows: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows: as that of ForwardBatch."""
+        """The input of a forward pass. token_ids: [T]. logits_rows, segments: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
-        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states)
+        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states, segments)
 
 
 PaddedInputs = Callable[[Execution], tuple[DeviceBatch, torch.Tensor]]
@@ -69,12 +63,13 @@ that size bring."""
 @dataclass(frozen=True)
 class PassShape:
     """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
-    be."""
+    be. num_rows: [1] int32, gets how many tokens of a pass are no padding (None: nothing asks)."""
 
     attention_size: int
     longest: int
     dtype: torch.dtype
     device: torch.device
+    num_rows: torch.Tensor | None = None
 
 
 class CudaGraphRunner:
@@ -93,9 +88,10 @@ class CudaGraphRunner:
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
         assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
-        self._model = model
+        self.model = model
         self._backends = backends
         self._longest = shape.longest
+        self._num_rows = shape.num_rows
         self._capture_of = capture
         self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
@@ -118,15 +114,23 @@ class CudaGraphRunner:
         return bool(self._wanted)
 
     def run(
-        self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor, rows: torch.Tensor | None = None
+        self,
+        execution: Execution,
+        batch: DeviceBatch,
+        token_ids: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T]. rows: [R], those that are
-        read (None: all). Captured passes compute all rows, since R differs from step to step.
+        read (None: all). Captured passes compute all rows, since R differs from step to step. segments: as those of
+        ForwardBatch; models that need them, which are encoders, have no graphs.
 
         Returns the hidden states [R, hidden]; the next call may overwrite them. Padded rows are undefined.
         """
+        if self._num_rows is not None:
+            self._num_rows.copy_(batch.query_start[-1:])
         if execution.kind == "eager":
-            return self._forward(batch, token_ids, rows)
+            return self._forward(batch, token_ids, rows, segments)
         hidden = self._run_captured(execution, batch, token_ids)
         return hidden if rows is None else hidden.index_select(0, rows)
 
@@ -157,8 +161,14 @@ class CudaGraphRunner:
         self.run(execution, batch, token_ids)
         return True
 
-    def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self._model.forward(self._backends.forward_batch(token_ids, batch, rows))
+    def _forward(
+        self,
+        batch: DeviceBatch,
+        token_ids: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.model.forward(self._backends.forward_batch(token_ids, batch, rows, segments))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         self._wanted = [
@@ -202,7 +212,7 @@ class CudaGraphRunner:
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
+        hidden = self.model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
@@ -284,11 +294,21 @@ class _Pieces:
         return out
 
     def attend_latent(
-        self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, out: torch.Tensor | None = None
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, ...],
+        rotation: Any,
+        selected: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = self._attended[: inputs[0].shape[0]]
-        self._between("attend_latent", (shape,), inputs, rotation, out)
+        self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
+
+    def select_keys(
+        self, shape: IndexShape, inputs: tuple[torch.Tensor, ...], rotation: Any, selected: torch.Tensor
+    ) -> None:
+        self._between("select_keys", (shape,), inputs, rotation, selected)
 
     def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("run", (kernels, weights), *tensors)

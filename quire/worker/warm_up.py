@@ -20,6 +20,21 @@ PROMPT_TOKENS = 40
 GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
 
 
+def pooling_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
+    """As `warm_up_plans`, of a model that pools: prompts of up to two sequences."""
+    num_seqs = min(2, max_num_seqs)
+    length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
+    if length < 1:
+        return []
+    tables, seq_ids = [[1] * -(-(length + 2) // group.block_size) for group in layout.groups], list(range(num_seqs))
+    new = [NewSequence(seq_id, [0] * length, length, tables, GREEDY) for seq_id in seq_ids]
+    lengths = [length] * num_seqs
+    prompts = StepPlan(
+        -1, seq_ids, [0] * num_seqs, lengths, seq_ids, seq_ids, new_sequences=new, pooled=list(range(num_seqs))
+    )
+    return [prompts, StepPlan(0, [], [], [], [], [], released=seq_ids)]
+
+
 def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
     """Plans of every kind over two sequences, of which one forks: prompts, chunks beside single tokens, decoding.
     They need an empty request state and leave it empty. All tables name block 1, so that any pool will do.
@@ -60,7 +75,7 @@ def warm_up_attention(
         if num_tokens <= max_tokens:
             batch, token_ids = inputs.padding(2, num_tokens)
             batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
-            model.forward(backends.forward_batch(token_ids, batch))
+            model.forward(backends.forward_batch(token_ids, batch, segments=torch.zeros_like(token_ids)))
 
 
 def warm_up(

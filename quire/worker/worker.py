@@ -124,11 +124,13 @@ class Worker:
     def expert_counts(self) -> list[list[int]]:
         """As the Executor's."""
         self.platform.synchronize()
-        return [counts.tolist() for counts in self.platform.expert_counts or ()]
+        counters = self.platform.expert_counts
+        return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
         """What was computed while starting is no request's."""
-        for counts in self.platform.expert_counts or ():
+        counters = self.platform.expert_counts
+        for counts in () if counters is None else counters.by_layer:
             counts.zero_()
 
     def describe_backend(self) -> str:

@@ -235,6 +235,17 @@ def test_layers_with_states_have_graphs(model: str, machine: Machine) -> None:
     assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful)[0] == "full_and_piecewise"
 
 
+def test_encoders_have_no_graphs(model: str, machine: Machine) -> None:
+    machine()
+    config = resolved(model)
+    shape = config.model.shape
+    layers = tuple(replace(layer, attention=replace(layer.attention, kind="none")) for layer in shape.layers)
+    encoder = replace(config.model, shape=replace(shape, layers=layers))
+    assert graph_options(EngineOptions(), config.scheduler, "cuda", encoder) == ("none", ())
+    with pytest.raises(ConfigError, match="computes whole texts"):
+        graph_options(EngineOptions(cuda_graphs="full"), config.scheduler, "cuda", encoder)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

@@ -130,6 +130,7 @@ VARIANTS = [
     Variant("llama"),
     Variant("qwen3-window"),
     Variant("gpt2"),
+    Variant("deepseek-v3"),
     Variant("llama-wide", {"attention_backend": "torch"}),
     Variant("llama-wide", {"quantization": "w8a8", "kv_cache_dtype": "int8"}),
 ]

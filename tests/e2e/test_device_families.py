@@ -58,3 +58,22 @@ def test_states_with_graphs_of_decodes_and_of_pieces(saved_model: SavedModels) -
     assert_close(found[GRAPHS], expected)
     assert exact(found[GRAPHS]) == exact(found[EAGER])
     assert exact(found["alone"]) == exact(found[GRAPHS])[1:]
+
+
+def test_sparse_latent_attention_with_graphs(saved_model: SavedModels) -> None:
+    """Prompts and decodes of which some tokens see more keys than they read."""
+    saved, prompts, params = saved_model("deepseek-v3.2"), random_prompts([25, 3], 97), greedy(NUM_TOKENS, logprobs=0)
+    with open_family(saved, attention_backend="torch") as llm:
+        expected = run(llm, prompts, params)
+    with open_family(saved, GRAPHS, batch_invariant=True, enable_prefix_caching=False) as llm:
+        core = llm._client._core  # type: ignore[attr-defined]
+        assert sum(iter(core.idle, False)) > 0
+        together = run(llm, prompts, params)
+        alone = run(llm, prompts[:1], params)
+        (capture,) = core._executor.platform.captures
+        replayed = {
+            launch.kernel.__name__ for graph in capture.graphs if graph.num_replays for launch in graph.launches
+        }
+    assert "_choose_kernel" in replayed
+    assert_close(together, expected)
+    assert exact(alone) == exact(together)[:1]

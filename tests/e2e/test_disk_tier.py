@@ -21,6 +21,7 @@ VARIANTS = [
     Variant("llama"),
     Variant("qwen3-window"),
     Variant("gpt2"),  # heads of 12: plain operators
+    Variant("deepseek-v3.2"),
     Variant("llama-wide", {"dtype": "bfloat16", "num_threads": 2}),
     Variant("llama-wide", {"quantization": "w8a8", "kv_cache_dtype": "int8"}),
 ]
@@ -56,6 +57,12 @@ def test_a_restart_hits_and_changes_no_bit(model: Variant, tmp_path: Path, queue
     assert stats["disk_cache_hit_blocks_total"] > 0
     assert stats["offload_loaded_blocks_total"] >= stats["disk_cache_hit_blocks_total"]
     assert stats["offload_stored_blocks_total"] == stats["offload_load_failures_total"] == 0
+
+
+def test_chunks_of_attention_are_stored_too(saved_model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Llama 4, whose earlier chunks are given back while a sequence grows."""
+    variant = replace(Variant("llama4"), directory=str(saved_model("llama4").directory))
+    test_a_restart_hits_and_changes_no_bit(variant, tmp_path, 2)
 
 
 def test_generated_tokens_are_kept_too(llama: str, tmp_path: Path) -> None:

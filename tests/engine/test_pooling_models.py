@@ -128,7 +128,8 @@ def test_dense_modules_project_vectors(
     model = randomize(ENCODERS["bert"]() if is_encoder else Qwen3Model(Qwen3Config(**DECODER)))
     path = save_encoder(model, tmp_path, "mean_tokens" if is_encoder else "lasttoken", safe=not is_old)
     dense = add_dense(path, [(48, 40, "Tanh"), (40, 72, "Identity")], is_old=is_old)
-    client = start(path, executors, attention_backend=backend, num_blocks_override=60)
+    options = {} if is_encoder else {"num_blocks_override": 60}
+    client = start(path, executors, attention_backend=backend, **options)
     with torch.no_grad():
         states = [hidden_states(model, prompt) for prompt in PROMPTS]
         expected = [dense[1](dense[0](state.mean(0) if is_encoder else state[-1])) for state in states]

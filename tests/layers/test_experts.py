@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.experts import Gating, Routing, gate_rows, gated, route
+from quire.layers.experts import ExpertCounters, Gating, Routing, count_rows, gate_rows, gated, route
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from tests.layers.helpers import torch_context
 
@@ -164,3 +164,19 @@ def test_a_shared_expert_and_a_correction(is_gated: bool) -> None:
             result[token] += row[expert] / row[chosen].sum() * (down @ inner)
     actual = mixture(x, residual.clone())
     torch.testing.assert_close(actual.double(), residual.double() + result, rtol=0, atol=1e-5)
+
+
+def test_rows_of_padding_are_not_counted() -> None:
+    """As a graph replays it: the number of rows that count lies in a tensor."""
+    counters = ExpertCounters(num_rows=torch.tensor([2], dtype=torch.int32))
+    counts = counters.add_layer(4, torch.device("cpu"))
+    routing = torch.tensor([[0, 2, 0.5, 0.5], [1, 2, 0.5, 0.5], [torch.nan, 10**6, 0.5, 0.5], [3, 3, 0.5, 0.5]])
+    count_rows(counts, routing)
+    assert counters.by_layer[0].tolist() == [1, 1, 2, 0]
+    assert counters.num_rows is not None
+    counters.num_rows.fill_(0)
+    count_rows(counts, routing)
+    assert counters.by_layer[0].tolist() == [1, 1, 2, 0]
+    counters.num_rows.fill_(1)
+    count_rows(counts, routing)
+    assert counters.by_layer[0].tolist() == [2, 1, 3, 0]

@@ -130,6 +130,9 @@ DENSE_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4": glm4,
     "glm4-biases": lambda: glm4(attention_bias=True, head_dim=24, num_key_value_heads=1, tie_word_embeddings=True),
     "smollm3": smollm3,
+    "gemma3-six-layers": lambda: gemma3(
+        head_dim=16, sliding_window=5, sliding_window_pattern=6, num_hidden_layers=6, num_key_value_heads=1
+    ),
     "smollm3-listed": lambda: smollm3(num_hidden_layers=3, no_rope_layers=[0, 1, 0], tie_word_embeddings=False),
     "granite": granite,
     "granite-biases": lambda: granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),

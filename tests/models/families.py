@@ -109,6 +109,14 @@ LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 
 
@@ -117,7 +125,11 @@ def deepseek_v2(**options: object) -> PreTrainedModel:
 
 
 def deepseek_v3(**options: object) -> PreTrainedModel:
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**LATENT, **options}))
+    return _corrected(DeepseekV3ForCausalLM(DeepseekV3Config(**{**LATENT, **options})))
+
+
+def _corrected(model: PreTrainedModel) -> PreTrainedModel:
+    """With corrections of the choice of experts that change it."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)).roll(3))
@@ -127,10 +139,7 @@ def deepseek_v3(**options: object) -> PreTrainedModel:
 def deepseek_v32(**options: object) -> PreTrainedModel:
     index = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 21, "pad_token_id": None}
     turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-    model = DeepseekV32ForCausalLM(DeepseekV32Config(**{**LATENT, **index, **turned, **options}))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)).roll(3))
+    model = _corrected(DeepseekV32ForCausalLM(DeepseekV32Config(**{**LATENT, **index, **turned, **options})))
     for module in model.modules():
         if isinstance(module, DeepseekV32Indexer):
             module.forward = _with_stable_topk(module.forward)  # type: ignore[method-assign]
@@ -216,28 +225,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         **ONE_GROUP,
     ),
     "deepseek-v3-yarn": lambda: deepseek_v3(
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
+        rope_parameters=YARN,
         num_experts_per_tok=8,
         topk_group=4,
     ),
     "deepseek-v3.2": lambda: deepseek_v32(num_hidden_layers=2),
     "deepseek-v3.2-all-read": lambda: deepseek_v32(index_topk=256, num_hidden_layers=2),
     "deepseek-v3.2-yarn": lambda: deepseek_v32(
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
+        rope_parameters=YARN,
         index_topk=1,
         index_n_heads=12,
         index_head_dim=8,
@@ -276,6 +271,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-moe": lambda: qwen2_moe(mlp_only_layers=[1]),
     "qwen2-moe-renormalised": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=2),
     "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-window": lambda: qwen3_moe(use_sliding_window=True, sliding_window=20),
     "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
     "llama4": llama4,
     "llama4-interleaved": lambda: llama4(

@@ -11,7 +11,7 @@ import torch
 
 from quire.attention.device_batch import DeviceStateStep
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
@@ -50,10 +50,21 @@ class PlainAttention:
         shape: LatentShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation,
+        selected: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert out is None
-        return TorchOperations().attend_latent(shape, inputs, _plain(rotation, inputs[0].dtype), self.step)
+        return TorchOperations().attend_latent(shape, inputs, _plain(rotation, inputs[0].dtype), self.step, selected)
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation,
+        selected: torch.Tensor,
+    ) -> None:
+        plain = TorchOperations().select_keys(shape, inputs, _plain(rotation, inputs[0].dtype), self.step)
+        selected.copy_(plain)
 
 
 def _plain(rotation: DeviceRotation | None, dtype: torch.dtype) -> Rotation | None:
@@ -105,11 +116,18 @@ def logits_of(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Te
 
 FREQUENCIES_ONLY = ("linear", "dynamic", "yarn", "yarn-attention-factor", "llama3")
 """Families that differ in nothing but the numbers that rotations are made from."""
-SAME_LAYERS = ("deepseek-v3-yarn", "llama4-llama3-rotation", "mistral-no-window", "qwen2-window", "qwen3-window")
+SAME_LAYERS = (
+    "deepseek-v3-yarn",
+    "deepseek-v3.2-yarn",
+    "deepseek-v3.2-all-read",
+    "llama4-llama3-rotation",
+    "mistral-no-window",
+    "qwen2-window",
+    "qwen3-window",
+)
 """Families that differ in rotations' numbers, or in windows, which are the attention's, from others here."""
 LIBRARY = [name for name in FAMILIES if name.removeprefix("llama-") not in FREQUENCIES_ONLY]
 LIBRARY = [name for name in LIBRARY if name in DENSE_SAMPLE or name not in DENSE_FAMILIES]
-LIBRARY = [name for name in LIBRARY if not name.startswith("deepseek-v3.2")]  # an indexer is refused
 LIBRARY = [name for name in LIBRARY if name not in SAME_LAYERS]
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 

@@ -23,7 +23,7 @@ from quire.simulator.cost import (
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
 from quire.simulator.shape import find_shape
-from quire.simulator.work import StepWork
+from quire.simulator.work import Chunk, StepWork
 from quire.step import StepPlan
 from tests.simulator.making import with_attention
 
@@ -37,6 +37,8 @@ CASES = [
     ("deepseek-v3", ParallelConfig(tp=8)),
     ("deepseek-v3", ParallelConfig(tp=4, dp=8, ep=32)),
     ("qwen3-30b-a3b", ParallelConfig(tp=1, dp=4, ep=4)),
+    ("deepseek-v3.2", ParallelConfig(tp=8)),
+    ("llama-4-scout", ParallelConfig(tp=4)),
 ]
 
 
@@ -143,6 +145,48 @@ def test_a_latent_is_read_instead_of_heads() -> None:
     )
     alone = CostModel(shape, replace(hardware, memory=1e12), ParallelConfig(tp=1))
     assert alone.breakdown(work_of(alone, [(context - 1, 1)]))["decode attention"] >= seconds
+
+
+def test_an_indexer_reads_all_and_attention_what_it_chooses() -> None:
+    shape = find_shape("deepseek-v3.2")
+    cost = CostModel(shape, replace(find("h200"), run_overhead=0.0), ParallelConfig(tp=8))
+    hardware = cost.hardware
+    rate = hardware.peak("bfloat16") * hardware.factors.attention_compute
+    bandwidth = hardware.bandwidth * hardware.factors.attention_bandwidth
+
+    def seconds(context: int) -> float:
+        return cost.breakdown(work_of(cost, [(context - 1, 1)]))["decode attention"]
+
+    def by_hand(context: int) -> float:
+        chosen = min(context, 2048)
+        latent = max(chosen * 576 * 2 / bandwidth, chosen * 128 / 8 * 2 * (576 + 512) / rate)
+        return 61 * (latent + context * max(128 * 2 / bandwidth, 64 * 128 * 2 / rate))
+
+    for context in (100, 2048, 100_000):
+        assert seconds(context) == pytest.approx(by_hand(context))
+    work = work_of(cost, [(2000, 100)])
+    assert work.prefill_pairs == [sum(min(token + 1, 2048) for token in range(2000, 2100)), sum(range(2001, 2101))]
+    (attention,) = shape.attention_counts
+    assert attention.read_elements(100) == 100 * (576 + 128)
+    assert attention.read_elements(100_000) == 2048 * 576 + 100_000 * 128
+
+
+def test_chunks_begin_anew() -> None:
+    shape = find_shape("llama-4-scout")
+    cost = CostModel(shape, GPU)
+    chunked = next(i for i, window in enumerate(cost.windows) if window is not None)
+    assert cost.windows[chunked] == Chunk(8192)
+    for start, count in ((0, 5), (8190, 5), (8192, 1), (20_000, 1), (8000, 20_000)):
+        work = work_of(cost, [(start, count)])
+        pairs = sum(token % 8192 + 1 for token in range(start, start + count))
+        if count == 1:
+            assert work.decode_context[chunked] == pairs
+        else:
+            assert work.prefill_pairs[chunked] == pairs
+            assert work.prefill_context[chunked] == start + count - start // 8192 * 8192
+    attention = next(each for each in shape.attention_counts if each.kind == "chunked")
+    elements = attention.token_elements()
+    assert [attention.read_elements(n) // elements for n in (1, 8192, 8193, 10_000)] == [1, 8192, 1, 1808]
 
 
 def test_attention_over_blocks_costs_what_their_runs_cost() -> None:

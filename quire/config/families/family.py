@@ -88,8 +88,9 @@ class Family:
     of queries and keys, "head" (a weight for each element of one head), "whole" (of all heads) or None; where
     head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
     head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
-    `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "qwen" (if
-    `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
+    `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "if" (it
+    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), or n: all but every n-th, of which layer
+    n - 1 is the first.
     layer_types: what config.json may call a layer. has_chunks: a window is a chunk of positions, which the layers have
     that `no_rope_layers` says are rotated.
     rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
@@ -307,7 +308,7 @@ class Family:
         full, rule = (None,) * num_layers, self.windows
         if rule == "none":
             return full
-        if rule in ("qwen", "unless") and not fields.boolean("use_sliding_window", rule == "unless"):
+        if rule in ("if", "qwen", "unless") and not fields.boolean("use_sliding_window", rule == "unless"):
             return full
         sizes = [fields.optional_integer(key, minimum=1 if self.is_runnable else 0) for key in self.window]
         window = next(filter(None, sizes), None)

@@ -50,7 +50,8 @@ FAMILIES = (
         has_experts=True,
         mlp_bias=NEVER,
         head_norms="head",
-        windows="qwen",
+        windows="if",
+        usual_values={"sliding_window": 4096},
         gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS, settings={"norm_topk_prob": True}),
     ),
 )

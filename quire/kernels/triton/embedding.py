@@ -1,4 +1,4 @@
-"""Rows of a table by index, optionally added onto others.
+"""Rows of a table by index, optionally added onto others; and means of rows that follow one another.
 
 Limit: memory. 4 bytes an element in 16 bits, 6 when added.
 """
@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch, narrow
+from quire.kernels.triton.runtime import blocks_of, bound, launch, narrow, next_power_of_2
 
 BLOCK = 1024
+MEAN_BLOCK = 128
+"""Few, as the rows of a text are added one after the other."""
 
 
 @triton.jit
@@ -52,4 +54,27 @@ def embedding(table: torch.Tensor, indices: torch.Tensor, onto: torch.Tensor | N
         BLOCK=block,
         num_warps=4,
     )
+    return out
+
+
+@triton.jit
+def _mean_kernel(x, starts, ends, out, size, x_stride, BLOCK: tl.constexpr):
+    span = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(starts + span), tl.load(ends + span)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(bound(start), bound(end)):
+        total += tl.load(x + tl.cast(row, tl.int64) * x_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
+    mean = narrow(total / (end - start).to(tl.float32), out.dtype.element_ty)
+    tl.store(out + span.to(tl.int64) * size + columns, mean, mask=columns < size)
+
+
+def mean_rows(x: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x: [T, size]. starts, ends: [P] int32. Returns [P, size]: the means of rows starts[p] to ends[p] - 1, added one
+    by one in float32."""
+    num_spans, size = len(starts), x.shape[1]
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
+    out = torch.empty(num_spans, size, dtype=x.dtype, device=x.device)
+    block = min(MEAN_BLOCK, next_power_of_2(size))
+    launch(_mean_kernel, (num_spans, blocks_of(size, block)), x, starts, ends, out, size, x.stride(0), BLOCK=block)
     return out

@@ -8,12 +8,12 @@ of tokens.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention_core import LOG2_E, NOTHING
+from quire.kernels.triton.paged_attention import find_sequence
 from quire.kernels.triton.runtime import bound, dot, launch, narrow, next_power_of_2
 
 TILE_M = 64
@@ -47,13 +47,14 @@ def _load_halves(
     return left, right
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["query_start"])
 def _attend_kernel(
     qkv,
     cos,
     sin,
-    tiles,
+    query_start,
     out,
+    num_seqs,
     qkv_stride,
     out_stride,
     scale,
@@ -66,8 +67,13 @@ def _attend_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    entry = tiles + tl.program_id(0) * 3
-    first, length, begin = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    tile_of_rows = tl.program_id(0)
+    sequence = find_sequence(query_start, tile_of_rows, num_seqs, M)
+    first = tl.load(query_start + sequence)
+    length = tl.load(query_start + sequence + 1) - first
+    begin = (tile_of_rows - first // M - sequence) * M
+    if begin >= length:
+        return
     head = tl.program_id(1)
     dtype = out.dtype.element_ty
     rows = begin + tl.arange(0, M)
@@ -110,42 +116,34 @@ def _attend_kernel(
     tl.store(at, narrow(result, dtype), mask=is_row[:, None] & (dims < 2 * HALF)[None, :])
 
 
-def encoder_tiles(query_start: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[tiles, 3] int32: of each tile of TILE_M rows, the sequence's first row in the step, its length, and the tile's
-    first row in the sequence. query_start: [S + 1] int64 on the host."""
-    lengths = np.diff(query_start)
-    counts = -(-lengths // TILE_M)
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    begin = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_M
-    tiles = np.stack((query_start[:-1][sequence], lengths[sequence], begin), axis=1)
-    return torch.from_numpy(tiles.astype(np.int32)).to(device)
-
-
 def attend(
     qkv: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    tiles: torch.Tensor,
+    query_start: torch.Tensor,
     num_heads: int,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """qkv: [T, 3 * num_heads * head_dim], head_dim even. rotation: cos and sin of the tokens' positions, [T, head_dim /
-    2] float32 each (None: none is applied). tiles: of `encoder_tiles`. scale: multiplies q·k. window: most positions
-    between a row and a key, on either side (None: any). Returns [T, num_heads * head_dim] in qkv's dtype."""
+    2] float32 each (None: none is applied). query_start: [S + 1] int32, where sequences begin and the last ends. scale:
+    multiplies q·k. window: most positions between a row and a key, on either side (None: any). Returns [T, num_heads *
+    head_dim] in qkv's dtype."""
     width = qkv.shape[1] // 3
     half, odd = divmod(width // num_heads, 2)
     assert not odd, "a head has two halves"
     assert rotation is None or rotation[0].shape[1] == half, "the rotation is of whole heads"
     out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=qkv.device)
     cos, sin = rotation or (None, None)
+    num_seqs = len(query_start) - 1
     launch(
         _attend_kernel,
-        (len(tiles), num_heads),
+        (len(qkv) // TILE_M + num_seqs, num_heads),
         qkv,
         cos,
         sin,
-        tiles,
+        query_start,
         out,
+        num_seqs,
         qkv.stride(0),
         out.stride(0),
         scale * LOG2_E.value,

@@ -23,7 +23,7 @@ from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_of_token
 from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
 
@@ -83,6 +83,7 @@ def _prepare_kernel(
     RANK_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    TOKEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
@@ -109,7 +110,7 @@ def _prepare_kernel(
             tl.store(at + HALF, tl.fma(second, cosines, first * sines).to(turned_query.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + token)
-        to = pages + slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * (RANK + ROPE)
+        to = pages + slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * TOKEN
         dims = tl.arange(0, RANK_BLOCK)
         written = (dims < RANK) & (slot >= 0)
         values = tl.load(latent + token * RANK + dims, mask=written, other=0.0)
@@ -136,21 +137,29 @@ def _attend_part(
     start,
     stop,
     scale,
+    chosen,
+    is_sparse,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    TOKEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SELECTS: tl.constexpr,
 ):
-    """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM])."""
+    """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM]).
+    SELECTS: if is_sparse, these are places in `chosen`, which has the keys' positions."""
     maximum, total, values = no_keys(queries.shape[0], DIM)
     dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
     for tile in range(bound(start), bound(stop), BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         present = keys < stop
+        if SELECTS:
+            # Behind the last: a position that no row sees.
+            keys = tl.where(is_sparse, tl.load(chosen + keys, mask=present & is_sparse, other=2147483647), keys)
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        at = pages + blocks * page_stride + keys % BLOCK_SIZE * (RANK + ROPE)
+        at = pages + blocks * page_stride + keys % BLOCK_SIZE * TOKEN
         latent = tl.load(at[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0)
         key_at = at[:, None] + RANK + turns[None, :]
         key = tl.load(key_at, mask=present[:, None] & (turns < ROPE)[None, :], other=0.0)
@@ -170,35 +179,12 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _latent_kernel(
-    query,
-    turned_query,
-    pages,
-    out,
-    part_values,
-    part_maxima,
-    part_totals,
-    rows,
-    query_start,
-    seq_lens,
-    tables,
-    num_seqs,
-    capacity,
-    page_stride,
-    table_stride,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_FIXED: tl.constexpr,
-):
+    query, turned_query, pages, out, part_values, part_maxima, part_totals, rows, query_start, seq_lens, tables,
+    num_seqs, capacity, page_stride, table_stride, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FIXED: tl.constexpr,
+):  # fmt: skip
     """Program (tile of tokens, GROUP heads, part). The last tiles, which have most keys, come first. IS_SPLIT: parts go
     to [tokens, heads, capacity] of part_values and its companions; else a program has all keys of its rows, which
     IS_FIXED adds up in the same parts."""
@@ -231,7 +217,8 @@ def _latent_kernel(
         for part in range(bound(tl.program_id(2)), bound(num_parts), bound(tl.num_programs(2))):
             maximum, total, values = _attend_part(
                 queries, turned, positions, pages, page_stride, table, part * SPLIT_KEYS,
-                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, RANK, ROPE, DIM, ROPE_BLOCK, BLOCK_SIZE, BLOCK_N,
+                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, table, False, RANK, ROPE, DIM, ROPE_BLOCK, TOKEN,
+                BLOCK_SIZE, BLOCK_N, False,
             )  # fmt: skip
             to = at * capacity + part
             tl.store(part_maxima + to, maximum, mask=inside)
@@ -242,11 +229,53 @@ def _latent_kernel(
         for part in range(bound(num_parts)):
             part_maximum, part_total, part_value = _attend_part(
                 queries, turned, positions, pages, page_stride, table, part * SPLIT_KEYS,
-                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, RANK, ROPE, DIM, ROPE_BLOCK, BLOCK_SIZE, BLOCK_N,
+                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, table, False, RANK, ROPE, DIM, ROPE_BLOCK, TOKEN,
+                BLOCK_SIZE, BLOCK_N, False,
             )  # fmt: skip
             maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_value)
         values = values / total[:, None]
         tl.store(out + at[:, None] * RANK + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+def _sparse_kernel(
+    query, turned_query, pages, out, selected, rows, query_start, seq_lens, tables, num_seqs, page_stride, table_stride,
+    scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """Program (token, GROUP heads). A token that sees more than TOP keys reads those of its row of `selected`."""
+    token = tl.program_id(0)
+    if token >= tl.load(query_start + num_seqs):
+        return
+    sequence = sequence_of_token(query_start, token, num_seqs)
+    seen = tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
+    row = tl.arange(0, BLOCK_M)
+    head = tl.program_id(1) * GROUP + row
+    inside = (row < GROUP) & (head < NUM_HEADS)
+    at = token.to(tl.int64) * NUM_HEADS + head
+    dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
+    mask = inside[:, None] & (dims < RANK)[None, :]
+    queries = tl.load(query + at[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
+    turned_mask = inside[:, None] & (turns < ROPE)[None, :]
+    turned = tl.load(turned_query + at[:, None] * ROPE + turns[None, :], mask=turned_mask, other=0.0)
+    queries = operand(queries, pages.dtype.element_ty)
+    turned = operand(turned, pages.dtype.element_ty)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    chosen = selected + token.to(tl.int64) * TOP
+    positions = tl.zeros_like(row) + seen - 1
+    end = tl.minimum(seen, TOP)
+    maximum, total, values = no_keys(BLOCK_M, DIM)
+    for part in range(bound(tl.cdiv(end, SPLIT_KEYS))):
+        part_maximum, part_total, part_value = _attend_part(
+            queries, turned, positions, pages, page_stride, table, part * SPLIT_KEYS,
+            tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, chosen, seen > TOP, RANK, ROPE, DIM, ROPE_BLOCK, TOKEN,
+            BLOCK_SIZE, BLOCK_N, True,
+        )  # fmt: skip
+        maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_value)
+    values = values / total[:, None]
+    tl.store(out + at[:, None] * RANK + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=["query_start", "seq_lens"])
@@ -324,7 +353,8 @@ def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits
 
 
 class LatentKernels:
-    """The kernels of one layer, bound to its pages ([num_blocks, block_size, rank + rope_dim])."""
+    """The kernels of one layer, bound to its pages ([num_blocks, block_size, rank + rope_dim and what else a token
+    has there])."""
 
     def __init__(
         self, shape: LatentShape, pages: torch.Tensor, tiles: LatentTiles, scratch: LatentScratch, limits: DeviceLimits
@@ -344,6 +374,7 @@ class LatentKernels:
                 NUM_HEADS=shape.num_heads,
                 RANK=shape.rank,
                 ROPE=shape.rope_dim,
+                TOKEN=pages.shape[2],
                 HALF=half,
                 RANK_BLOCK=next_power_of_2(shape.rank),
                 HALF_BLOCK=next_power_of_2(half),
@@ -354,25 +385,25 @@ class LatentKernels:
             )
             for turns in (False, True)
         }
+        reading = {**fixed, "scale": shape.scale * LOG2_E.value}
+        tiled = {
+            **sizes,
+            "GROUP": tiles.group,
+            "ROPE": shape.rope_dim,
+            "DIM": dim,
+            "ROPE_BLOCK": max(SMALLEST_TILE, next_power_of_2(shape.rope_dim)),
+            "TOKEN": pages.shape[2],
+            "BLOCK_SIZE": pages.shape[1],
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
         self._attend = {
-            is_split: bind(
-                _latent_kernel,
-                {**fixed, **parts, "scale": shape.scale * LOG2_E.value},
-                **sizes,
-                GROUP=tiles.group,
-                ROPE=shape.rope_dim,
-                DIM=dim,
-                ROPE_BLOCK=max(SMALLEST_TILE, next_power_of_2(shape.rope_dim)),
-                BLOCK_SIZE=pages.shape[1],
-                BLOCK_M=tiles.block_m,
-                BLOCK_N=tiles.block_n,
-                IS_SPLIT=is_split,
-                IS_FIXED=tiles.is_fixed,
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-            )
+            is_split: bind(_latent_kernel, {**reading, **parts}, IS_SPLIT=is_split, IS_FIXED=tiles.is_fixed, **tiled)
             for is_split in (False, True)
         }
+        self._attend_selected = bind(_sparse_kernel, reading, TOP=shape.top, **tiled) if shape.top else None
         self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, num_warps=4)
 
     def run(
@@ -382,15 +413,21 @@ class LatentKernels:
         out: torch.Tensor,
         batch: DeviceBatch,
         group: int,
+        selected: torch.Tensor | None = None,
     ) -> None:
-        """inputs: as `CacheOperations.attend_latent` has them, contiguous; queries are turned in place. out: [T,
-        num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
+        """inputs, selected: as `CacheOperations.attend_latent` has them, contiguous; queries are turned in place. out:
+        [T, num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         slots, tables = batch.slot_mapping[group], batch.block_tables[group]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
         grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
         self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)
+        if self._attend_selected is not None and selected is not None and batch.max_seq_len > self._shape.top:
+            columns = batch.rows, batch.query_start, batch.seq_lens, tables, batch.num_seqs, tables.stride(0)
+            grid = batch.num_tokens, self._head_tiles
+            self._attend_selected(grid, query, turned_query, out, selected, *columns)
+            return
         is_split = batch.max_query_len == 1 and is_cut(
             self._shape.num_heads, batch.num_seqs, batch.max_seq_len, self._limits
         )

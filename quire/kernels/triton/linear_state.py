@@ -22,7 +22,7 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceStateStep
 from quire.config.model_shape import STATE_BORDER
 from quire.kernels.triton.activation import KINDS, SILU, activate
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, interpreted_dot, launch, narrow, next_power_of_2
 from quire.layers.states import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 
@@ -74,18 +74,11 @@ def _convolution_kernel(
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start + middle) <= token:
-            low = middle
-        else:
-            high = middle - 1
-    first, start, _ = _step_of(query_start, seq_lens, low)
+    sequence = sequence_of_token(query_start, token, num_seqs)
+    first, start, _ = _step_of(query_start, seq_lens, sequence)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < channels
-    table = tables + tl.load(rows + low).to(tl.int64) * table_stride
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     block = tl.load(table + tl.maximum(start - 1, 0) // INTERVAL).to(tl.int64)
     kept = pages + block * page_stride + columns
     total = tl.zeros((BLOCK,), tl.float32)

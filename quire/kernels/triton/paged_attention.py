@@ -46,6 +46,20 @@ def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
+@triton.jit
+def sequence_of_token(query_start, token, num_seqs):
+    """The last sequence that begins at or before a token of the batch."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start + middle) <= token:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _varlen_kernel(
     query,

@@ -14,6 +14,7 @@ from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.experts import ExpertCounters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
@@ -45,7 +46,7 @@ class CpuPlatform:
         self._group = group
         self._config = config
         self._runtime = None
-        self.expert_counts: list[torch.Tensor] | None = [] if config.load.counts_experts else None
+        self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 

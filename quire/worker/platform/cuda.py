@@ -11,13 +11,14 @@ import triton
 
 from quire import envs
 from quire.attention.states import StateBackend
-from quire.attention.triton_backend import TritonAttention
+from quire.attention.triton_backend import TritonAttention, TritonEncoder
 from quire.config.engine import EngineConfig
 from quire.config.resolve_device import FLOAT8_CAPABILITY
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.device import DeviceLayers
+from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
@@ -42,7 +43,7 @@ from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
 from quire.worker.platform.upload import Upload
 from quire.worker.platform.weight_offload import DeviceWeights
-from quire.worker.warm_up import warm_up, warm_up_attention, warm_up_plans
+from quire.worker.warm_up import pooling_plans, warm_up, warm_up_attention, warm_up_plans
 
 INTERPRETED_MULTIPROCESSORS = 8
 
@@ -53,9 +54,11 @@ class CudaPlatform:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.expert_counts: list[torch.Tensor] | None = [] if config.load.counts_experts else None
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
+        self.expert_counts: ExpertCounters | None = None
+        if config.load.counts_experts:
+            self.expert_counts = ExpertCounters(num_rows=torch.zeros(1, dtype=torch.int32, device=self._device))
         self._memory = make_memory(self._device)
         self.compiles = self._device.type == "cuda"
         self._converts_e4m3 = self.compiles and device_limits(self._device).capability >= FLOAT8_CAPABILITY
@@ -108,9 +111,11 @@ class CudaPlatform:
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
         return DeviceBackends(self.make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
 
-    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
+    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention | TritonEncoder:
         config = self._config
         model = config.model
+        if model.is_encoder:
+            return TritonEncoder()
         return TritonAttention(
             layout,
             layer_pages(pages, layout, self._cache_elements),
@@ -153,16 +158,16 @@ class CudaPlatform:
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
         backends = self.make_backends(layout, pages)
         compute = DeviceCompute(
-            model=model,
             passes=self._make_passes(model, backends),
             columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
-            pages=PageTable.of_pages(pages),
+            pages=PageTable.of_pages(pages) if pages else None,
             streams=self.streams,
             sampler=Sampler(
                 sampling, TritonKernels(sampling, arena.parameters, self.streams.pinned), config.logprobs_mode
             ),
+            has_head=config.model.has_pooling_head,
         )
         if self.compiles:
             compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
@@ -187,6 +192,12 @@ class CudaPlatform:
         longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
         if scheduler.max_num_seqs > 1:
             warm_up_attention(compute.model, backends, compute.inputs, longest, max_num_tokens)
+        if model.pooling is not None:
+            for plan in pooling_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens):
+                launch(plan)
+            compute.streams.synchronize()
+            compute.passes.capture_at_start(compute.padding)
+            return
         plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
         hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
         warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
@@ -199,6 +210,7 @@ class CudaPlatform:
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,
+            num_rows=None if self.expert_counts is None else self.expert_counts.num_rows,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)

@@ -75,7 +75,10 @@ class DeviceMeter:
             kept = before - memory.free()
 
             def sample() -> None:
-                copies.append(model.compute_logits(decode()))
+                hidden = decode()
+                if self._config.pooling is not None:
+                    return
+                copies.append(model.compute_logits(hidden))
                 for _ in range(SAMPLER_COPIES):
                     copies.append(torch.empty(limits.max_num_seqs, self._config.vocab_size, device=self._device))
 
@@ -102,7 +105,8 @@ class DeviceMeter:
         backends = self._make_backends(layout, pages)
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
-        return lambda: model.forward(backends.forward_batch(token_ids, dummy))
+        segments = torch.zeros_like(token_ids)
+        return lambda: model.forward(backends.forward_batch(token_ids, dummy, segments=segments))
 
 
 def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:

@@ -11,8 +11,8 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
-from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
@@ -71,26 +71,29 @@ class DeviceCompute:
 
     def __init__(
         self,
-        model: CausalLM,
         passes: CudaGraphRunner,
         columns: StagedColumns,
         inputs: DeviceInputs,
         upload: Upload,
-        pages: PageTable,
+        pages: PageTable | None,
         streams: DeviceStreams,
         sampler: Sampler[torch.Tensor],
+        *,
+        has_head: bool,
     ) -> None:
-        """pages: of the pool on the device."""
+        """pages: of the pool on the device (None: there is none). has_head: pooled samples go through the model's own
+        projection (`CausalLM.compute_logits`)."""
         self.prepare: Callable[[Launch], None] | None = None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
-        self.model = model
+        self.model = passes.model
         self.passes = passes
         self.inputs = inputs
         self.upload = upload
         self.pages = pages
         self.streams = streams
         self.sampler = sampler
+        self.has_head = has_head
         self.token_table = columns.arena.token_ids
 
     def stage(
@@ -103,11 +106,11 @@ class DeviceCompute:
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples]
-        assert pooled is None or pooled.are_single, "no model of a device pools several rows of a sequence"
-        pooled_rows = None if pooled is None else upload.add(pooled.starts)
+        segments = None if batch.second_segments is None else upload.add(batch.segments)
+        pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows)
+        return DeviceStep(self, batch, copies, columns, logits_rows, segments, sampled, pooled_rows)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -139,12 +142,14 @@ class DeviceStep:
     copies: Sequence[Section]
     columns: Sequence[Section]
     logits_rows: Section | None
+    segments: Section | None
     sampled: Sequence[Section]
-    pooled: Section | None
+    pooled: tuple[Section, Section] | None
 
     def copy_blocks(self) -> None:
         pages, upload = self.compute.pages, self.compute.upload
         for section in self.copies:
+            assert pages is not None, "blocks that are copied lie in a pool"
             copy_pages(pages, pages, upload.view(section))
 
     def forward(self) -> torch.Tensor:
@@ -153,7 +158,8 @@ class DeviceStep:
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
-        return compute.passes.run(execution, inputs, token_ids, rows)
+        segments = None if self.segments is None else compute.upload.view(self.segments)
+        return compute.passes.run(execution, inputs, token_ids, rows, segments)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
@@ -164,8 +170,12 @@ class DeviceStep:
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         assert self.pooled is not None, "staged with the plan"
-        vectors = hidden.index_select(0, self.compute.upload.view(self.pooled)).float()
-        return Deferred((vectors,), lambda hosts: next(hosts).numpy())
+        compute = self.compute
+        starts, ends = map(compute.upload.view, self.pooled)
+        vectors = hidden.index_select(0, starts) if pooled.are_single else mean_rows(hidden, starts, ends)
+        if compute.has_head:
+            vectors = compute.model.compute_logits(vectors)
+        return Deferred((vectors.float(),), lambda hosts: next(hosts).numpy())
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:

@@ -16,6 +16,7 @@ import torch
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
 from quire.sampling.batch import TokenMasks
@@ -195,7 +196,7 @@ class Platform(Protocol):
         """What computes: blocks on disk are shared only between engines whose code computes the same bits."""
         ...
 
-    expert_counts: list[torch.Tensor] | None
+    expert_counts: ExpertCounters | None
     """Of each layer with experts, by number of an expert, the rows that it has computed: int64, where the model
     computes. None without the option of that name."""
 

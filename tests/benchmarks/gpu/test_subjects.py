@@ -9,6 +9,7 @@ import torch
 from benchmarks.gpu.attention_subjects import AttentionSubjects, Batch, device_batch, padded, scattered_tables
 from benchmarks.gpu.kernels import TINY_SCALE, measured
 from benchmarks.gpu.limits import Ceilings, Work
+from benchmarks.gpu.quantized_subjects import QuantizedSubjects
 from benchmarks.gpu.shapes import QWEN3_8B, TINY
 from benchmarks.gpu.subjects import Subject, Subjects
 
@@ -25,6 +26,28 @@ def test_every_variant_runs(subject: Subject) -> None:
     for variant in subject.variants:
         (call,) = subject.calls(variant, cache_bytes=1)
         call()
+
+
+QUANTIZED = {subject.kernel: subject for subject in QuantizedSubjects(TINY, CPU, TINY_SCALE).all()}
+"""One case of each kernel."""
+
+
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_quantised_variants_run(kernel: str) -> None:
+    subject = QUANTIZED[kernel]
+    for variant in subject.variants:
+        (call,) = subject.calls(variant, cache_bytes=1)
+        call()
+
+
+def test_the_work_of_experts_and_latents() -> None:
+    subjects = {(subject.kernel, subject.case): subject.work for subject in QuantizedSubjects(QWEN3_8B, CPU).all()}
+    experts = subjects["fp8 experts", "64 rows an expert"]
+    assert experts.operations == 2 * 3 * 64 * 128 * 2048 * 768
+    assert experts.bytes > 3 * 128 * 2048 * 768
+    latents = subjects["fp8 latent attention", "64 x 1 of 4096 tokens"]
+    assert latents.operations == 2 * 64 * 4096 * 128 * (576 + 512)
+    assert latents.bytes > 64 * 4096 * 576
 
 
 def test_operands_are_many_enough_for_the_cache() -> None:

@@ -38,7 +38,7 @@ from triton.runtime.driver import driver
 from quire import envs
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import LayerAttention
-from quire.attention.latent import LatentShape
+from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
@@ -284,13 +284,15 @@ def attention_call(
 
 
 def latent_call(
-    capability: int, new_tokens: int, *, page_dtype: torch.dtype = torch.bfloat16, fixed: bool = False
+    capability: int, new_tokens: int, *, page_dtype: torch.dtype = torch.bfloat16, fixed: bool = False, top: int = 0
 ) -> Callable[[], object]:
-    """One layer of DeepSeek-V3's latent attention over four sequences."""
-    shape, dtype = LatentShape(0, 128, 512, 64, 0.1), torch.bfloat16
+    """One layer of DeepSeek-V3's latent attention over four sequences. top: keys that V3.2's indexer chooses first."""
+    shape, dtype = LatentShape(0, 128, 512, 64, 0.1, top), torch.bfloat16
+    index = IndexShape(0, 64, 128, 64, top, shape.width, 0.01)
+    width = shape.width + (index.dim if top else 0)
     backend = TritonAttention(
-        KVCacheLayout(16, 9, *group_layers([LatentSpec(shape.width, page_dtype.itemsize)], 16)),
-        {0: empty(9, 16, shape.width, dtype=page_dtype)},
+        KVCacheLayout(16, 9, *group_layers([LatentSpec(width, page_dtype.itemsize)], 16)),
+        {0: empty(9, 16, width, dtype=page_dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=shape.num_heads,
         dtype=dtype,
@@ -306,7 +308,16 @@ def latent_call(
     widths = (128 * 512, 128 * 64, 512, 64)
     rotation = DeviceRotation(*float32(2, num_tokens, shape.rope_dim // 2).unbind())
     inputs, step = tuple(empty(num_tokens, width) for width in widths), backend.plan(batch)
-    return lambda: step.attend_latent(shape, inputs, rotation, None)
+    if not top:
+        return lambda: step.attend_latent(shape, inputs, rotation)
+    scored = empty(num_tokens, 64 * 128), empty(num_tokens, 128), empty(num_tokens, 64)
+    selected = int32(num_tokens, top)
+
+    def both() -> None:
+        step.select_keys(index, scored, rotation, selected)
+        step.attend_latent(shape, inputs, rotation, selected)
+
+    return both
 
 
 def state_calls() -> Calls:
@@ -344,6 +355,7 @@ def attention_calls(capability: int) -> Calls:
         latent_call(capability, 512),
         latent_call(capability, 1),
         latent_call(capability, 512, fixed=True),
+        latent_call(capability, 512, top=2048),
     ]
 
 
@@ -360,6 +372,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return row_calls()
     if "states" in words:
         return state_calls()
+    if "index" in words:
+        return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
     if "products" not in words:
         calls += layer_calls() + row_calls() + state_calls() + sampling_calls()

@@ -53,13 +53,15 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
     # A few bytes of stack are sums that wait outside an attention kernel's innermost loop.
     # Not tuned on a card yet: 64 x 512 sums are half of all registers; a state, 64 keys and 64 updates are too many.
     most = {"_latent_kernel": 704, "_rule_kernel": 8192}
+    if capability == 80:
+        most["_varlen_kernel"] = 1840  # over e4m3 bits, which this card does not convert: not tuned yet
     spilling = [launch for launch in launches if launch["stack"] > most.get(launch["kernel"], 64)]
     assert spilling == [], "spills"
     products = [launch for launch in launches if launch["kernel"] == "_matmul_kernel"]
     instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
     assert sum(launch.get(instruction, 0) > 0 for launch in products) == len(products) - 1, "all but float32"
     attention = [launch for launch in launches if launch["kernel"] in ("_varlen_kernel", "_split_kernel")]
-    assert len(attention) == (6 if capability == 90 else 2)
+    assert len(attention) == (8 if capability == 90 else 4)
     for launch in attention:
         assert launch.get("wgmma.mma_async", 0) + launch.get("mma.sync", 0) > 0
         assert launch.get("cp.async.cg", 0) > 0, "keys and values come 16 bytes at a time, past the first-level cache"

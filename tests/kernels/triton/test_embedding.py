@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.triton.embedding import embedding
-from tests.kernels.triton.helpers import DTYPES, random, spread_rows
+from quire.kernels.triton.embedding import embedding, mean_rows
+from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,3 +33,12 @@ def test_what_lies_outside_the_table_reads_zeros(device: torch.device) -> None:
 
 def test_no_indices(device: torch.device) -> None:
     assert embedding(random(device, 4, 20), torch.empty(0, dtype=torch.int64, device=device)).shape == (0, 20)
+
+
+def test_means_of_rows_that_follow_one_another(device: torch.device) -> None:
+    x = random(device, 9, 200)
+    spans = [(0, 1), (1, 6), (6, 9)]
+    starts, ends = (torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*spans, strict=True))
+    found = mean_rows(spread_rows(x, 3), starts, ends)
+    expected = torch.stack([x[start:end].double().mean(0) for start, end in spans])
+    assert_near(found, expected, roundings=4.0, scale=1.0)

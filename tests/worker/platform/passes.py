@@ -121,7 +121,8 @@ class Passes:
         self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.capture = RecordingCapture(**options)
         size = config.num_heads * config.head_dim
-        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
+        self.num_rows = torch.zeros(1, dtype=torch.int32)
+        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"), self.num_rows)
         self.settings = settings
         self.passes = CudaGraphRunner(
             self.model, DeviceBackends(self.backend, NO_STATES), shape, settings, self.capture

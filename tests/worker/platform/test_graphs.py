@@ -66,10 +66,11 @@ def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: 
     if idle:
         with torch.inference_mode():
             while graphs.passes.capture_next(graphs.buffers.padded):
-                pass
+                assert graphs.num_rows.item() == 0
         assert graphs.passes.num_captured == len(SETTINGS[kind].full_sizes) + len(SETTINGS[kind].piecewise_sizes)
     for step in random_steps(11, 60):
         found, expected = graphs.run(*step), eager.run(*step)
+        assert graphs.num_rows.item() == eager.num_rows.item() == sum(map(len, step[2])), "without padding"
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     replayed = [each for each in graphs.capture.graphs if each.num_replays]
     assert replayed
