@@ -11,6 +11,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.sampling_params import MAX_LOGPROBS
 
 
@@ -30,3 +31,4 @@ class EngineConfig:
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The ranks that run the model."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)

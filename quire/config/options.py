@@ -41,6 +41,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     override_generation_config: dict[str, Any] | None = None
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = "raw_logprobs"
+    structured_outputs_config: dict[str, Any] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -123,6 +124,7 @@ HELP: dict[str, str] = {
     "override_generation_config": "JSON object whose keys replace those of generation_config.json",
     "max_logprobs": "most alternatives that a request may ask for at each token (-1: the vocabulary, up to 4096)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
+    "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",

@@ -33,6 +33,7 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
@@ -132,6 +133,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         logprobs_mode=choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
 
 

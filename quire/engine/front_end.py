@@ -8,11 +8,15 @@ from collections.abc import Callable
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.config.structured_outputs import OTHER_BACKENDS
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
+from quire.logging import get_logger
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
+
+logger = get_logger(__name__)
 
 
 class FrontEnd:
@@ -47,6 +51,7 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                self._input_processor.grammars.config = self.config.structured_outputs
                 self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
 
@@ -71,6 +76,9 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     Raises ConfigError or ModelLoadError, and what `start` raises; nothing is left running then.
     """
     config = resolve(options)
+    backend = config.structured_outputs.backend
+    if backend in OTHER_BACKENDS:
+        logger.info("llguidance compiles every grammar: structured_outputs_config.backend %s has no effect", backend)
     client = start(options)
     try:
         return FrontEnd(config, client, open_tokenizer(options, config.model.vocab_size))

@@ -69,10 +69,12 @@ class InputProcessor:
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
     requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
     vocabulary, up to MOST_LOGPROBS. takes_priorities: whether a request may bring one. pools: the model gives vectors
-    of texts, and generates none. `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits,
-    as in `LLM.generate`; servers turn it off, and it is an error. `max_new_tokens`: what bounds every request, None:
-    nothing; servers set it to the model's own (generation_config.json). `reasoning`: how the model writes its
-    thoughts, as its chat template shows; servers set it to the parser that they were told of.
+    of texts, and generates none.
+
+    `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
+    turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
+    model's own (generation_config.json). `reasoning`: how the model writes its thoughts, as its chat template shows;
+    servers set it to the parser that they were told of.
     """
 
     def __init__(

@@ -49,9 +49,11 @@ class AnswerFormats:
     is_explicit: bool
     excludes_tools: bool
     """tool_choice none keeps the tools from the chat template."""
+    in_reasoning: bool = False
+    """Constraints begin with the first token, and not behind the reasoning."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, settings: ServerSettings) -> AnswerFormats:
+    def of(cls, tokenizer: Tokenizer, settings: ServerSettings, *, in_reasoning: bool = False) -> AnswerFormats:
         """Those that the settings name, else those that the chat templates show. Raises ConfigError for unknown names,
         and where automatic tool choice is asked for and no parser is known."""
         templates = list(tokenizer.chat_templates.values())
@@ -71,6 +73,7 @@ class AnswerFormats:
             None if reasoning == NONE else reasoning_format(reasoning),
             bool(settings.reasoning_parser),
             settings.exclude_tools_when_tool_choice_none,
+            in_reasoning,
         )
 
     def answer(self, body: ChatRequest) -> AnswerFormat:
@@ -221,7 +224,9 @@ class AnswerFormat:
         elif self._mode == "function":
             found = StructuredOutputsParams(json=self._schemas()[self._tools[0].function.name])
         reasoning = self._formats.reasoning
-        if found is None or reasoning is None or found.start_after_token_ids or self._thought is Thought.CLOSED:
+        if found is None or reasoning is None or found.start_after_token_ids or self._formats.in_reasoning:
+            return found
+        if self._thought is Thought.CLOSED:
             return found
         if self._thought is Thought.FREE and not (self._formats.is_explicit or self._reasons_itself):
             # The model may not reason at all, and its answer would then be free of the constraint.
@@ -233,7 +238,7 @@ class AnswerFormat:
     def _behind_thoughts(self, form: Form) -> StructuredOutputsParams:
         """The constraint on an answer that the model may reason before, in a format without reasoning of its own."""
         reasoning = self._formats.reasoning
-        if reasoning is None or self._reasons_itself or self._thought is Thought.CLOSED:
+        if reasoning is None or self._reasons_itself or self._formats.in_reasoning or self._thought is Thought.CLOSED:
             return _held(form)
         if self._thought is Thought.FREE:
             return _held(behind_thoughts(form, reasoning.starts, reasoning.ends))

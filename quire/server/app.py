@@ -91,7 +91,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     metrics.registry.register(ProcessMetrics(common.pids))
     metrics.registry.register(SilenceGauge(lambda: engine.silence))
     metrics.registry.register(RestartCounter(lambda: engine.num_restarts))
-    formats = AnswerFormats.of(engine.tokenizer, settings)
+    formats = AnswerFormats.of(
+        engine.tokenizer, settings, in_reasoning=engine.engine_config.structured_outputs.enable_in_reasoning
+    )
     engine.input_processor.reasoning = formats.reasoning
     context = ServerContext(
         engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats, common.responses

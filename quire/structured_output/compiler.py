@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import UserError, is_interrupt
 from quire.structured_output.grammar import refusal, write_grammar
 from quire.structured_output.vocabulary import check_tokenizer, make_names
@@ -34,6 +35,8 @@ class GrammarCompiler:
     first request asks for them."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.config = StructuredOutputsConfig()
+        """What holds for every constraint; engines set it before the first."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -67,7 +70,7 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> str:
         tokenizer = check_tokenizer(self._tokenizer)
         special = {tokenizer.token_text(each): each for each in tokenizer.special_ids if each < self._vocab_size}
-        grammar = write_grammar(params, special)
+        grammar = write_grammar(self.config.apply(params), special)
         if self._is_known(grammar):
             return grammar
         name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
 
 
@@ -41,7 +44,8 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
 def kill(process: subprocess.Popen[bytes]) -> None:
     """End the process and its children at once, wait for it and close its standard input. Idempotent.
 
-    Children end with their parent by themselves (`watch_parent`), but for one that is stopped.
+    Children end with their parent by themselves (`watch_parent`), but for one that cannot, because it is stopped on a
+    system without PR_SET_PDEATHSIG or a thread of it keeps the interpreter.
     """
     assert process.stdin is not None
     with contextlib.ExitStack() as stack:
@@ -89,9 +93,12 @@ def describe_exit(status: int) -> str:
 def watch_parent(last_act: Callable[[], None]) -> None:
     """End this process, after `last_act`, as soon as the parent is gone: the pipe on standard input closes.
 
-    A thread and a pipe rather than PR_SET_PDEATHSIG: that signal comes when the *thread* that started the process
-    ends, and engines are started from short-lived threads too.
+    A thread and a pipe rather than PR_SET_PDEATHSIG with SIGKILL: that signal comes when the *thread* that started the
+    process ends, and engines are started from short-lived threads too. Under Linux the signal is SIGCONT, which changes
+    nothing in a process that runs: one that is stopped goes on when its parent's main thread ends, and sees the pipe.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
         try:

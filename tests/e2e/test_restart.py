@@ -24,6 +24,7 @@ from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
 from quire.engine.restarting_client import RestartingClient
 from quire.outputs import RequestOutput
+from quire.parsers.reasoning import ThinkFormat
 from tests.fakes.fates import Fates
 from tests.models.conftest import SavedModel
 from tests.processes import has_ended
@@ -70,6 +71,7 @@ KINDS: list[dict[str, Any]] = [
             "regex": r'\{"first_name":"[a-z]{2,8}","last_name":"[a-z]{2,8}","confirmed":(true|false)\}'
         },
     },
+    {"temperature": 0.9, "max_tokens": 40, "thinking_token_budget": 9},
 ]
 IDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 24, "logprobs": 1},
@@ -91,7 +93,13 @@ def ids_request(number: int) -> tuple[list[int], dict[str, Any]]:
 Make = Callable[[int], tuple[Any, dict[str, Any]]]
 
 
-async def ask(engine: AsyncLLM, number: int, make: Make) -> object:
+async def think(engine: AsyncLLM) -> None:
+    """Let the engine take what its model writes for thoughts, up to `</think>`."""
+    _ = await asyncio.to_thread(lambda: engine.ready)
+    engine.input_processor.reasoning = ThinkFormat(is_open=True)
+
+
+async def ask(engine: AsyncLLM, number: int, make: Make) -> tuple[list[Any], object]:
     """What the caller of request `number` gets."""
     prompt, fields = make(number)
     last: RequestOutput | None = None
@@ -148,7 +156,10 @@ async def test_kill_9_under_load_changes_no_bit(fates: Fates, queue_depth: int) 
     engine = open_engine({**OPTIONS, "queue_depth": queue_depth})
     try:
         async with asyncio.timeout(GUARD_SECONDS):
+            await think(engine)
             num_swaps = await compare(engine, fates, [("die", 23)], 18)
+            completions, _ = await ask(engine, len(KINDS) - 1, text_request)
+        assert "</think>" in completions[0][1], "the thoughts are ended when their budget is used up"
         assert num_swaps > 0, "the requests are to be swapped as well"
     finally:
         engine.shutdown()
@@ -174,7 +185,7 @@ async def test_the_states_of_a_hybrid_model_are_made_again(
         engine.shutdown()
 
 
-async def test_a_rank_that_stops_and_a_rank_that_is_killed(
+async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_killed(
     fates: Fates, saved_model: Callable[[str], SavedModel]
 ) -> None:
     """A stopped process does not notice the end of its parent: it must be killed with it."""
@@ -192,7 +203,7 @@ async def test_a_rank_that_stops_and_a_rank_that_is_killed(
         async with asyncio.timeout(GUARD_SECONDS):
             _ = await asyncio.to_thread(lambda: engine.ready)
             ranks = ranks_of(engine)
-            await compare(engine, fates, [("rank stops", 6), ("rank dies", 7)], 6, ids_request)
+            await compare(engine, fates, [("rank stops", 6), ("die", 5), ("rank dies", 7)], 6, ids_request)
         assert len(ranks) == 2
         assert all(has_ended(rank) for rank in ranks)
     finally:
@@ -209,6 +220,7 @@ def ranks_of(engine: AsyncLLM) -> list[psutil.Process]:
 async def soak(fates: Fates, arguments: argparse.Namespace) -> None:
     started, num_deaths, rng = time.perf_counter(), 0, random.Random(arguments.seed)
     engine = open_engine(OPTIONS)
+    await think(engine)
     while num_deaths < arguments.deaths:
         planned = [("die", rng.randrange(2, 20)) for _ in range(4)]
         num_swaps = await compare(engine, fates, planned, arguments.requests)

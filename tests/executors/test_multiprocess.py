@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import random
@@ -9,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +261,29 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def adopts() -> Iterator[None]:
+    """Processes whose parents have ended become children of this one, which is of their session, as the first process
+    of a container is. A process group without such a parent gets SIGHUP where one of it is stopped."""
+    set_subreaper = partial(ctypes.CDLL(None).prctl, 36)
+    assert set_subreaper(1) == 0
+    yield
+    set_subreaper(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the end of the parent does not wake a stopped process")
+def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> None:
+    for rank in ended_with_their_parent(model_path, is_stopped=True):
+        os.waitpid(rank.pid, 0)
+
+
 def test_ranks_end_with_their_parent(model_path: Path) -> None:
+    ended_with_their_parent(model_path, is_stopped=False)
+
+
+def ended_with_their_parent(model_path: Path, *, is_stopped: bool) -> list[psutil.Process]:
+    """Ranks, of which one may be stopped, whose parent was killed and can do nothing about them."""
+    ranks: list[psutil.Process] = []
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -267,8 +292,14 @@ def test_ranks_end_with_their_parent(model_path: Path) -> None:
         assert int(parent.stdout.readline()) > 0
         ranks = psutil.Process(parent.pid).children()
         assert len(ranks) == 2
+        if is_stopped:
+            ranks[1].suspend()
         os.kill(parent.pid, signal.SIGKILL)
         assert all(has_ended(rank) for rank in ranks)
+        return ranks
     finally:
         parent.kill()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
         parent.communicate()

@@ -99,6 +99,7 @@ async def serving(
     max_num_seqs: int = 8,
     scheduling_policy: str = "fcfs",
     chat_template: str | None = None,
+    structured_outputs_config: dict[str, object] | None = None,
 ) -> AsyncIterator[Served]:
     """Serve the tiny model; `live`: over 127.0.0.1 or the settings' Unix socket, else the client calls the application
     directly."""
@@ -110,6 +111,7 @@ async def serving(
         max_num_seqs=max_num_seqs,
         scheduling_policy=scheduling_policy,
         chat_template=chat_template,
+        structured_outputs_config=structured_outputs_config,
     )
     engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
     try:

@@ -209,6 +209,14 @@ async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
+async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:
+    async with serving(tool_model, structured_outputs_config={"enable_in_reasoning": True}) as served:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
+        thinking = {"chat_template_kwargs": {"thinking": True}, "tools": []}
+        message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ('"ab"', None), "the template has opened the reasoning"
+
+
 async def test_reasoning(served: Served) -> None:
     answer = await ask(served, "<think>two words</think>Yes.")
     message = answer["choices"][0]["message"]

@@ -225,6 +225,18 @@ def test_a_text_that_no_token_continues_is_an_error() -> None:
     sampler.close()
 
 
+@pytest.mark.parametrize("eos_token_ids", [[], [0]])
+@pytest.mark.parametrize("vocab_size", [1023, 1024, 1025])
+def test_masks_have_the_size_of_the_vocabulary(vocab_size: int, eos_token_ids: list[int]) -> None:
+    """Also where the end of a text is a token behind it, which may need a word more."""
+    sampler = Sampler(load_tokenizer("bundled"), eos_token_ids, vocab_size)
+    matcher = sampler.matcher(params(regex="[a-z]{2}!"))
+    texts = {sampler.tokenizer.token_bytes(token) for token in sampler.allowed(matcher)}
+    assert texts >= {b"a", b"z"}
+    assert all(re.fullmatch(rb"[a-z]{1,2}!?", text) for text in texts)
+    sampler.close()
+
+
 def test_tokenizers_whose_tokens_have_no_text_are_refused() -> None:
     for tokenizer in (BUILDERS["suffixed"](), None):
         with pytest.raises(UserError, match="tokenizer"):

@@ -1,0 +1,69 @@
+"""The engine's settings of structured outputs, which hold for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+
+from quire.config.checks import choice
+from quire.errors import ConfigError, nearest_name
+from quire.structured_outputs_params import StructuredOutputsParams
+
+OTHER_BACKENDS = ("xgrammar", "outlines", "lm-format-enforcer")
+BACKENDS = ("auto", "guidance", *OTHER_BACKENDS)
+OPTION = "structured_outputs_config"
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """Names and meanings are vLLM's.
+
+    backend: one of BACKENDS; llguidance compiles every grammar all the same. disable_any_whitespace,
+    disable_additional_properties: as of StructuredOutputsParams, for all requests but those with a whitespace_pattern
+    of their own, which keep it. enable_in_reasoning: the constraint begins with the first token and not behind the
+    model's reasoning.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> StructuredOutputsConfig:
+        """Raises ConfigError for names and values that there are not."""
+        given = {name: value for name, value in given.items() if not (name in _ELSEWHERE and not value)}
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name in _ELSEWHERE:
+                raise ConfigError(f"{OPTION}.{name} is not supported: {_ELSEWHERE[name]}", param=OPTION)
+            if name not in names:
+                raise ConfigError(f"{OPTION} has no {name!r}{nearest_name(name, names)}", param=OPTION)
+        try:
+            config = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{OPTION}: {error}", param=OPTION) from None
+        choice(OPTION, config.backend, BACKENDS)
+        return config
+
+    def apply(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """A request's constraint with the engine's settings."""
+        if not (self.disable_any_whitespace or self.disable_additional_properties):
+            return params
+        return msgspec.structs.replace(
+            params,
+            disable_any_whitespace=params.disable_any_whitespace
+            or (self.disable_any_whitespace and params.whitespace_pattern is None),
+            disable_additional_properties=params.disable_additional_properties or self.disable_additional_properties,
+        )
+
+
+_ELSEWHERE = {
+    "reasoning_parser": "name it by --reasoning-parser",
+    "reasoning_parser_plugin": "no plugins are loaded",
+    "disable_fallback": "there is one backend",
+}
+"""Fields of vLLM's that are refused, and why. Their defaults say nothing."""
