@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-import pydantic
 from harness import (
     CITY,
     CITY_SCHEMA,
-    KEY,
     MODEL,
-    OPENAI_URL,
     WEATHER_CALL,
     WEATHER_CALLS,
     WEATHER_SCHEMA,
@@ -23,30 +20,13 @@ from harness import (
     true,
     user,
 )
-
-client = openai.OpenAI(base_url=OPENAI_URL, api_key=KEY, max_retries=0, timeout=60)
-
-
-class City(pydantic.BaseModel):
-    city: str
-    people: int
-
-
-class GetWeather(pydantic.BaseModel):
-    """The weather"""
-
-    city: str
-
+from openai_common import City, GetWeather, asynchronous, client
 
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The weather", "parameters": WEATHER_SCHEMA},
 }
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY_SCHEMA, "strict": True}}
-
-
-def asynchronous() -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=OPENAI_URL, api_key=KEY, max_retries=0, timeout=60)
 
 
 @case

@@ -6,12 +6,9 @@ import time
 from typing import Any
 
 import openai
-import pydantic
 from harness import (
     CITY,
-    KEY,
     MODEL,
-    OPENAI_URL,
     WEATHER_CALL,
     WEATHER_SCHEMA,
     case,
@@ -22,26 +19,9 @@ from harness import (
     true,
     user,
 )
-
-client = openai.OpenAI(base_url=OPENAI_URL, api_key=KEY, max_retries=0, timeout=60)
-
-
-class City(pydantic.BaseModel):
-    city: str
-    people: int
-
-
-class GetWeather(pydantic.BaseModel):
-    """The weather"""
-
-    city: str
-
+from openai_common import City, GetWeather, asynchronous, client
 
 FLAT_WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA, "strict": True}
-
-
-def asynchronous() -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=OPENAI_URL, api_key=KEY, max_retries=0, timeout=60)
 
 
 # Completions
