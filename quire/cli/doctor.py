@@ -159,6 +159,8 @@ def _describe_computation(report: Report, config: EngineConfig) -> None:
         "largest step": f"{config.scheduler.max_num_batched_tokens} tokens, {config.scheduler.max_num_seqs} sequences",
         "CUDA graphs": graphs,
     }
+    if device.attention_backend == "native":
+        report.computes["instruction sets"] = _why_instructions(device.cpu_isa)
     report.ladder = device.cuda_graph_sizes
 
 
@@ -179,6 +181,14 @@ def _why_backend(report: Report, config: EngineConfig) -> str:
         return f"torch: plain operators ({reason})"
     where = "" if config.device.device == "cuda" else ", in Triton's interpreter (for tests: very slow)"
     return f"triton: kernels for heads of {config.model.head_dim}{where}"
+
+
+def _why_instructions(asked: str) -> str:
+    """What the kernels could use on this machine, and which of it they do: the matrix and dot products go with it."""
+    from quire.kernels.cpu import _native
+
+    reason = "the best" if asked == "auto" else "as QUIRE_CPU_ISA says"
+    return f"{', '.join(_native.available_isas())}: {_native.resolve_isa(asked)} is used, {reason}"
 
 
 def _why_products(config: EngineConfig) -> str:

@@ -18,6 +18,7 @@ from quire.cli.main import main
 from quire.config.cuda import CudaDevice, CudaFacts
 from quire.config.device import default_ladder
 from quire.config.toolchain import Toolchain
+from quire.kernels.cpu import _native
 
 H200 = CudaDevice("NVIDIA H200", 141 * 2**30, (9, 0), 132)
 PRESENT = CudaFacts("13.0", (13, 1), (H200,), None)
@@ -55,11 +56,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def test_a_cpu(run: Run) -> None:
+def test_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
     status, text = run()
     assert status == 0
     assert "the CPU: torch 2.13.0+cpu was built without CUDA" in text
     assert "native: kernels for" in text
+    (sets,) = [line for line in text.splitlines() if line.startswith("instruction sets")]
+    names = _native.available_isas()
+    assert sets.split(maxsplit=2)[2] == f"{', '.join(names)}: {names[-1]} is used, the best"
     assert "bundled (LlamaForCausalLM" in text
     assert "Sizes of CUDA graphs" not in text
     assert text.rstrip().endswith("No problems.")
