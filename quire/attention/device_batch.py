@@ -70,8 +70,8 @@ class DeviceStateStep:
         pages = self.pages[layer]
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 
-    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        """As `DeviceStates.run`."""
+    def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        """As `DeviceStates.compute_states`."""
         kernels(weights, *tensors, self)
 
 
@@ -82,7 +82,7 @@ StateKernels: TypeAlias = Callable[..., None]
 class DeviceStates(Protocol):
     """A device's step to layers that keep states."""
 
-    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+    def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         """Launch the kernels of an operation over the step's states. weights: of the operation. tensors: its inputs
         and the tensor to write to; contiguous."""
         ...

@@ -39,14 +39,14 @@ class DeviceStateOperations:
         self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
     ) -> torch.Tensor:
         out = torch.empty_like(x)
-        _of_device(states).run(short_convolution, weights, x, out)
+        _of_device(states).compute_states(short_convolution, weights, x, out)
         return out
 
     def gated_delta_rule(
         self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
     ) -> torch.Tensor:
         out = qkv.new_empty(len(qkv), rule.num_value_heads * rule.value_dim)
-        _of_device(states).run(gated_delta_rule, rule, qkv, gates, out)
+        _of_device(states).compute_states(gated_delta_rule, rule, qkv, gates, out)
         return out
 
     def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ class _PiecewisePass:
         step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
-            getattr(states if call.method == "run" else step, call.method)(*call.args)
+            getattr(states if call.method == "compute_states" else step, call.method)(*call.args)
         self.last.replay()
 
 
@@ -310,8 +310,8 @@ class _Pieces:
     ) -> None:
         self._between("select_keys", (shape,), inputs, rotation, selected)
 
-    def run(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        self._between("run", (kernels, weights), *tensors)
+    def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
+        self._between("compute_states", (kernels, weights), *tensors)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
