@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.attention.device_batch import DeviceStateStep
-from quire.attention.interface import AttentionBatch
 from quire.attention.latent import IndexShape, LatentShape
-from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -28,7 +25,7 @@ from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
 from tests.models.hybrid_families import HYBRID_FAMILIES
-from tests.worker.platform.device_states import device_batch
+from tests.worker.platform.device_states import DeviceStatePlanner
 
 SavedModels = Callable[[str], SavedModel]
 
@@ -78,7 +75,7 @@ class DeviceRunner(PagedRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.backend = _Planner(self.backend)
-        self.states = _StatePlanner(self.states)
+        self.states = DeviceStatePlanner(self.states)
 
 
 @dataclass
@@ -87,14 +84,6 @@ class _Planner:
 
     def plan(self, batch: object) -> PlainAttention:
         return PlainAttention(self.backend.plan(batch))
-
-
-@dataclass
-class _StatePlanner:
-    backend: StateBackend
-
-    def plan(self, batch: AttentionBatch) -> DeviceStateStep | None:
-        return self.backend.plan_on_device(device_batch(batch))
 
 
 def load_device(

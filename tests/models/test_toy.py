@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
@@ -31,6 +30,7 @@ from quire.worker.kv_tensors import allocate_pages
 from tests.layers.helpers import torch_context
 from tests.models.harness import PagedRunner, random_prompts
 from tests.models.toy import HEADS, VOCABULARY, ToyModel
+from tests.worker.platform.device_states import DeviceStatePlanner, device_batch
 
 ORDERS = ["full window state", "state window full", "state full window"]
 
@@ -61,22 +61,7 @@ class Planner:
     backend: TritonAttention
 
     def plan(self, batch: AttentionBatch) -> TritonAttentionStep:
-        counts = batch.query_start.diff()
-        lengths = batch.start_positions + counts
-        return self.backend.plan(
-            DeviceBatch(
-                num_seqs=len(counts),
-                num_tokens=len(batch.positions),
-                max_query_len=int(counts.max()),
-                max_seq_len=int(lengths.max()),
-                rows=torch.arange(len(counts), dtype=torch.int32),
-                query_start=batch.query_start.int(),
-                seq_lens=lengths.int(),
-                positions=batch.positions,
-                slot_mapping=batch.slot_mapping,
-                block_tables=batch.block_tables,
-            )
-        )
+        return self.backend.plan(device_batch(batch))
 
 
 def device_runner(order: str) -> PagedRunner:
@@ -95,6 +80,7 @@ def device_runner(order: str) -> PagedRunner:
             batch_invariant=True,
         )
     )
+    runner.states = DeviceStatePlanner(runner.states)
     return runner
 
 

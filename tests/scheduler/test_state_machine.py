@@ -244,10 +244,10 @@ def test_random_schedules() -> None:
     """Hundreds of engine steps, each followed by `check` (`make soak` takes as many as it is told)."""
     EngineMachine.totals.clear()
     run_machine(EngineMachine, examples=18, steps=100)
-    # Which engines hypothesis draws is chance, so only what every draw brings is asked for; test_traffic.py draws from
-    # seeds of its own, and asks for what is rarer.
+    # Which engines hypothesis draws is chance (it draws constants of whatever modules are imported, too), so only what
+    # comes by the hundred is asked for; test_traffic.py draws from seeds of its own, and asks for what is rarer.
     totals = EngineMachine.totals
     assert totals["steps_total"] > 1_000
-    common = ("preemptions_total", "copied_blocks_total", "prefix_cache_hits_total", "evictions_total", "aborts")
-    for name in (*common, "hypotheses", "pooled", "masks", "registrations refused"):
+    common = ("copied_blocks_total", "prefix_cache_hits_total", "evictions_total", "aborts")
+    for name in (*common, "hypotheses", "pooled", "masks"):
         assert totals[name] > 0, name

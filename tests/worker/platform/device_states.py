@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import AttentionBatch, StateStep
+from quire.attention.states import StateBackend
 
 
 def device_batch(batch: AttentionBatch) -> DeviceBatch:
@@ -24,6 +27,27 @@ def device_batch(batch: AttentionBatch) -> DeviceBatch:
         block_tables=batch.block_tables,
         state_tables=batch.state_tables,
     )
+
+
+@dataclass
+class DeviceStatePlanner:
+    """Plans a device's states for a batch of the host."""
+
+    backend: StateBackend
+
+    def plan(self, batch: AttentionBatch) -> DeviceStateStep | None:
+        return self.backend.plan_on_device(device_batch(batch))
+
+
+def on_host(states: DeviceStateStep) -> StateStep:
+    """The same step without padding for plain operations."""
+    batch = states.batch
+    counts = batch.query_start.diff()
+    num_seqs = int((counts > 0).sum())
+    rows = batch.rows[:num_seqs].long()
+    tables = {layer: table.index_select(0, rows) for layer, table in states.tables.items()}
+    starts = batch.seq_lens[:num_seqs].long() - counts[:num_seqs]
+    return StateStep(batch.query_start[: num_seqs + 1].tolist(), starts, tables, states.interval, states.pages)
 
 
 def on_device(states: StateStep, *, num_seqs: int, num_tokens: int) -> DeviceStateStep:
