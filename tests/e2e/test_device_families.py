@@ -34,6 +34,7 @@ def assert_close(found: list[RequestOutput], expected: list[RequestOutput]) -> N
             assert left[token].logprob == pytest.approx(right[token].logprob, abs=5e-3)
 
 
+@pytest.mark.long
 def test_states_with_graphs_of_decodes_and_of_pieces(saved_model: SavedModels) -> None:
     """A prompt in chunks beside single tokens, over a border; the same bits without graphs and alone."""
     saved, prompts = saved_model("qwen3.5-small-states"), random_prompts([62, 3], 97)
@@ -60,6 +61,7 @@ def test_states_with_graphs_of_decodes_and_of_pieces(saved_model: SavedModels) -
     assert exact(found["alone"]) == exact(found[GRAPHS])[1:]
 
 
+@pytest.mark.long
 def test_sparse_latent_attention_with_graphs(saved_model: SavedModels) -> None:
     """Prompts and decodes of which some tokens see more keys than they read."""
     saved, prompts, params = saved_model("deepseek-v3.2"), random_prompts([25, 3], 97), greedy(NUM_TOKENS, logprobs=0)
