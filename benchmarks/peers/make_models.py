@@ -26,6 +26,26 @@ from transformers import (
 )
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
+
+
+def _qwen3(*, hidden_size: int, intermediate_size: int) -> Qwen3Config:
+    """The sizes in which the smallest models of the family differ."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+
+
 MODELS: dict[str, PreTrainedConfig] = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49_152,
@@ -41,34 +61,8 @@ MODELS: dict[str, PreTrainedConfig] = {
         eos_token_id=1,
         pad_token_id=0,
     ),
-    "qwen3-0.6b": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1_024,
-        intermediate_size=3_072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-    ),
-    "qwen3-1.7b": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=2_048,
-        intermediate_size=6_144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-    ),
+    "qwen3-0.6b": _qwen3(hidden_size=1_024, intermediate_size=3_072),
+    "qwen3-1.7b": _qwen3(hidden_size=2_048, intermediate_size=6_144),
     "opt-125m": OPTConfig(bos_token_id=1, eos_token_id=1, pad_token_id=0),
 }
 

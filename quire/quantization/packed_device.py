@@ -137,11 +137,9 @@ class PackedDeviceLinear:
             x = x.index_select(1, stack.column_order)
         shape, rounds = stack.shape, self._rounds_for(stack)
         bias = None if stack.biases is None else stack.biases[0]
-        if shape.activation is None:
-            return matmul(x, stack.loaded, bias, residual, rounds_activations=rounds)
-        assert residual is None, "what an activation gives is not added to a residual"
-        out = matmul(x, stack.loaded, bias, rounds_activations=rounds)
-        return activation(out, shape.activation, gated=shape.gated)
+        assert shape.activation is None or residual is None, "what an activation gives is not added to a residual"
+        out = matmul(x, stack.loaded, bias, residual, rounds_activations=rounds)
+        return out if shape.activation is None else activation(out, shape.activation, gated=shape.gated)
 
     def lookup(self, parameters: DevicePart, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("the matrices of vocabularies and positions are floating point on a device")

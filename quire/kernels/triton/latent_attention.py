@@ -23,7 +23,7 @@ from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_of_token
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
 
@@ -177,6 +177,14 @@ def _attend_part(
     return maximum, total, values
 
 
+@triton.jit
+def _load_rows(query, at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr):
+    """The rows `at` of [rows, WIDTH] as a product with pages takes them; zeros outside. [BLOCK_M, BLOCK]."""
+    dims = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (dims < WIDTH)[None, :]
+    return operand(tl.load(query + at[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0), PAGES)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "capacity"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _latent_kernel(
     query, turned_query, pages, out, part_values, part_maxima, part_totals, rows, query_start, seq_lens, tables,
@@ -204,13 +212,10 @@ def _latent_kernel(
     inside = (token < num_tokens) & (head < NUM_HEADS)
     positions = first_position + token
     at = (begin + first + token).to(tl.int64) * NUM_HEADS + head
-    dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
+    dims = tl.arange(0, DIM)
     mask = inside[:, None] & (dims < RANK)[None, :]
-    queries = tl.load(query + at[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
-    turned_mask = inside[:, None] & (turns < ROPE)[None, :]
-    turned = tl.load(turned_query + at[:, None] * ROPE + turns[None, :], mask=turned_mask, other=0.0)
-    queries = operand(queries, pages.dtype.element_ty)
-    turned = operand(turned, pages.dtype.element_ty)
+    queries = _load_rows(query, at, inside, RANK, DIM, pages.dtype.element_ty)
+    turned = _load_rows(turned_query, at, inside, ROPE, ROPE_BLOCK, pages.dtype.element_ty)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     num_parts = tl.cdiv(end, SPLIT_KEYS)
     if IS_SPLIT:
@@ -249,19 +254,15 @@ def _sparse_kernel(
     token = tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
-    sequence = sequence_of_token(query_start, token, num_seqs)
-    seen = tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
+    sequence, seen = sequence_and_keys(query_start, seq_lens, token, num_seqs)
     row = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * GROUP + row
     inside = (row < GROUP) & (head < NUM_HEADS)
     at = token.to(tl.int64) * NUM_HEADS + head
-    dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
+    dims = tl.arange(0, DIM)
     mask = inside[:, None] & (dims < RANK)[None, :]
-    queries = tl.load(query + at[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
-    turned_mask = inside[:, None] & (turns < ROPE)[None, :]
-    turned = tl.load(turned_query + at[:, None] * ROPE + turns[None, :], mask=turned_mask, other=0.0)
-    queries = operand(queries, pages.dtype.element_ty)
-    turned = operand(turned, pages.dtype.element_ty)
+    queries = _load_rows(query, at, inside, RANK, DIM, pages.dtype.element_ty)
+    turned = _load_rows(turned_query, at, inside, ROPE, ROPE_BLOCK, pages.dtype.element_ty)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     chosen = selected + token.to(tl.int64) * TOP
     positions = tl.zeros_like(row) + seen - 1

@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import IndexShape
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, next_power_of_2
 
@@ -116,8 +116,7 @@ def _scores_kernel(
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
-    sequence = sequence_of_token(query_start, token, num_seqs)
-    seen = tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
+    sequence, seen = sequence_and_keys(query_start, seq_lens, token, num_seqs)
     start = tl.program_id(1) * PART
     if seen <= TOP or start >= seen:
         return
@@ -165,8 +164,7 @@ def _choose_kernel(
     token = first_token + tl.program_id(0)
     if token >= tl.load(query_start + num_seqs):
         return
-    sequence = sequence_of_token(query_start, token, num_seqs)
-    seen = tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
+    _, seen = sequence_and_keys(query_start, seq_lens, token, num_seqs)
     if seen <= TOP:
         return
     own = scores + tl.program_id(0).to(tl.int64) * scores_stride

@@ -60,6 +60,13 @@ def sequence_of_token(query_start, token, num_seqs):
     return low
 
 
+@triton.jit
+def sequence_and_keys(query_start, seq_lens, token, num_seqs):
+    """The sequence of a token of the batch, and how many keys the token sees: its own and all before it."""
+    sequence = sequence_of_token(query_start, token, num_seqs)
+    return sequence, tl.load(seq_lens + sequence) - tl.load(query_start + sequence + 1) + token + 1
+
+
 @triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _varlen_kernel(
     query,
