@@ -1,4 +1,6 @@
-"""How near mixtures of experts come to the machine's limits: python -m benchmarks.experts [--rounds 40] [--shape NAME]
+"""How near mixtures of experts come to the machine's limits.
+
+    python -m benchmarks.experts [--rounds 40] [--shape NAME] [--matmul-precision float32|bfloat16]
 
 One layer's routed experts over random rows, as the engine runs them, in turns with what they are compared with:
 
@@ -200,8 +202,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--matmul-precision", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
-    machine = Machine(arguments.isa, arguments.threads)
+    machine = Machine(arguments.isa, arguments.threads, arguments.matmul_precision)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     read = machine.limits()[READ]
     print(f"{machine.runtime}; shares of: the read loop and one expert after the other; of a prompt, a dense MLP")

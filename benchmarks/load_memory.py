@@ -7,6 +7,7 @@ beside the bound of 1.15 x (weights as they are stored) + KV cache + 300 MB.
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from pathlib import Path
 
 from quire import LLM, SamplingParams
 from quire.cli.memory_plan import stored_weight_bytes
+from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.models.gguf.blocks import FORMATS
+from quire.utils.gguf import SUFFIX, GGUFFile, TensorEntry
 from quire.utils.sizes import format_bytes
 
 FACTOR, ALLOWANCE = 1.15, 300_000_000
 KV_BYTES = 256 << 20
+SCALE_BYTES = 4
 
 
 def resident_bytes() -> int:
@@ -28,9 +33,25 @@ def resident_bytes() -> int:
     return sum(int(status[status.index(name) + 1]) * 1024 for name in ("RssAnon:", "RssShmem:"))
 
 
+def weight_bytes(config: ModelConfig) -> int:
+    """Of the weights as they are stored in memory. A GGUF file says of each tensor what it is."""
+    if config.path.suffix != SUFFIX:
+        return stored_weight_bytes(config, config.resolved_shape())
+    with GGUFFile(config.path) as file:
+        return sum(_stored_bytes(entry) for entry in file.tensors.values())
+
+
+def _stored_bytes(entry: TensorEntry) -> int:
+    stored, size = FORMATS.get(entry.type.name), math.prod(entry.shape)
+    if stored is None:  # floats and MXFP4: as in the file
+        return entry.num_bytes
+    has_offsets = stored.bits == 4 or entry.type.name in ("Q5_1", "Q5_K")
+    return size * stored.bits // 8 + size // stored.group_size * SCALE_BYTES * (1 + has_offsets)
+
+
 def measure(options: dict[str, object]) -> None:
     config = resolve(EngineOptions.from_keywords(options))
-    weights = stored_weight_bytes(config.model, config.model.resolved_shape())
+    weights = weight_bytes(config.model)
     with LLM(**options) as llm:
         llm.generate([{"prompt_token_ids": [1] * 100}], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         end = resident_bytes()

@@ -5,7 +5,8 @@
 
 The text is what the bundled model never saw: the files of the standard library that training/corpus.py holds out, the
 first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure.
-bf16: weights and KV cache are stored in bfloat16; w16a16: and multiplied in it (matmul_precision). With --simulate the
+bf16: weights and KV cache are stored in bfloat16; w16a16: and multiplied in it (matmul_precision). int8a16, int4a16 and
+the like: activations are rounded to bfloat16, which AMX does. With --simulate the
 weights are rounded and stored back as float32, which leaves the numbers' format alone to blame; then `int4:32`,
 `int4:64` and `int4:128` name group sizes, and the vocabulary's matrix is rounded to 8 bits in all of them.
 """
@@ -38,6 +39,8 @@ from corpus import split_corpus
 BASELINE = "float32"
 STORED_IN_BFLOAT16 = {"bf16": "float32", "w16a16": "bfloat16"}
 """Not quantised: the precision of products by name."""
+ROUNDED = "a16"
+"""Ends the name of a quantisation whose activations are rounded to bfloat16."""
 SIMULATED_GROUP_SIZE = 64
 VOCABULARY_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -88,7 +91,10 @@ def simulated(model: str, quantization: str) -> Iterator[Path]:
 
 def measure(model: str, quantization: str, prompts: Sequence[list[int]], simulate: bool) -> float:
     if not simulate:
-        options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+        method = quantization.removesuffix(ROUNDED)
+        options: dict[str, Any] = {"dtype": "float32", "quantization": method}
+        if method != quantization:
+            options["matmul_precision"] = "bfloat16"
         if quantization in STORED_IN_BFLOAT16:
             options = {"dtype": "bfloat16", "matmul_precision": STORED_IN_BFLOAT16[quantization]}
         with LLM(model, enable_prefix_caching=False, **options) as llm:

@@ -1,9 +1,19 @@
-// The tile instructions of AMX that the int8 kernels use. With QUIRE_EMULATE_AMX they are plain C++ that does what the
+// The tile instructions of AMX that the kernels use. With QUIRE_EMULATE_AMX they are plain C++ that does what the
 // instruction set's manual says, so that the kernels are tested on machines without them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "bf16_dot.h"
+
+// The instruction set whose kernels do what is not done on tiles. Machines with tiles have AVX512-BF16 as well; the
+// emulation asks for no more than it needs.
+#if defined(QUIRE_EMULATE_AMX)
+#define QUIRE_BELOW avx512_vnni
+#else
+#define QUIRE_BELOW avx512_bf16
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -73,6 +83,27 @@ void amx_dot() {
       }
 }
 
+// kSum [rows][columns] float32 += kLeft [rows][2 k] bfloat16 x kRight [k][columns][2] bfloat16: the first values of all
+// pairs in one chain over k, the second ones in another, both from 0; their sum is added to kSum.
+template <int kSum, int kLeft, int kRight>
+void amx_dot_bf16() {
+  constexpr auto upper = static_cast<int32_t>(0xffff0000u);
+  AmxRegisters& registers = amx_registers;
+  for (int row = 0; row < registers.config.rows[kSum]; ++row)
+    for (int at = 0; at < registers.config.row_bytes[kSum]; at += QUIRE_VECTOR_BYTES) {
+      vf chains[2] = {};
+      for (int k = 0; k < registers.config.row_bytes[kLeft] / 4; ++k) {
+        const vi x = broadcast_int(load_as<int32_t>(&registers.bytes[kLeft][row][k * 4]));
+        const vi w = load_as<vi>(&registers.bytes[kRight][k][at]);
+        chains[0] = bf16::add_product(chains[0], bit_cast<vf>(x << 16), bit_cast<vf>(w << 16));
+        chains[1] = bf16::add_product(chains[1], bit_cast<vf>(x & upper), bit_cast<vf>(w & upper));
+      }
+      unsigned char* place = &registers.bytes[kSum][row][at];
+      const vf sum = bf16::flush(bf16::flush(load_as<vf>(place)) + bf16::flush(chains[0] + chains[1]));
+      std::memcpy(place, &sum, sizeof(sum));
+    }
+}
+
 #else
 
 // Assembly instead of the compiler's intrinsics: those of g++ 12 do not say that they read and write memory.
@@ -94,6 +125,10 @@ inline __attribute__((always_inline)) void amx_store(void* base, int64_t stride)
 template <int kSum, int kLeft, int kRight>
 inline __attribute__((always_inline)) void amx_dot() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
+}
+template <int kSum, int kLeft, int kRight>
+inline __attribute__((always_inline)) void amx_dot_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
 #endif

@@ -151,10 +151,7 @@ struct Pairs {
   using Sum = vf;
 
   static void load_query(const float* from, float scale, int64_t depth, float* row) {
-    auto* to = reinterpret_cast<uint16_t*>(row);
-    int64_t d = 0;
-    for (; d + kLanes <= depth; d += kLanes) round_bf16(to + d, load(from + d) * broadcast(scale));
-    if (d < depth) round_bf16(to + d, load_some(from + d, depth - d) * broadcast(scale));
+    round_scaled_bf16(from, scale, depth, reinterpret_cast<uint16_t*>(row));
   }
 
   static QUIRE_INLINE vf start_score(const float*, int) { return zero(); }

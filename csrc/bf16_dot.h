@@ -42,6 +42,12 @@ QUIRE_INLINE vf dot_bf16(vf sum, vu x, vu w) {
 // kLanes values rounded to nearest, ties to even; subnormal ones to zero. NaN stays NaN.
 QUIRE_INLINE void round_bf16(uint16_t* address, vf value) { store_bf16(address, bf16::flush(value)); }
 
+// Two vectors, one behind the other.
+QUIRE_INLINE void round_bf16_pair(uint16_t* address, vf first, vf second) {
+  round_bf16(address, first);
+  round_bf16(address + kLanes, second);
+}
+
 #else
 
 QUIRE_INLINE vf dot_bf16(vf sum, vu x, vu w) {
@@ -53,7 +59,19 @@ QUIRE_INLINE void round_bf16(uint16_t* address, vf value) {
   std::memcpy(address, &narrow, sizeof(narrow));
 }
 
+QUIRE_INLINE void round_bf16_pair(uint16_t* address, vf first, vf second) {
+  const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  std::memcpy(address, &narrow, sizeof(narrow));
+}
+
 #endif
+
+// A row of `depth` values, scaled and rounded.
+QUIRE_INLINE void round_scaled_bf16(const float* from, float scale, int64_t depth, uint16_t* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= depth; d += kLanes) round_bf16(to + d, load(from + d) * broadcast(scale));
+  if (d < depth) round_bf16(to + d, load_some(from + d, depth - d) * broadcast(scale));
+}
 
 }  // namespace quire::QUIRE_ISA
 

@@ -1,6 +1,7 @@
 // The Python module. Programs take addresses as integers: shapes and dtypes are checked in Python, once, when a program
 // is recorded (quire/kernels/cpu). Every call that computes releases the interpreter lock.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -75,6 +76,14 @@ void bind_weight(nb::module_& module) {
       "__init__",
       [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },
       "area"_a = -1, "offset"_a = 0, "stride"_a = 0);
+  nb::class_<RowNorm>(module, "RowNorm")
+      .def(
+          "__init__",
+          [](RowNorm* self, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean) {
+            new (self) RowNorm{at<float>(weight), at<float>(bias), epsilon, subtract_mean};
+          },
+          "weight"_a, "bias"_a, "epsilon"_a, "subtract_mean"_a);
+  module.attr("MAX_NORMED_FEATURES") = kMaxNormedFeatures;
 }
 
 void bind_program(nb::module_& module) {
@@ -94,10 +103,11 @@ void bind_program(nb::module_& module) {
       .def(
           "linear",
           [](Program& program, const PackedWeight& weight, uintptr_t bias, const Ref& x, const Ref& residual,
-             const Ref& out, Activation activation) {
-            program.add(LinearArgs{weight, at<float>(bias), x, residual, out, activation});
+             const Ref& out, Activation activation, std::optional<RowNorm> norm) {
+            program.add(LinearArgs{weight, at<float>(bias), x, residual, out, activation, norm.has_value(),
+                                   norm.value_or(RowNorm{})});
           },
-          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a)
+          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a, "norm"_a = nb::none())
       .def(
           "embed",
           [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, IndexSource source,
@@ -109,7 +119,7 @@ void bind_program(nb::module_& module) {
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
              const Ref& x, const Ref& out) {
-            program.add(NormArgs{at<float>(weight), at<float>(bias), epsilon, subtract_mean, width, x, out});
+            program.add(NormArgs{{at<float>(weight), at<float>(bias), epsilon, subtract_mean}, width, x, out});
           },
           "weight"_a, "bias"_a, "epsilon"_a, "subtract_mean"_a, "width"_a, "x"_a, "out"_a)
       .def(

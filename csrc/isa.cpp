@@ -78,34 +78,34 @@ const Kernels kTables[] = {
      avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512_bf16::kAttention,
+    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, amx::kAttention,
      avx512_bf16::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     avx512_bf16::kLimits},
-#endif
-#if defined(QUIRE_HAVE_AMX_EMULATED)
-    {Isa::kAmxEmulated, false, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention,
-     avx512::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     avx512_vnni::kLimits},
+     amx::kLimits},
 #endif
 #if defined(QUIRE_HAVE_BF16_EMULATED)
     {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention,
      bf16_emulated::kLatent, portable::kIndex, portable::kEncoder, portable::kStates, portable::kSampling, bf16_emulated::kLimits},
 #endif
+#if defined(QUIRE_HAVE_AMX_EMULATED)
+    {Isa::kAmxEmulated, true, amx_emulated::kLinear, avx512::kLayers, amx_emulated::kAttention,
+     bf16_emulated::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
+     bf16_emulated::kLimits},
+#endif
 };
 
 bool is_emulated(Isa isa) { return isa == Isa::kAmxEmulated || isa == Isa::kBf16Emulated; }
 
-// Whether the processor has int8 tiles, the system saves them, and lets this process use them.
+// Whether the processor has tiles of int8 and bfloat16, the system saves them, and lets this process use them.
 bool tiles_are_usable() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;  // leaf 7, edx
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;  // leaf 7, edx: bfloat16, tiles, int8
   constexpr unsigned kSavesStates = 1u << 27;                   // leaf 1, ecx: the system uses XSAVE
   constexpr unsigned kTileStates = 3u << 17;                    // XCR0: tile configuration and data
   constexpr long kRequestPermission = 0x1023, kTileData = 18;   // arch_prctl
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kSavesStates) == 0) return false;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kAmxTile) == 0 || (edx & kAmxInt8) == 0) return false;
+  if ((edx & kAmx) != kAmx) return false;
   unsigned low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & kTileStates) != kTileStates) return false;

@@ -51,8 +51,8 @@ struct Step {
 
 enum class Activation : int32_t { kNone = 0, kRelu, kSilu, kGelu, kGeluTanh, kQuickGelu };
 
-// What activations are rounded to before they multiply weights, keys or values that are stored in bfloat16. Sums are
-// float32 either way; what is stored in another type is not concerned.
+// What activations are rounded to before they multiply weights, keys or values that are stored in bfloat16, and on AMX
+// weights of integers and small floats. Sums are float32 either way; what is stored in another type is not concerned.
 enum class MatmulPrecision : int32_t { kFloat32 = 0, kBFloat16 };
 
 // -- linear (linear.cpp) --------------------------------------------------------------------------------------------
@@ -91,7 +91,19 @@ struct PackedWeight {
   bool integer_activations = false;  // activations are rounded to 8 bits, one scale for each row
 };
 
-// out = epilogue(x W^T + bias) (+ residual). Gated: out = activation(gate) * up, out_features / 2 wide.
+// A norm of each row: what it is multiplied with and moved by.
+struct RowNorm {
+  const float* weight = nullptr;  // null: ones
+  const float* bias = nullptr;    // null: zeros
+  float epsilon = 0;
+  bool subtract_mean = false;
+};
+
+// Most columns of x that a linear layer normalises itself.
+inline constexpr int64_t kMaxNormedFeatures = 6144;
+
+// out = epilogue(x W^T + bias) (+ residual), of the norm of x where `norms`. Gated: out = activation(gate) * up,
+// out_features / 2 wide.
 struct LinearArgs {
   PackedWeight weight;
   const float* bias = nullptr;  // [panels * 32], in the order of the packed columns, zero-padded
@@ -99,6 +111,8 @@ struct LinearArgs {
   Ref residual;  // may be the same place as out
   Ref out;
   Activation activation = Activation::kNone;
+  bool norms = false;
+  RowNorm norm;
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
 
@@ -161,10 +175,7 @@ struct EmbedArgs {
 
 // RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias.
 struct NormArgs {
-  const float* weight = nullptr;  // null: ones
-  const float* bias = nullptr;    // null: zeros
-  float epsilon = 0;
-  bool subtract_mean = false;
+  RowNorm norm;
   int64_t width = 0;
   Ref x;
   Ref out;  // may be the same place as x

@@ -1,4 +1,5 @@
 // Embedding, norms and rotary tables. Compiled once for each instruction set.
+#include "norm_row.h"
 #include "packed.h"
 #include "vector_math.h"
 
@@ -106,52 +107,13 @@ void embed(const EmbedArgs& args, const Step& step, Team& team) {
   }
 }
 
-// The sum over k of each(vector k), the last vector filled up with `fill`: four sums side by side, then lane by lane.
-// The width alone decides the order.
-template <class Each>
-QUIRE_INLINE float sum_row(const float* x, int64_t width, float fill, Each each) {
-  vf sums[4] = {zero(), zero(), zero(), zero()};
-  int64_t k = 0;
-  for (; k + 4 * kLanes <= width; k += 4 * kLanes)
-    for (int i = 0; i < 4; ++i) sums[i] = each(load(x + k + i * kLanes), sums[i]);
-  for (; k + kLanes <= width; k += kLanes) sums[0] = each(load(x + k), sums[0]);
-  if (k < width) sums[1] = each(load_some(x + k, width - k, fill), sums[1]);
-  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
-QUIRE_INLINE void norm_row(const NormArgs& args, const float* x, float* y) {
-  const int64_t width = args.width;
-  const float size = static_cast<float>(width);
-  float mean = 0;
-  if (args.subtract_mean) mean = sum_row(x, width, 0.0f, [](vf value, vf sum) { return sum + value; }) / size;
-  const float squares = sum_row(x, width, mean, [=](vf value, vf sum) {
-    vf d = value - mean;
-    return fma(d, d, sum);
-  });
-  const float scale = 1.0f / __builtin_sqrtf(squares / size + args.epsilon);
-  int64_t k = 0;
-  for (; k + kLanes <= width; k += kLanes) {
-    vf value = (load(x + k) - mean) * scale;
-    if (args.weight) value *= load(args.weight + k);
-    if (args.bias) value += load(args.bias + k);
-    store(y + k, value);
-  }
-  if (k < width) {
-    const int64_t count = width - k;
-    vf value = (load_some(x + k, count) - mean) * scale;
-    if (args.weight) value *= load_some(args.weight + k, count);
-    if (args.bias) value += load_some(args.bias + k, count);
-    store_some(y + k, value, count);
-  }
-}
-
 void norm(const NormArgs& args, const Step& step, Team& team) {
   const float* in = step.at(args.x);
   float* out = step.at(args.out);
   const int64_t grain = row_grain(step.rows, team);
   for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain))
     for (int64_t t = first; t < step.rows && t < first + grain; ++t)
-      norm_row(args, in + t * args.x.stride, out + t * args.out.stride);
+      norm_row(args.norm, in + t * args.x.stride, args.width, out + t * args.out.stride);
 }
 
 void rotation(const RotationArgs& args, const Step& step, Team& team) {

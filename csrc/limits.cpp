@@ -3,6 +3,10 @@
 
 #include "bf16_dot.h"
 
+#if defined(__AMX_BF16__)
+#include "amx_tiles.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -90,7 +94,7 @@ QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) { return sum + u * s; }
 constexpr int kProductsPerLane = 1;
 #endif
 
-void integer_peak(const PeakLimitArgs& args, Team& team) {
+[[maybe_unused]] void integer_products(const PeakLimitArgs& args, Team& team) {
   vi u = broadcast_int(args.bytes), s = broadcast_int(args.bytes);
   vi chain[kChains] = {};
   while (team.take() < args.units)
@@ -105,6 +109,36 @@ void integer_peak(const PeakLimitArgs& args, Team& team) {
   std::memcpy(team.scratch(), &chain[0], sizeof(vi));
 }
 
+#if defined(__AMX_BF16__)
+// product(): six sums of two operands, all registers that there are.
+template <class Product>
+void tile_peak(const PeakLimitArgs& args, Team& team, const Product& product) {
+  AmxConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = kAmxRows, config.row_bytes[tile] = kAmxRowBytes;
+  amx_configure(config);  // all registers are 0 then
+  while (team.take() < args.units)
+    for (int turn = 0; turn < kTurns; ++turn) product();
+  amx_release();
+}
+void integer_tiles(const PeakLimitArgs& args, Team& team) {
+  tile_peak(args, team, [] {
+    amx_dot<0, 6, 7>(), amx_dot<1, 6, 7>(), amx_dot<2, 6, 7>();
+    amx_dot<3, 6, 7>(), amx_dot<4, 6, 7>(), amx_dot<5, 6, 7>();
+  });
+}
+void bf16_tiles(const PeakLimitArgs& args, Team& team) {
+  tile_peak(args, team, [] {
+    amx_dot_bf16<0, 6, 7>(), amx_dot_bf16<1, 6, 7>(), amx_dot_bf16<2, 6, 7>();
+    amx_dot_bf16<3, 6, 7>(), amx_dot_bf16<4, 6, 7>(), amx_dot_bf16<5, 6, 7>();
+  });
+}
+constexpr int64_t kTileProducts = int64_t{6} * kAmxRows * kAmxRows * kAmxRowBytes;  // of bytes
+constexpr auto integer_peak = integer_tiles;
+constexpr auto bf16_peak = bf16_tiles;
+constexpr int64_t kIntegerOperations = 2 * kTurns * kTileProducts, kBf16Operations = kTurns * kTileProducts;
+#else
+constexpr auto integer_peak = integer_products;
+constexpr int64_t kIntegerOperations = int64_t{2} * kTurns * kChains * kLanes * kProductsPerLane;
 #if defined(QUIRE_BF16_DOT)
 void bf16_products(const PeakLimitArgs& args, Team& team) {
   // Two products that cancel each other, so that sums stay where they are.
@@ -121,10 +155,11 @@ void bf16_products(const PeakLimitArgs& args, Team& team) {
   store(reinterpret_cast<float*>(team.scratch()), chain[0]);
 }
 constexpr auto bf16_peak = bf16_products;
-constexpr int64_t kBf16Products = 2;
+constexpr int64_t kBf16Operations = int64_t{2} * kTurns * kChains * kLanes * 2;
 #else
 constexpr void (*bf16_peak)(const PeakLimitArgs&, Team&) = nullptr;
-constexpr int64_t kBf16Products = 0;
+constexpr int64_t kBf16Operations = 0;
+#endif
 #endif
 
 }  // namespace
@@ -135,7 +170,7 @@ const LimitKernels kLimits = {read,
                               integer_peak,
                               bf16_peak,
                               int64_t{2} * kTurns* kChains* kLanes,
-                              int64_t{2} * kTurns* kChains* kLanes* kProductsPerLane,
-                              int64_t{2} * kTurns* kChains* kLanes* kBf16Products};
+                              kIntegerOperations,
+                              kBf16Operations};
 
 }  // namespace quire::QUIRE_ISA

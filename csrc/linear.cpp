@@ -14,6 +14,10 @@ namespace {
 
 struct Panels {
   static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kRowStep = 1;
+  static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
+  static constexpr int64_t kGroupBytes = 0;
+  static constexpr bool kExpects = true;
   static constexpr int64_t kPrefetchAhead = 2048;
   static TileLayout layout(const PackedWeight& weight) { return tile_layout(weight); }
   static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
@@ -32,8 +36,8 @@ QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[may
 }
 
 void heads(const HeadsArgs& args, const Step& step, Team& team) {
-  run_heads(args, step, team, [](const LinearArgs& own, const Step& part, std::byte* packed) {
-    with_method(own.weight, own.precision, [&]<class Method>(Method) { run_head<Method>(own, part, packed); });
+  run_heads(args, step, team, [&team](const LinearArgs& own, const Step& part) {
+    with_method(own.weight, own.precision, [&]<class Method>(Method) { run_head<Method>(own, part, team); });
   });
 }
 

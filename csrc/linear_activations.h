@@ -4,6 +4,7 @@
 // with `rows` rounded up by row_pitch. Sums over groups go to [group][rows], scales of rounded rows to [rows].
 #pragma once
 
+#include "bf16_dot.h"
 #include "packed.h"
 #include "vector_math.h"
 
@@ -213,6 +214,20 @@ QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values, [[maybe_unused
   if (type == WeightType::kI8) *out ^= 0x80808080u;
 #endif
 #endif
+}
+
+#if defined(QUIRE_BF16_DOT)
+// `count` values to the nearest bfloat16. What follows them up to whole vectors becomes 0.
+inline void round_row(const float* x, int64_t count, uint16_t* out) {
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) round_bf16(out + k, load(x + k));
+  if (k < count) round_bf16(out + k, load_some(x + k, count - k));
+}
+#endif
+
+// Whether activations are rounded to bfloat16 for this weight.
+inline bool multiplies_bf16(const PackedWeight& weight, MatmulPrecision precision) {
+  return precision == MatmulPrecision::kBFloat16 && weight.type == WeightType::kBF16;
 }
 
 // `count` rounded values (a multiple of 4) of four rows, `row_bytes` apart, to four places of a tile.

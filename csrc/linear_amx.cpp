@@ -1,15 +1,14 @@
-// Linear layers with int8 weights and int8 activations on AMX: tiles of 16 x 64 bytes. Everything else, and what is too
-// small for tiles, is left to the AVX-512 kernels. The sums are integers and what follows them is computed as
-// there: results have the same bits.
-#include "amx_tiles.h"
-#include "linear_driver.h"
+// Linear layers on AMX: int8 weights with int8 activations, bfloat16 weights with activations in bfloat16
+// (linear_amx_bf16.h), and so integers and small floats (linear_amx_widened.h). Everything else is left to the AVX-512
+// kernels, and so is what is too small for tiles of int8: the sums are integers and what follows them is computed as there,
+// so that results have the same bits.
+#include <algorithm>
+#include <type_traits>
 
-// Machines with tiles have AVX512-BF16 as well; the emulation asks for no more than it needs.
-#if defined(QUIRE_EMULATE_AMX)
-#define QUIRE_BELOW avx512_vnni
-#else
-#define QUIRE_BELOW avx512_bf16
-#endif
+#include "linear_amx_bf16.h"
+#include "linear_amx_widened.h"
+#include "linear_experts.h"
+#include "linear_heads.h"
 
 namespace quire {
 namespace QUIRE_BELOW {
@@ -28,6 +27,10 @@ constexpr int64_t kFewestRows = 8;
 // Packed rows: [group][k / 64][block of 16 rows][16][64] int8, groups padded with zeros to a multiple of 64.
 struct AmxMethod {
   static constexpr int64_t kRows = 2 * kAmxRows;
+  static constexpr int64_t kRowStep = kAmxRows;
+  static constexpr int64_t kBlockBytes = 1 << 20;
+  static constexpr int64_t kGroupBytes = 256 << 10;
+  static constexpr bool kExpects = false;  // tiles are loaded in its place: asking took longer than waiting
   static constexpr int64_t kPrefetchAhead = 2048;
 
   static int64_t steps(const PackedWeight& weight, int64_t group) {
@@ -135,35 +138,77 @@ bool for_tiles(const PackedWeight& weight) {
   return weight.type == WeightType::kI8 && weight.integer_activations && weight.group_size >= kStep;
 }
 
-void linear(const LinearArgs& args, const Step& step, Team& team) {
-  if (!for_tiles(args.weight) || step.rows < kFewestRows) return QUIRE_BELOW::kLinear.linear(args, step, team);
-  AmxConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.rows[tile] = kAmxRows;
-    config.row_bytes[tile] = kAmxRowBytes;
-  }
-  amx_configure(config);
-  run_linear<AmxMethod>(args, step, team);
+// Weights whose products on tiles are made in bfloat16, for any number of rows.
+bool rounds_activations(const PackedWeight& weight, MatmulPrecision precision) {
+  return multiplies_bf16(weight, precision) || multiplies_widened(weight, precision);
+}
+
+// Calls use(method) for one of them.
+template <class Use>
+QUIRE_INLINE void with_method(const PackedWeight& weight, MatmulPrecision precision, const Use& use) {
+  if (multiplies_bf16(weight, precision)) return use(AmxBf16{});
+  use(AmxWidened{});
+}
+
+// Calls use(method) with the method that multiplies this weight on tiles. False: the kernels below multiply it.
+template <class Use>
+bool with_tiles(const PackedWeight& weight, MatmulPrecision precision, const Use& use) {
+  if (rounds_activations(weight, precision)) return with_method(weight, precision, use), true;
+  if (for_tiles(weight)) return use(AmxMethod{}), true;
+  return false;
+}
+
+// Calls use() with registers for a batch of `rows`.
+template <class Use>
+void on_tiles(int64_t rows, const Use& use) {
+  if (rows == 0) return;
+  amx_configure(tiles_of(rows));
+  use();
   amx_release();
 }
 
-std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
-  const std::size_t without = QUIRE_BELOW::kLinear.linear_scratch(args, rows);
-  const std::size_t with = for_tiles(args.weight) ? scratch_for<AmxMethod>(args, rows) : 0;
-  return with > without ? with : without;
+void linear(const LinearArgs& args, const Step& step, Team& team) {
+  const bool is_done = with_tiles(args.weight, args.precision, [&]<class Method>(Method) {
+    if (std::is_same_v<Method, AmxMethod> && step.rows < kFewestRows) return QUIRE_BELOW::kLinear.linear(args, step, team);
+    on_tiles(step.rows, [&] { run_linear<Method>(args, step, team); });
+  });
+  if (!is_done) QUIRE_BELOW::kLinear.linear(args, step, team);
 }
 
-void heads(const HeadsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.heads(args, step, team); }
+std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
+  std::size_t bytes = QUIRE_BELOW::kLinear.linear_scratch(args, rows);
+  with_tiles(args.weight, args.precision,
+             [&]<class Method>(Method) { bytes = std::max(bytes, scratch_for<Method>(args, rows)); });
+  return bytes;
+}
 
-void experts(const ExpertsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.experts(args, step, team); }
+void heads(const HeadsArgs& args, const Step& step, Team& team) {
+  if (!rounds_activations(args.weights->front(), args.precision)) return QUIRE_BELOW::kLinear.heads(args, step, team);
+  on_tiles(step.rows, [&] {
+    run_heads(args, step, team, [&team](const LinearArgs& own, const Step& part) {
+      with_method(own.weight, own.precision, [&]<class Method>(Method) { run_head<Method>(own, part, team); });
+    });
+  });
+}
 
-std::size_t experts_scratch(const ExpertsArgs& args, int64_t rows, int threads) {
-  return QUIRE_BELOW::kLinear.experts_scratch(args, rows, threads);
+// A layer of which any matrix is left to the kernels below is left to them as a whole.
+bool experts_are_on_tiles(const ExpertsArgs& args) {
+  const auto fits = [&](const PackedWeight& weight) { return rounds_activations(weight, args.precision); };
+  return std::ranges::all_of(args.table->gate_up, fits) && std::ranges::all_of(args.table->down, fits);
+}
+
+void experts_on_tiles(const ExpertsArgs& args, const Step& step, Team& team) {
+  if (!experts_are_on_tiles(args)) return QUIRE_BELOW::kLinear.experts(args, step, team);
+  on_tiles(step.rows, [&] { experts(args, step, team); });
+}
+
+std::size_t scratch_of_experts(const ExpertsArgs& args, int64_t rows, int threads) {
+  return (experts_are_on_tiles(args) ? experts_scratch : QUIRE_BELOW::kLinear.experts_scratch)(args, rows, threads);
 }
 
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch, heads, experts, experts_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, heads, experts_on_tiles, scratch_of_experts};
 
 }  // namespace quire::QUIRE_ISA

@@ -3,7 +3,6 @@
 // so that neither the tile's height nor what else is in it shows.
 #pragma once
 
-#include "bf16_dot.h"
 #include "linear_driver.h"
 #include "linear_tiles.h"
 
@@ -55,6 +54,10 @@ const TileKernel kBf16PairTiles[] = {
 // Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch; a zero completes the last pair.
 struct Bf16Pairs {
   static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kRowStep = 1;
+  static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
+  static constexpr int64_t kGroupBytes = 0;
+  static constexpr bool kExpects = true;
   static constexpr int64_t kPrefetchAhead = 4096;  // twice the arithmetic: the reading is as much faster
 
   static TileLayout layout(const PackedWeight& weight) {
@@ -90,12 +93,6 @@ struct Bf16Pairs {
   static void multiply(const Tile& tile, int64_t rows) { kBf16PairTiles[rows - 1](tile); }
 
  private:
-  static void round_row(const float* from, int64_t count, uint16_t* out) {
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) round_bf16(out + k, load(from + k));
-    if (k < count) round_bf16(out + k, load_some(from + k, count - k));
-  }
-
   // `count` values (a multiple of 8) of four rows, `apart` from one another, to four places of a tile.
   static void store_four_rows(std::byte* out, int64_t pitch, const uint16_t* rows, int64_t apart, int64_t count) {
     for (int64_t pair = 0; pair < count / 2; pair += 4) {
@@ -106,10 +103,6 @@ struct Bf16Pairs {
     }
   }
 };
-
-bool multiplies_bf16(const PackedWeight& weight, MatmulPrecision precision) {
-  return precision == MatmulPrecision::kBFloat16 && weight.type == WeightType::kBF16;
-}
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

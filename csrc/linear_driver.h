@@ -6,26 +6,34 @@
 //
 // A Method says what a tile is:
 //   kRows                                    most rows of a tile
+//   kRowStep                                 tiles begin at multiples of this many rows
 //   kPrefetchAhead                           how many bytes ahead of the reading a stream of weights is asked for
+//   kBlockBytes                              of activations that are meant to stay in the L2 cache while panels stream
+//                                            through it: the faster the products, the more rows must share a panel
+//   kGroupBytes                              of panels that a tile passes before the next tile does, so that what it
+//                                            writes to a row lies together; 0: one panel
+//   kExpects                                 whether the output's lines are asked for before a tile is multiplied
 //   layout(weight)                           its memory (TileLayout)
 //   pack(weight, x, stride, rows, memory)    phase 1 for one tile
 //   multiply(tile, rows)                     phase 2: the sums of one tile and one panel into tile.out
 #pragma once
 
 #include "linear_tile.h"
+#include "norm_row.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 // Activations that every thread packs for itself: less work than waiting for the others.
 constexpr int64_t kPrivateBytes = 128 << 10;
-// Activations that are meant to stay in the L2 cache while panels stream through it.
+// Activations in the L2 cache, of methods on vectors.
 constexpr int64_t kBlockBytes = 256 << 10;
 // A run of panels that one thread streams through.
 constexpr int64_t kRunBytes = 256 << 10;
 
 struct Plan {
   int64_t tiles;       // that the rows are dealt to, as evenly as can be
+  int64_t row_step;    // they begin at multiples of it
   int64_t tile_bytes;
   int64_t panels;
   int64_t panel_bytes;
@@ -36,6 +44,7 @@ template <class Method>
 Plan make_plan(const PackedWeight& weight, int64_t rows) {
   Plan plan;
   plan.tiles = (rows + Method::kRows - 1) / Method::kRows;
+  plan.row_step = Method::kRowStep;
   plan.tile_bytes = Method::layout(weight).bytes;
   plan.panels = num_panels(weight);
   plan.panel_bytes = panel_bytes(weight);
@@ -155,70 +164,130 @@ class Runs {
   int64_t end_ = 0;
 };
 
-int64_t first_row_of(const Plan& plan, int64_t rows, int64_t tile) { return tile * rows / plan.tiles; }
-
-template <class Method>
-void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64_t tile, std::byte* packed) {
-  const int64_t first = first_row_of(plan, step.rows, tile), end = first_row_of(plan, step.rows, tile + 1);
-  const float* x = step.at(args.x) + first * args.x.stride;
-  Method::pack(args.weight, x, args.x.stride, end - first, packed + tile * plan.tile_bytes);
+int64_t first_row_of(const Plan& plan, int64_t rows, int64_t tile) {
+  const int64_t steps = (rows + plan.row_step - 1) / plan.row_step, row = tile * steps / plan.tiles * plan.row_step;
+  return row < rows ? row : rows;
 }
 
-// Tiles first .. end over one panel. x: the packed rows of tile `first`. after: the panel that this thread needs next (or
-// this one), which the passes ask for. is_cold: this one was not prefetched. expect(row, rows) is called before the rows
-// of a tile are multiplied, finish(sums, row_scales, row, rows) behind it; rows are counted from the plan's first.
+// What a layer multiplies: rows of x as they lie, or their norms in a thread's scratch, behind what it may have packed
+// for itself.
+struct InputRows {
+  const float* at;
+  int64_t stride;
+};
+
+template <int64_t kMostRows>
+InputRows input_rows(const LinearArgs& args, const Step& step, int64_t first, int64_t rows, Team& team) {
+  static_assert(kPrivateBytes + kMostRows * kMaxNormedFeatures * 4 <= static_cast<int64_t>(kThreadScratch));
+  const float* x = step.at(args.x) + first * args.x.stride;
+  if (!args.norms) return {x, args.x.stride};
+  const int64_t width = args.weight.in_features, stride = rounded_up(width, 16);
+  float* normed = reinterpret_cast<float*>(team.scratch() + kPrivateBytes);
+  for (int64_t r = 0; r < rows; ++r) norm_row(args.norm, x + r * args.x.stride, width, normed + r * stride);
+  return {normed, stride};
+}
+
+template <class Method>
+void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64_t tile, std::byte* packed, Team& team) {
+  const int64_t first = first_row_of(plan, step.rows, tile), rows = first_row_of(plan, step.rows, tile + 1) - first;
+  const InputRows x = input_rows<Method::kRows>(args, step, first, rows, team);
+  Method::pack(args.weight, x.at, x.stride, rows, packed + tile * plan.tile_bytes);
+}
+
+// Memory that a pass over a panel asks for meanwhile: `step` bytes for every 64 of the panel.
+struct Stream {
+  const std::byte* at;
+  int64_t step;
+  bool far;
+};
+
+// What pass `pass` of `passes` asks for: its part of `bytes` from `after` on, which the passes that follow read. A cold
+// panel was not asked for: its first pass asks for what lies just ahead of its reading.
+template <class Method>
+Stream stream_of(const std::byte* panel, const std::byte* after, int64_t bytes, int64_t panels, int64_t pass,
+                 int64_t passes, bool is_cold) {
+  if (is_cold) return {panel + Method::kPrefetchAhead, 64, false};
+  return {after + bytes * pass / passes, 64 * panels / passes, true};
+}
+
+// A tile over one panel. x: its packed rows. expect(row, rows) is called before they are multiplied, finish(sums,
+// row_scales, row, rows) behind it; rows are counted from the plan's first. widened: memory of kWidenedBytes for what is
+// made of the panel's values, or null; is_widened: a tile before this one filled it.
 template <class Method, class Expect, class Done>
-void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_rows, const std::byte* x, int64_t panel,
-                    const std::byte* after, bool is_cold, int64_t first, int64_t end, const Expect& expect,
-                    const Done& done) {
+void multiply_tile(const PackedWeight& weight, const Plan& plan, int64_t num_rows, const std::byte* x, int64_t panel,
+                   int64_t tile, const Stream& stream, std::byte* widened, bool is_widened,
+                   const Expect& expect, const Done& done) {
   const TileLayout layout = Method::layout(weight);
-  const int64_t groups = num_groups(weight);
+  const int64_t groups = num_groups(weight), scales = weight.type == WeightType::kNVFP4 ? 1 : groups;
+  const int64_t row = first_row_of(plan, num_rows, tile), rows = first_row_of(plan, num_rows, tile + 1) - row;
   alignas(64) float sums[Method::kRows * kPanel];
   Tile call;
   call.panel = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
-  const int64_t scales = weight.type == WeightType::kNVFP4 ? 1 : groups;
+  call.x = x;
+  call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
   call.scales = weight.scales ? weight.scales + panel * scales * kPanel : nullptr;
   call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
   call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
+  call.prefetch = stream.at;
+  call.prefetch_step = stream.step;
+  call.prefetch_far = stream.far;
+  call.widened = widened;
+  call.is_widened = is_widened;
+  expect(row, rows);
+  Method::multiply(call, rows);
+  done(sums, weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr, row, rows);
+}
+
+// Tiles first .. end over one panel. x: the packed rows of tile `first`. after: the panel that this thread needs next (or
+// this one), which the passes ask for. is_cold: this one was not prefetched. scratch: this thread's, whose last
+// kWidenedBytes are free.
+template <class Method, class Expect, class Done>
+void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_rows, const std::byte* x, int64_t panel,
+                    const std::byte* after, bool is_cold, int64_t first, int64_t end, std::byte* scratch,
+                    const Expect& expect, const Done& done) {
+  std::byte* widened = end - first > 1 ? scratch + kWidenedOffset : nullptr;
+  const std::byte* data = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
   for (int64_t tile = first; tile < end; ++tile, x += plan.tile_bytes) {
-    const int64_t row = first_row_of(plan, num_rows, tile), rows = first_row_of(plan, num_rows, tile + 1) - row;
-    call.x = x;
-    call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
-    call.prefetch_far = tile > first || !is_cold;
-    if (call.prefetch_far) {  // each pass asks for a part of the next panel
-      const int64_t passes = end - first - is_cold;
-      call.prefetch = after + plan.panel_bytes * (tile - first - is_cold) / passes;
-      call.prefetch_step = 64 / passes;
-    } else {  // just ahead of the reading
-      call.prefetch = call.panel + Method::kPrefetchAhead;
-      call.prefetch_step = 64;
-    }
-    expect(row, rows);
-    Method::multiply(call, rows);
-    done(sums, weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr, row,
-         rows);
+    const Stream stream = stream_of<Method>(data, after, plan.panel_bytes, 1, tile - first - is_cold,
+                                            end - first - is_cold, is_cold && tile == first);
+    multiply_tile<Method>(weight, plan, num_rows, x, panel, tile, stream, widened, tile > first, expect, done);
   }
 }
 
-// Tiles first .. end over one panel; next: the panel that follows.
+// Panels that a tile is multiplied with before the next tile is.
+struct PanelGroup {
+  int64_t first, count;
+};
+
+// Tiles first .. end over a group of panels; next: the group that follows.
 template <class Method>
-void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
-               int64_t next, bool is_cold, int64_t first, int64_t end) {
+void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, PanelGroup group,
+                PanelGroup next, bool is_cold, int64_t first, int64_t end, std::byte* scratch) {
   const PackedWeight& weight = args.weight;
   const Finish finish{args, step.at(args.residual), step.at(args.out),
                       weight.gated ? weight.out_features / 2 : weight.out_features};
-  const std::byte* after = static_cast<const std::byte*>(weight.data) + next * plan.panel_bytes;
-  multiply_panel<Method>(
-      weight, plan, step.rows, packed + first * plan.tile_bytes, panel, after, is_cold, first, end,
-      [&](int64_t row, int64_t rows) {
-        if (plan.shared) (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
-      },
-      [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
-        (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
-      });
+  const std::byte* data = static_cast<const std::byte*>(weight.data);
+  std::byte* widened = group.count == 1 && end - first > 1 ? scratch + kWidenedOffset : nullptr;  // it holds one panel
+  const int64_t passes = (end - first - is_cold) * group.count;
+  for (int64_t tile = first; tile < end; ++tile)
+    for (int64_t i = 0; i < group.count; ++i) {
+      const int64_t panel = group.first + i;
+      const Stream stream = stream_of<Method>(
+          data + panel * plan.panel_bytes, data + next.first * plan.panel_bytes, next.count * plan.panel_bytes,
+          next.count, (tile - first - is_cold) * group.count + i, passes, is_cold && tile == first);
+      multiply_tile<Method>(
+          weight, plan, step.rows, packed + tile * plan.tile_bytes, panel, tile, stream, widened, tile > first,
+          [&](int64_t row, int64_t rows) {
+            if (!Method::kExpects || !plan.shared) return;
+            (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
+          },
+          [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+            (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
+          });
+    }
 }
 
 template <class Method>
@@ -228,23 +297,33 @@ void run_linear(const LinearArgs& args, const Step& step, Team& team) {
   const Plan plan = make_plan<Method>(weight, step.rows);
   std::byte* packed = plan.shared ? step.shared_scratch : team.scratch();
   if (plan.shared) {
-    for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) pack_tile<Method>(args, step, plan, tile, packed);
+    for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) pack_tile<Method>(args, step, plan, tile, packed, team);
     team.barrier();
   } else {
-    for (int64_t tile = 0; tile < plan.tiles; ++tile) pack_tile<Method>(args, step, plan, tile, packed);
+    for (int64_t tile = 0; tile < plan.tiles; ++tile) pack_tile<Method>(args, step, plan, tile, packed, team);
   }
-  int64_t block = kBlockBytes / plan.tile_bytes;
+  int64_t block = Method::kBlockBytes / plan.tile_bytes;
   if (block < 4) block = 4;
   if (block > plan.tiles) block = plan.tiles;
   const int64_t blocks = (plan.tiles + block - 1) / block;
-  const int64_t longest = blocks > 1 ? 1 : kRunBytes / plan.panel_bytes + 1;
-  Runs runs(team, blocks * plan.panels, longest);
+  // A group is cut into no fewer items than keep the threads busy to the end.
+  int64_t width = plan.tiles == 1 ? 1 : Method::kGroupBytes / plan.panel_bytes;
+  if (width > blocks * plan.panels / (4 * team.count())) width = blocks * plan.panels / (4 * team.count());
+  if (width < 1) width = 1;
+  const int64_t groups = (plan.panels + width - 1) / width;
+  const auto group_of = [&](int64_t item) {
+    const int64_t index = item % groups, from = index * plan.panels / groups;
+    return PanelGroup{from, (index + 1) * plan.panels / groups - from};
+  };
+  const int64_t longest = blocks > 1 ? 1 : kRunBytes / (width * plan.panel_bytes) + 1;
+  Runs runs(team, blocks * groups, longest);
   bool is_cold = true;
   for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
-    const int64_t index = item / plan.panels, first = index * plan.tiles / blocks;
+    const int64_t index = item / groups, first = index * plan.tiles / blocks;
     const int64_t end = (index + 1) * plan.tiles / blocks, next = runs.ahead() < 0 ? item : runs.ahead();
     is_cold |= end - first == 1;  // a single pass asks for its own panel
-    run_panel<Method>(args, step, plan, packed, item % plan.panels, next % plan.panels, is_cold, first, end);
+    run_panels<Method>(args, step, plan, packed, group_of(item), group_of(next), is_cold, first, end,
+                       team.scratch());
     is_cold = false;
   }
 }

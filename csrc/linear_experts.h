@@ -47,8 +47,9 @@ struct ExpertMemory {
   std::size_t bytes;
 };
 
+template <class Method>
 int64_t expert_block(int64_t tile_bytes) {
-  const int64_t block = kBlockBytes / tile_bytes;
+  const int64_t block = Method::kBlockBytes / tile_bytes;
   return block < 2 ? 2 : block;
 }
 
@@ -56,11 +57,12 @@ int64_t expert_block(int64_t tile_bytes) {
 inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int threads, std::byte* base) {
   const ExpertTable& table = *args.table;
   const int64_t count = static_cast<int64_t>(table.down.size()), pairs = rows * args.top_k;
-  int64_t fewest_rows = kTileRows, own = 0, tile_bytes = 0;
+  int64_t fewest_rows = pairs + 1, most_rows = 1, own = 0, tile_bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
     with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
-      const int64_t bytes = Method::layout(table.gate_up[i]).bytes, packed = expert_block(bytes) * bytes;
+      const int64_t bytes = Method::layout(table.gate_up[i]).bytes, packed = expert_block<Method>(bytes) * bytes;
       own = packed > own ? packed : own;
+      most_rows = Method::kRows > most_rows ? Method::kRows : most_rows;
     });
     with_method(table.down[i], args.precision, [&]<class Method>(Method) {
       const int64_t bytes = Method::layout(table.down[i]).bytes;
@@ -74,7 +76,7 @@ inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int thr
   memory.inner_stride = rounded_up(table.down[0].in_features, 16);
   memory.tile_bytes = tile_bytes;
   memory.gathered = rounded_up(own, 64);
-  memory.own_bytes = memory.gathered + kTileRows * size * 4;
+  memory.own_bytes = memory.gathered + most_rows * size * 4;
   std::byte* at = base;
   const auto take = [&at](int64_t bytes) {
     std::byte* begin = at;
@@ -132,7 +134,7 @@ inline void plan_experts(const ExpertsArgs& args, const Step& step, const Expert
     rows = {i, memory.active[i].first - own, own, 0, plan.num_items, plan.num_tiles};
     with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
       const Plan tiles = expert_tiles<Method>(table.gate_up[i], own);
-      const int64_t longest = expert_block(tiles.tile_bytes), blocks = (tiles.tiles + longest - 1) / longest;
+      const int64_t longest = expert_block<Method>(tiles.tile_bytes), blocks = (tiles.tiles + longest - 1) / longest;
       rows.block = (tiles.tiles + blocks - 1) / blocks;
       plan.num_items += blocks * tiles.panels;
       plan.longest = tiles.panels > plan.longest ? tiles.panels : plan.longest;
@@ -230,7 +232,8 @@ inline void first_product(const ExpertsArgs& args, const Step& step, Team& team,
       const int64_t there = ahead < 0 ? panel : (ahead - memory.active[next].first_item) % num_panels(after);
       is_cold |= end - first == 1;
       multiply_panel<Method>(
-          weight, tiles, own.count, mine, panel, panel_of(after, there), is_cold, first, end, [](int64_t, int64_t) {},
+          weight, tiles, own.count, mine, panel, panel_of(after, there), is_cold, first, end, team.scratch(),
+          [](int64_t, int64_t) {},
           [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
             finish_gate(args, biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows,
                         memory.inner + (own.first + row) * memory.inner_stride + panel * (kPanel / 2),
@@ -312,7 +315,7 @@ inline void second_product(const ExpertsArgs& args, const Step& step, Team& team
       const float* biases = table.down_bias.empty() ? nullptr : table.down_bias[own.expert];
       with_method(weight, args.precision, [&]<class Method>(Method) {
         Plan tiles = expert_tiles<Method>(weight, own.count);
-        const int64_t block = expert_block(tiles.tile_bytes);
+        const int64_t block = expert_block<Method>(tiles.tile_bytes);
         tiles.tile_bytes = memory.tile_bytes;
         for (int64_t first = 0; first < tiles.tiles; first += block) {
           const int64_t end = first + block < tiles.tiles ? first + block : tiles.tiles;
@@ -323,7 +326,8 @@ inline void second_product(const ExpertsArgs& args, const Step& step, Team& team
             is_cold |= end - first == 1;
             multiply_panel<Method>(
                 weight, tiles, own.count, memory.packed + (own.first_tile + first) * memory.tile_bytes, panel,
-                panel_of(after, is_last ? from : panel + 1), is_cold, first, end, [](int64_t, int64_t) {},
+                panel_of(after, is_last ? from : panel + 1), is_cold, first, end, team.scratch(),
+                [](int64_t, int64_t) {},
                 [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
                   add_results(args, step, memory.pairs + own.first + row,
                               biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows, panel * kPanel,

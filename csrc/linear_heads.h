@@ -23,17 +23,19 @@ inline LinearArgs head_args(const HeadsArgs& args, int64_t head, int64_t first) 
 }
 
 template <class Method>
-void run_head(const LinearArgs& args, const Step& step, std::byte* packed) {
+void run_head(const LinearArgs& args, const Step& step, Team& team) {
+  std::byte* packed = team.scratch();
   Plan plan = make_plan<Method>(args.weight, step.rows);
   plan.shared = false;
-  for (int64_t tile = 0; tile < plan.tiles; ++tile) pack_tile<Method>(args, step, plan, tile, packed);
+  for (int64_t tile = 0; tile < plan.tiles; ++tile) pack_tile<Method>(args, step, plan, tile, packed, team);
   for (int64_t panel = 0; panel < plan.panels; ++panel) {
     const int64_t next = panel + 1 < plan.panels ? panel + 1 : panel;
-    run_panel<Method>(args, step, plan, packed, panel, next, panel == 0 || plan.tiles == 1, 0, plan.tiles);
+    run_panels<Method>(args, step, plan, packed, {panel, 1}, {next, 1}, panel == 0 || plan.tiles == 1, 0, plan.tiles,
+                       packed);
   }
 }
 
-// run(args, step, packed): run_head of the method that multiplies the weight.
+// run(args, step): run_head of the method that multiplies the weight.
 template <class Run>
 void run_heads(const HeadsArgs& args, const Step& step, Team& team, const Run& run) {
   const int64_t heads = static_cast<int64_t>(args.weights->size());
@@ -42,7 +44,7 @@ void run_heads(const HeadsArgs& args, const Step& step, Team& team, const Run& r
     const int64_t first = item % pieces * kHeadRows, left = step.rows - first;
     Step part = step;
     part.rows = left < kHeadRows ? left : kHeadRows;
-    run(head_args(args, item / pieces, first), part, team.scratch());
+    run(head_args(args, item / pieces, first), part);
   }
 }
 

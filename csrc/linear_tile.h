@@ -2,9 +2,13 @@
 #pragma once
 
 #include "linear_activations.h"
+#include "team.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+// At the end of a thread's scratch.
+inline constexpr std::size_t kWidenedBytes = 256 << 10, kWidenedOffset = kThreadScratch - kWidenedBytes;
 
 struct Tile {
   const std::byte* panel;
@@ -19,6 +23,8 @@ struct Tile {
   const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
   int64_t prefetch_step;
   bool prefetch_far;          // it is a panel away: into the L2 cache, where it does not push out what is being used
+  std::byte* widened;         // kWidenedBytes, for what a method computes of the panel: null for a single tile
+  bool is_widened;            // the tile before was multiplied by the same panel, with the same `widened`
 };
 
 QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {
@@ -29,6 +35,23 @@ QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {
 }
 
 using TileKernel = void (*)(const Tile&);
+
+// Value j of words of four int8, as float32: times 2^24 where kScaledPlaces.
+template <int j>
+QUIRE_INLINE vf i8_of_word(vi words) {
+#if defined(__AVX512F__)
+  // The byte goes to the top of its word, so that its sign is the word's.
+  const __m512i to_top = _mm512_set_epi32(
+#define QUIRE_TOP(lane) static_cast<int32_t>((lane * 4u + j) << 24 | 0x808080u)
+      QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0),
+      QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0));
+#undef QUIRE_TOP
+  if constexpr (j == 3) return to_float(words & static_cast<int32_t>(0xff000000u));
+  return to_float((vi)_mm512_shuffle_epi8((__m512i)words, to_top));
+#else
+  return to_float((words << (24 - 8 * j)) >> 24);
+#endif
+}
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

@@ -115,19 +115,7 @@ struct I8 : IntegerWords<I8> {
   static constexpr int kValues = 4;  // of k in a word
   template <int j>
   static QUIRE_INLINE vf value(vi words) {
-#if defined(__AVX512F__)
-    // The byte goes to the top of its word, so that its sign is the word's.
-    const __m512i to_top = _mm512_set_epi32(
-#define QUIRE_TOP(lane) static_cast<int32_t>((lane * 4u + j) << 24 | 0x808080u)
-        QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1),
-        QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2),
-        QUIRE_TOP(1), QUIRE_TOP(0));
-#undef QUIRE_TOP
-    if constexpr (j == 3) return to_float(words & static_cast<int32_t>(0xff000000u));
-    return to_float((vi)_mm512_shuffle_epi8((__m512i)words, to_top));
-#else
-    return to_float((words << (24 - 8 * j)) >> 24);
-#endif
+    return i8_of_word<j>(words);
   }
 };
 

@@ -72,15 +72,14 @@ struct WidePlan {
   std::size_t packed_bytes() const { return static_cast<std::size_t>(tiles * kWideRows * depth) * sizeof(float); }
 };
 
-inline void pack_wide_tile(const LinearArgs& args, const float* x, const WidePlan& plan, int64_t block, int64_t tile,
-                           float* packed) {
+inline void pack_wide_tile(const LinearArgs& args, const Step& step, const WidePlan& plan, int64_t block, int64_t tile,
+                           float* packed, Team& team) {
   const int64_t first = (plan.first_tile(block) + tile) * kWideRows, length = args.weight.in_features;
+  const int64_t rows = std::min(kWideRows, plan.rows - first);
+  const InputRows x = input_rows<kWideRows>(args, step, first, rows, team);
   for (int64_t base = 0; base < kWideRows; base += 4) {
     const float* row[8];  // the last row also stands for those that only fill its tile: what they give is dropped
-    for (int i = 0; i < 8; ++i) {
-      const int64_t at = first + base + i;
-      row[i] = x + (at < plan.rows ? at : plan.rows - 1) * args.x.stride;
-    }
+    for (int i = 0; i < 8; ++i) row[i] = x.at + std::min(base + i, args.norms ? rows - 1 : plan.rows - first - 1) * x.stride;
     for (int64_t start = 0; start < plan.depth; start += kWideDepth) {
       const int64_t end = plan.depth - start < kWideDepth ? plan.depth : start + kWideDepth;
       float* out = packed + plan.packed_at(block, tile, start) + base;
@@ -201,7 +200,7 @@ void run_wide(const LinearArgs& args, const Step& step, Team& team) {
   for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) {
     int64_t block = tile * plan.blocks / plan.tiles;
     while (plan.first_tile(block + 1) <= tile) ++block;
-    pack_wide_tile(args, step.at(args.x), plan, block, tile - plan.first_tile(block), packed);
+    pack_wide_tile(args, step, plan, block, tile - plan.first_tile(block), packed, team);
   }
   team.barrier();
   const Finish finish{args, step.at(args.residual), step.at(args.out),

@@ -165,22 +165,23 @@ void pack_integers(const PackedWeight& weight, const void* source, int64_t strid
   if (!is_integer(weight.type) && weight.type != WeightType::kE4M3)
     throw std::invalid_argument("the matrix does not hold values of a byte or less with float32 scales");
   const int64_t groups = num_groups(weight), bytes = panel_bytes(weight);
+  auto* panels = static_cast<std::byte*>(const_cast<void*>(weight.data));
+  PanelColumn places[kPanel];
   // Rows of one panel go together, group by group.
   for (int64_t block = 0; block < count; block += kPanel) {
-    const int64_t end = block + kPanel < count ? block + kPanel : count;
+    const int64_t rows = block + kPanel < count ? kPanel : count - block;
+    for (int64_t row = 0; row < rows; ++row) places[row] = panel_column(weight, first + block + row);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t begin = group * weight.group_size, length = group_length(weight, group);
       const int64_t base = padded_index(weight, begin);
-      for (int64_t row = block; row < end; ++row) {
-        const PanelColumn place = panel_column(weight, first + row);
-        const auto* values = static_cast<const uint8_t*>(source) + row * stride + begin;
-        if (row + 4 < end) prefetch(values + 4 * stride, length < 1024 ? length : 1024);
-        auto* panel = static_cast<std::byte*>(const_cast<void*>(weight.data)) + place.panel * bytes;
-        pack_group(weight.type, panel, base, place.column, values, length);
-        const int64_t at = (place.panel * groups + group) * kPanel + place.column;
-        const_cast<float*>(weight.scales)[at] = scales[row * scale_stride + group];
-        if (weight.offsets)
-          const_cast<float*>(weight.offsets)[at] = offsets ? offsets[row * scale_stride + group] : 0.0f;
+      const auto* values = static_cast<const uint8_t*>(source) + block * stride + begin;
+      for (int64_t row = 0; row < rows; ++row, values += stride) {
+        if (row + 4 < rows) prefetch(values + 4 * stride, length < 1024 ? length : 1024);
+        const auto [panel, column] = places[row];
+        pack_group(weight.type, panels + panel * bytes, base, column, values, length);
+        const int64_t at = (panel * groups + group) * kPanel + column, from = (block + row) * scale_stride + group;
+        const_cast<float*>(weight.scales)[at] = scales[from];
+        if (weight.offsets) const_cast<float*>(weight.offsets)[at] = offsets ? offsets[from] : 0.0f;
         if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[at] = sum_of(values, length);
       }
     }

@@ -42,6 +42,6 @@ class Team {
   std::byte* scratch_;
 };
 
-inline constexpr std::size_t kThreadScratch = std::size_t{1} << 20;
+inline constexpr std::size_t kThreadScratch = std::size_t{2} << 20;
 
 }  // namespace quire

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from quire import LLM
 from quire.engine.pooling_processor import activated, encode_pooled, normalized
-from quire.errors import ConfigError, PromptTooLongError, UserError
+from quire.errors import ConfigError, ModelLoadError, PromptTooLongError, UserError
 from quire.pooling_params import PoolingParams
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
@@ -95,6 +95,40 @@ def test_embeddings_like_transformers(llm: LLM, embedder: PreTrainedModel) -> No
         assert output.outputs.hidden_size == 48
     raw = llm.embed({"prompt_token_ids": tokens_of(TEXTS[0])}, pooling_params=PoolingParams(normalize=False), **QUIET)
     assert near(raw[0].outputs.embedding, hidden_states(embedder, tokens_of(TEXTS[0]))[0])
+
+
+def say_default_prompt(path: Path, name: str | None = "query") -> None:
+    prompts = {"prompts": {"query": "w5 w6 ", "document": "w9 "}, "default_prompt_name": name}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+
+
+def test_the_default_prompt_of_sentence_transformers(embedder: PreTrainedModel, tmp_path: Path) -> None:
+    path = save_with_tokenizer(embedder, tmp_path / "model")
+    say_default_prompt(path)
+    with LLM(str(path), num_threads=1) as llm:
+        found = llm.embed([TEXTS[0], {"prompt_token_ids": tokens_of(TEXTS[0])}], **QUIET)
+        assert [each.prompt_token_ids for each in found] == [tokens_of("w5 w6 " + TEXTS[0]), tokens_of(TEXTS[0])]
+        with pytest.raises(UserError, match="the text is empty"):
+            llm.embed("", **QUIET)
+    say_default_prompt(path, None)
+    with LLM(str(path), num_threads=1) as llm:
+        assert llm.embed(TEXTS[0], **QUIET)[0].prompt_token_ids == tokens_of(TEXTS[0])
+
+
+def test_a_default_prompt_that_cannot_be_had_is_refused(embedder: PreTrainedModel, tmp_path: Path) -> None:
+    path = save_with_tokenizer(embedder, tmp_path / "model")
+    say_default_prompt(path, "other")
+    with pytest.raises(ModelLoadError, match="default_prompt_name 'other' must be one of the prompts"):
+        LLM(str(path))
+    say_default_prompt(path)
+    (path / "modules.json").write_text(
+        json.dumps([{"type": "x.Transformer"}, {"type": "x.Pooling", "path": "1_Pooling"}])
+    )
+    (path / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(ModelLoadError, match="a mean without the tokens of the default prompt"):
+        LLM(str(path))
 
 
 def test_fewer_dimensions(llm: LLM, embedder: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu import records
 from benchmarks.gpu.attention_subjects import AttentionSubjects
+from benchmarks.gpu.family_subjects import FamilySubjects
 from benchmarks.gpu.limits import Ceilings, measure_ceilings
 from benchmarks.gpu.quantized_subjects import QuantizedSubjects
 from benchmarks.gpu.records import Record
@@ -48,11 +49,13 @@ def main() -> None:
 
 
 def in_order(shape: Shape, device: torch.device, scale: int) -> Iterator[Subject]:
-    """Attention, products, experts, sampling, and what is bound by memory: what decides designs comes first."""
+    """Attention, products, experts, what some families compute, sampling, and what is bound by memory: what decides
+    designs comes first."""
     subjects = Subjects(shape, device, scale)
     yield from AttentionSubjects(shape, device, scale).all()
     yield from subjects.products()
     yield from QuantizedSubjects(shape, device, scale).all()
+    yield from FamilySubjects(shape, device, scale).all()
     yield from SamplingSubjects(shape, device, scale).all()
     yield from subjects.others()
 

@@ -188,6 +188,42 @@ TARGETS = (
         "rows of a tile, keys of a part (latent_attention.py); counters of _latent_kernel",
     ),
     Target(
+        "delta rule, decodes >= 60 % of bandwidth",
+        least_share("delta rule decode"),
+        0.6,
+        "columns of a program, and what _rule_kernel spills (ahead_of_time 90 states)",
+    ),
+    Target(
+        "delta rule, prompts >= 5 % of the peak in bfloat16 (three products in TF32 for each could reach 17 %)",
+        least_share("delta rule prompt"),
+        0.05,
+        "spills of _rule_kernel: smaller tiles of a state, or keys by slices",
+    ),
+    Target(
+        "the indexer >= 50 % of its limit",
+        least_share("indexer"),
+        0.5,
+        "_choose_kernel reads the scores 18 times; keys of a part in _scores_kernel",
+    ),
+    Target(
+        "attention over chosen keys >= 50 % of its limit",
+        least_share("sparse attention"),
+        0.5,
+        "the keys of one token are not shared out over programs (_sparse_kernel)",
+    ),
+    Target(
+        "attention of encoders >= 40 % of its limit",
+        least_share("encoder attention"),
+        0.4,
+        "tiles of 64 by 64 and four warps in encoder_attention.py; launches without graphs",
+    ),
+    Target(
+        "means of texts >= 50 % of bandwidth",
+        least_share("means of texts"),
+        0.5,
+        "rows are added one by one in _mean_kernel",
+    ),
+    Target(
         "FP8 product of one token >= 70 % of bandwidth",
         least_share("fp8 product gate_up", only=("1 tokens",)),
         0.7,

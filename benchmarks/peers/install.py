@@ -81,6 +81,9 @@ def install_openvino(venv: Venv, _jobs: int) -> None:
     venv.pip("uninstall", "--yes", "torchvision")
 
 
+WITHOUT_TILES = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+
+
 def install_llama_cpp(venv: Venv, jobs: int) -> None:
     """The library, its benchmarks and its quantiser, from the sources that the Python binding ships.
 
@@ -101,6 +104,9 @@ def install_llama_cpp(venv: Venv, jobs: int) -> None:
         "LLAMA_BUILD_SERVER": "OFF",
         "LLAMA_BUILD_TESTS": "OFF",
         "LLAMA_BUILD_EXAMPLES": "OFF",
+        # Where a processor has AMX, products of 4 and 8 bits with more than one row end in a general protection fault.
+        "CMAKE_C_FLAGS": WITHOUT_TILES,
+        "CMAKE_CXX_FLAGS": WITHOUT_TILES,
     }
     build = venv.folder / "build"
     definitions = [f"-D{name}={value}" for name, value in options.items()]

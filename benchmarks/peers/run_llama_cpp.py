@@ -1,7 +1,8 @@
 """llama.cpp, through its C interface: all prompts first, then one token of every unfinished sequence a step.
 
 That order gives it its widest steps. The token with the best score is found by numpy, which takes less time than its
-own samplers. Options: fields of llama_context_params, such as n_ubatch or kv_unified.
+own samplers. Options: fields of llama_context_params, such as n_ubatch or kv_unified, or of llama_model_params, such as
+use_extra_bufts (whether weights are repacked for the processor).
 """
 
 from __future__ import annotations
@@ -54,16 +55,19 @@ class Engine:
 
     def __init__(self, model: str, threads: int, options: dict[str, Any]) -> None:
         api.llama_backend_init()
-        self._model = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
+        of_model = api.llama_model_default_params()
+        for name in options.keys() & {name for name, _ in of_model._fields_}:
+            setattr(of_model, name, options[name])
+        self._model = api.llama_model_load_from_file(model.encode(), of_model)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._params = api.llama_context_default_params()
         self._params.n_batch = 2048
         self._params.n_threads = self._params.n_threads_batch = threads
-        for name, value in options.items():
+        for name in options.keys() - {name for name, _ in of_model._fields_}:
             getattr(self._params, name)  # raises AttributeError for what is no option
-            setattr(self._params, name, value)
+            setattr(self._params, name, options[name])
         self._batch = Batch(self._params.n_batch)
         self._context = None
 

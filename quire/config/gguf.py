@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.config.families import GGUF
 from quire.config.families.family import GGUFNames
-from quire.config.gguf_tensors import expected_shapes, layer_of
+from quire.config.gguf_tensors import expected_shapes, layer_of, with_joined_experts
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
 from quire.config.rope import FULL, SLIDING
@@ -296,7 +296,7 @@ def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> No
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
-    expected = expected_shapes(keys.family, keys.names, config)
+    expected = with_joined_experts(expected_shapes(keys.family, keys.names, config), file.tensors.keys())
     for name, shape in expected.items():
         entry = file.tensors.get(name)
         if entry is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.families.family import Family, GGUFNames
@@ -12,6 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 SHARED = "ffn_gate_shexp"
 """A tensor that architectures with a shared expert have in each layer with experts."""
+GATE_EXPERTS, UP_EXPERTS, JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
 _WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 """The tensors whose names have no suffix in Hugging Face's checkpoints."""
 _BARE = "ssm_a"
@@ -62,6 +63,18 @@ def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any])
         mlp = dense if index < config.get("first_k_dense_replace", 0) else experts
         expected |= {f"blk.{index}.{name}": shape for name, shape in (mixer | mlp).items()}
     return expected
+
+
+def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:
+    """The same for a file in which some layers have gate above up in one tensor for each expert. present: its names."""
+    found = dict(expected)
+    for name in expected:
+        joined = name.replace(GATE_EXPERTS, JOINED_EXPERTS)
+        if name.endswith(f"{GATE_EXPERTS}.weight") and joined in present:
+            count, width, hidden = found.pop(name)
+            del found[name.replace(GATE_EXPERTS, UP_EXPERTS)]
+            found[joined] = (count, 2 * width, hidden)
+    return found
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Shapes:

@@ -147,7 +147,7 @@ HELP: dict[str, str] = {
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
-    "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16), fp8 (a GPU: activations are rounded like FP8 weights)",
+    "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
     "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",

@@ -1,7 +1,7 @@
 """What a model that pools does with the hidden states of a text: one vector, or the logits of its labels.
 
 The files of sentence-transformers say it (modules.json, 1_Pooling/config.json, config.json of further modules,
-sentence_bert_config.json), and for classifiers config.json. Imports no torch.
+sentence_bert_config.json, config_sentence_transformers.json), and for classifiers config.json. Imports no torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class PoolingConfig:
     last or the first ("cls") token's, or the mean over all. normalize: whether a vector has length 1 unless a request
     says otherwise. dense: what the vector goes through before that. activation: what makes probabilities of logits.
     dimensions: leading elements of a vector that are a vector of their own (Matryoshka); empty: `any_dimensions` says
-    whether every number of them is."""
+    whether every number of them is. prompt: what stands before each text that is embedded (sentence-transformers'
+    default prompt)."""
 
     task: Task
     method: Method
@@ -71,6 +72,7 @@ class PoolingConfig:
     dimensions: tuple[int, ...] = ()
     any_dimensions: bool = False
     dense: tuple[DenseModule, ...] = ()
+    prompt: str = ""
 
 
 def read_pooling(
@@ -96,13 +98,15 @@ def read_pooling(
         return _classifier(fields, is_encoder)
     matryoshka = fields.values.get("matryoshka_dimensions") or ()
     method: Method | None = None if modules is None else _method(path)
+    method = method or ("cls" if is_encoder else "last")
     return PoolingConfig(
         "embed",
-        method or ("cls" if is_encoder else "last"),
+        method,
         normalize=modules is None or any(kind == "Normalize" for kind, _ in modules),
         dimensions=_whole_numbers(fields, "matryoshka_dimensions", matryoshka),
         any_dimensions=fields.boolean("is_matryoshka", False),
         dense=tuple(_dense(path, folder) for kind, folder in modules or () if kind == "Dense"),
+        prompt=_default_prompt(path, method),
     )
 
 
@@ -207,6 +211,25 @@ def _method(path: Path) -> Method:
             f"{file}: pooling by {', '.join(chosen) or 'nothing'} is not supported (known: cls, mean and last token)"
         )
     return method
+
+
+def _default_prompt(path: Path, method: Method) -> str:
+    """The prompt that sentence-transformers puts before a text when its caller names none."""
+    file = path / "config_sentence_transformers.json"
+    values = read_optional_json(file)
+    name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise ModelLoadError(f"{file}: default_prompt_name {shown(name)} must be one of the prompts")
+    says_without = read_optional_json(path / "1_Pooling" / "config.json").get("include_prompt") is False
+    if prompt and says_without and method == "mean":
+        raise ModelLoadError(
+            f"{path / '1_Pooling' / 'config.json'}: a mean without the tokens of the default prompt "
+            "(include_prompt: false) is not supported"
+        )
+    return prompt
 
 
 def _whole_numbers(fields: Fields, key: str, listed: object) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
+from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -187,7 +188,8 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
     """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
-    every engine on a GPU does with them: not for weights that are cast to it here."""
+    every engine on a GPU does with them, not for weights that are cast to it here; and for GGUF files, which do not say
+    what they were made of: on a CPU with AMX their quantised weights, rounded more than that, are then concerned."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)
@@ -203,13 +205,15 @@ def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, 
                 param="matmul_precision",
             )
         return model.dtype
-    if asked == "bfloat16" and "bfloat16" not in (model.dtype, model.kv_cache_dtype):
+    is_gguf = model.path.suffix == GGUF_SUFFIX
+    concerned = (model.dtype, model.kv_cache_dtype)
+    if asked == "bfloat16" and "bfloat16" not in concerned and model.quantization is None and not is_gguf:
         raise ConfigError(
             f"matmul_precision='bfloat16' would change nothing: weights are {model.dtype} and the KV cache is "
             f"{model.kv_cache_dtype}",
             param="matmul_precision",
         )
-    if asked == "auto" and (model.dtype, stored_dtype(model.hf)) != ("bfloat16", "bfloat16"):
+    if asked == "auto" and not is_gguf and (model.dtype, stored_dtype(model.hf)) != ("bfloat16", "bfloat16"):
         return "float32"
     return asked
 

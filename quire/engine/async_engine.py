@@ -33,6 +33,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
 from quire.engine.long_prompts import encode_pieces
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
+from quire.engine.outbox import Outbox
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
@@ -111,6 +112,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
         self._front_end: FrontEnd = open_front_end(options, start)
+        self._front_end.encode_long_texts_elsewhere(options)
         self._client: EngineClient = self._front_end.client
         self._namespace = ""
         """What tells the keys of our requests from those of other processes."""
@@ -125,6 +127,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
+        self._outbox = Outbox(self._client)
         AsyncLoad.__init__(self)
         self._draining = False
         self._all_finished = asyncio.Event()
@@ -358,6 +361,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             self._check_alive()
             self._calls[call_id] = future
         try:
+            self._outbox.flush()
             self._client.send(Call(call_id, method, argument))
             result = await wait_for_answer(future, method, lambda: self._client.silence)
         finally:
@@ -447,11 +451,11 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             self._publish()
         for listener in self._listeners:
             listener.record_request(stream.request_id, request, text)
-        try:
-            self._client.send(message)
-        except EngineDeadError:
-            self._leave(stream)
-            raise
+        self._outbox.put(message, partial(self._fail, stream))
+
+    def _fail(self, stream: OutputStream, error: QuireError) -> None:
+        self._leave(stream)
+        stream.fail(error)
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
         """Drop a request that is not finished: here, in the core and in the metrics. Returns its last output, or
@@ -464,6 +468,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             except InternalError as error:
                 stream.fail(error)
                 output = None
+        self._outbox.flush()  # an abort comes behind its request
         self._send_aborts([Abort(stream.key)])
         if output is not None:
             output.request_id = stream.request_id

@@ -6,9 +6,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from quire.engine.input_processor import InputProcessor, RenderedChat
+from quire.engine.long_texts import ABANDONMENT, Abandonment
 from quire.errors import UserError
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -67,10 +69,16 @@ class AsyncText(ABC):
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
-        as much."""
+        as much. Cancelled, it ends what another process does for `work`."""
         if size <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+        context, abandonment = copy_context(), Abandonment()
+        context.run(ABANDONMENT.set, abandonment)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text_threads, context.run, work)
+        except asyncio.CancelledError:
+            abandonment.leave()
+            raise
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:

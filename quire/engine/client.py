@@ -44,8 +44,8 @@ class EngineClient(Protocol):
         """How often the core was started again."""
         ...
 
-    def send(self, message: ClientMessage) -> None:
-        """Queue a message and return at once. Raises EngineDeadError when the core is gone."""
+    def send(self, *messages: ClientMessage) -> None:
+        """Queue messages, in their order, and return at once. Raises EngineDeadError when the core is gone."""
         ...
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:

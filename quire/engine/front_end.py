@@ -11,6 +11,7 @@ from quire.config.resolve import resolve
 from quire.config.structured_outputs import OTHER_BACKENDS
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
+from quire.engine.long_texts import LONG_TEXT_CHARACTERS, LongTexts
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.logging import get_logger
@@ -30,6 +31,14 @@ class FrontEnd:
         self._input_processor: InputProcessor | None = None
         self._pooling_processor: PoolingProcessor | None = None
         self._making = threading.Lock()
+        self._long_texts: LongTexts | None = None
+
+    def encode_long_texts_elsewhere(self, options: EngineOptions) -> None:
+        """For a front end with an event loop: long texts must not keep it. options: those of this front end."""
+        if self.tokenizer is not None:
+            self._long_texts = LongTexts(options, self.config.model.vocab_size, self.tokenizer)
+            self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
+            self.tokenizer.encode_elsewhere = self._long_texts.encode
 
     @property
     def is_ready(self) -> bool:
@@ -64,7 +73,9 @@ class FrontEnd:
         return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the core, as EngineClient.shutdown, and what renders conversations. Idempotent."""
+        """Stop the core, as EngineClient.shutdown, and what renders conversations and tokenises. Idempotent."""
+        if self._long_texts is not None:
+            self._long_texts.close()
         self.client.shutdown(timeout)
         if self._input_processor is not None:
             self._input_processor.close()

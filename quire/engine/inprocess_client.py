@@ -43,10 +43,10 @@ class InProcessClient:
     def num_restarts(self) -> int:
         return 0
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, *messages: ClientMessage) -> None:
         with self._arrival:
             self._raise_if_dead()
-            self._messages.append(message)
+            self._messages.extend(messages)
             self._arrival.notify()
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:

@@ -271,7 +271,9 @@ class InputProcessor:
             token_ids = self.tokenizer.encode(content, add_special_tokens)
             self.check_embedding(self.tokenizer, token_ids)
         else:
-            token_ids = list(content)
+            token_ids = []
+            for some in _in_pieces(content if isinstance(content, list) else list(content)):
+                token_ids += some
             self.check_token_ids(token_ids, "prompt_token_ids")
         # Also when the tokenizer would put a token in front of nothing: an empty text is a caller's mistake.
         if not content or not token_ids:

@@ -52,6 +52,10 @@ class PoolingProcessor:
     def labels(self) -> tuple[str, ...]:
         return () if self._pooling is None else self._pooling.labels
 
+    def with_prompt(self, text: str) -> str:
+        """A text as the model embeds it: behind the default prompt, where its files name one."""
+        return text if not text or self._pooling is None else self._pooling.prompt + text
+
     def check_task(self, task: str) -> None:
         """Raise UserError for a task of TASKS that the model cannot do."""
         pooling = self._pooling
@@ -86,6 +90,8 @@ class PoolingProcessor:
         inputs.check_priority(priority)
         check_unicode(request_id, param="request_id")
         content, cache_salt = split_prompt(prompt, cache_salt)
+        if isinstance(content, str):
+            content = self.with_prompt(content)
         token_ids, second_segment = self._tokens(content, second, params.truncate_prompt_tokens)
         return EngineRequest(
             request_id=request_id,

@@ -119,7 +119,7 @@ class ProcessClient:
     def num_restarts(self) -> int:
         return 0
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, *messages: ClientMessage) -> None:
         _ = self.ready
         with self._sending:
             self._raise_if_dead()
@@ -127,7 +127,8 @@ class ProcessClient:
             # gone, such a one may keep libzmq 4.3.5 waiting for ever in `Context.term`.
             if self._process.poll() is not None:
                 self._raise_cause()
-            self._outbox.send(encode_message(self._encoder, message), zmq.NOBLOCK)
+            # The parts of one message: the engine's process is woken once, and reads them one by one.
+            self._outbox.send_multipart([encode_message(self._encoder, message) for message in messages], zmq.NOBLOCK)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready

@@ -116,20 +116,21 @@ class ReplicatedClient:
     def num_restarts(self) -> int:
         return 0
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, *messages: ClientMessage) -> None:
         with self._lock:
-            if self._death is not None:
-                raise _again(self._death)
-            match message:
-                case AddRequest(request):
-                    self._add(request, message)
-                case Abort(request_id, index):
-                    self._abort(request_id, index, message)
-                case Call():
-                    self._call(message)
-                case Shutdown():
-                    for number in list(self._living):
-                        self._deliver(number, message)
+            for message in messages:
+                if self._death is not None:
+                    raise _again(self._death)
+                match message:
+                    case AddRequest(request):
+                        self._add(request, message)
+                    case Abort(request_id, index):
+                        self._abort(request_id, index, message)
+                    case Call():
+                        self._call(message)
+                    case Shutdown():
+                        for number in list(self._living):
+                            self._deliver(number, message)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         deadline = None if timeout is None else time.monotonic() + timeout

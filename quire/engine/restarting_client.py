@@ -177,23 +177,12 @@ class RestartingClient:
     def silence(self) -> float:
         return 0.0 if self.is_restarting else self._client.silence
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, *messages: ClientMessage) -> None:
         with self._lock:
             self._raise_if_over()
-            match message:
-                case AddRequest(request):
-                    live = self._live[request.request_id] = _LiveRequest.of(request)
-                    if not self._search.allows(request.request_id):
-                        return
-                    live.is_sent = self._is_up
-                case Abort(request_id, index):
-                    self._note_abort(request_id, index)
-                case Call(call_id, method, argument):
-                    self._calls[call_id] = message
-                    if method == "unregister_prefix":
-                        self._prefixes.pop(argument, None)
-            if self._is_up:
-                self._deliver(message)
+            allowed = [message for message in messages if self._note_message(message)]
+            if self._is_up and allowed:
+                self._deliver(*allowed)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -222,6 +211,21 @@ class RestartingClient:
                 self._death = EngineDeadError("the engine was shut down")
             client = self._client
         client.shutdown(timeout)
+
+    def _note_message(self, message: ClientMessage) -> bool:
+        """Keep of a message what the next engine needs. Returns whether the engine that lives now may have it."""
+        match message:
+            case AddRequest(request):
+                live = self._live[request.request_id] = _LiveRequest.of(request)
+                live.is_sent = self._is_up and self._search.allows(request.request_id)
+                return live.is_sent
+            case Abort(request_id, index):
+                self._note_abort(request_id, index)
+            case Call(call_id, method, argument):
+                self._calls[call_id] = message
+                if method == "unregister_prefix":
+                    self._prefixes.pop(argument, None)
+        return True
 
     def _receive(self, deadline: float | None) -> EngineOutputs | None:
         """What the engine sends next; None at the deadline (of time.monotonic). Ends an engine that hangs, and raises
@@ -382,9 +386,9 @@ class RestartingClient:
                     live.is_sent = True
                     self._deliver(AddRequest(live.resumed()))
 
-    def _deliver(self, message: ClientMessage) -> None:
+    def _deliver(self, *messages: ClientMessage) -> None:
         with contextlib.suppress(EngineDeadError):  # the thread in `receive` notices; the next engine gets what lives
-            self._client.send(message)
+            self._client.send(*messages)
 
     def _give_up(self, death: EngineDeadError, reason: str) -> None:
         self._death = EngineDeadError(f"{reason}: {death}", summary=reason, error_id=death.error_id)

@@ -79,8 +79,8 @@ class SharedClient:
     def num_restarts(self) -> int:
         return self.state.engine.num_restarts
 
-    def send(self, message: ClientMessage) -> None:
-        self._send(message)
+    def send(self, *messages: ClientMessage) -> None:
+        self._send(*messages)
 
     async def ask(self, service: str, payload: bytes) -> bytes:
         """What a service of the parent answers. Raises EngineDeadError when the engine or the parent is gone, and
@@ -116,10 +116,11 @@ class SharedClient:
             os.close(self._wake_reader)
             os.close(self._wake_writer)
 
-    def _send(self, message: ClientMessage | Ask) -> None:
+    def _send(self, *messages: ClientMessage | Ask) -> None:
         with self._sending:
             self._raise_if_dead()
-            self._outbox.send_multipart((self._sender, encode_message(self._encoder, message)), zmq.NOBLOCK)
+            parts = [encode_message(self._encoder, message) for message in messages]
+            self._outbox.send_multipart([self._sender, *parts], zmq.NOBLOCK)
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
         """The next message for the front end; None when time is up."""

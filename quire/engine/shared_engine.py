@@ -208,46 +208,51 @@ class SharedEngine:
 
     def _carry_messages(self) -> None:
         while True:
-            sender, payload = self._inbox.recv_multipart()
+            sender, *payloads = self._inbox.recv_multipart()
             if sender == _STOP:
                 return
-            message = self._decoder.decode(payload)
-            while isinstance(message, AddRequest) and message.pieces:
-                take_piece(message)
-            self._take(int(sender), message)
+            messages = [self._decoder.decode(payload) for payload in payloads]
+            for message in messages:
+                while isinstance(message, AddRequest) and message.pieces:
+                    take_piece(message)
+            self._take(int(sender), messages)
 
     # From the sessions.
 
-    def _take(self, session: int, message: ClientMessage | Ask) -> None:
-        if isinstance(message, Ask):
-            answer = Answer(message.ask_id, self._answer(message))
-            with self._lock:
-                self._send(session, answer)
-            return
+    def _take(self, session: int, messages: list[ClientMessage | Ask]) -> None:
+        answers = [Answer(ask.ask_id, self._answer(ask)) for ask in messages if isinstance(ask, Ask)]
         with self._lock:
+            for answer in answers:
+                self._send(session, answer)
             if session not in self._sessions:
                 return  # what a process that has ended had still sent
-            match message:
-                case AddRequest(request):
-                    self._add(session, message, request)
-                case Abort(request_id, index):
-                    self._note_end(request_id, index)
-                    self._to_engine(message)
-                case Call(call_id, method, argument):
-                    number = next(self._numbers)
-                    self._calls[number] = session, call_id
-                    self._to_engine(Call(number, method, argument))
+            passed: list[ClientMessage] = []
+            for message in messages:
+                match message:
+                    case AddRequest(request):
+                        if self._add(session, request):
+                            passed.append(message)
+                    case Abort(request_id, index):
+                        self._note_end(request_id, index)
+                        passed.append(message)
+                    case Call(call_id, method, argument):
+                        number = next(self._numbers)
+                        self._calls[number] = session, call_id
+                        passed.append(Call(number, method, argument))
+            if passed:
+                self._to_engine(*passed)
 
-    def _add(self, session: int, message: AddRequest, request: EngineRequest) -> None:
+    def _add(self, session: int, request: EngineRequest) -> bool:
+        """Take note of a request, or reject it: another one of this name has not ended."""
         added = _Request.of(session, request)
         if added.name in self._names:
             text = f"request id {added.name!r} is already in use"
             rejected = RequestRejected(request.request_id, text, "request_id")
             self._send(session, EngineOutputs(rejections=[rejected]))
-            return
+            return False
         self._names.add(added.name)
         self._requests[request.request_id] = added
-        self._to_engine(message)
+        return True
 
     def _answer(self, ask: Ask) -> bytes | None:
         try:
@@ -256,9 +261,9 @@ class SharedEngine:
             logger.exception("the service %r failed", ask.service)
             return None
 
-    def _to_engine(self, message: ClientMessage) -> None:
+    def _to_engine(self, *messages: ClientMessage) -> None:
         with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
-            self._client.send(message)
+            self._client.send(*messages)
 
     # To the sessions.
 

@@ -1,8 +1,9 @@
-"""Native kernels one by one, for modelling code that only knows tensors. A model of Quire's own is recorded whole."""
+"""Native kernels in small programs, for modelling code that only knows tensors. A model of Quire's own is recorded
+whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,13 +23,15 @@ from quire.kernels.cpu.recorder import (
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.context import LayerContext
 from quire.layers.operations import HeadWeights
-from quire.models.eager_calls import Attend, Linear, Lookup
+from quire.models.eager_calls import Attend, Compute, Layer, Lookup
 from quire.quantization.interface import LayerLinear
 
 
 class NativeCalls:
-    """Instance of EagerCalls for a context that records: each operation is a program of its own, and all share their
-    working memory."""
+    """Instance of EagerCalls for a context that records: what is asked for at once is one program, and all programs
+    share their working memory."""
+
+    rotates = True
 
     def __init__(self, context: LayerContext, runtime: NativeRuntime) -> None:
         self._operations = context.operations
@@ -36,24 +39,39 @@ class NativeCalls:
         self._scratch = Scratch()
         self._calls: list[_RecordedCall] = []
 
-    def linear(self, method: LayerLinear, parameters: Any) -> Linear:
-        return self._call(lambda x: cast("Buffer", method.apply(parameters, x))).run
+    def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
+        def record(x: Buffer) -> list[Buffer]:
+            if first is None:
+                return [cast("Buffer", layer(x)) for layer in layers]
+            between = cast("Buffer", first(x))
+            return [between, *(cast("Buffer", layer(between)) for layer in layers)]
+
+        call = self._call(record)
+        return lambda x: call.run([x])
 
     def lookup(self, method: LayerLinear, parameters: Any) -> Lookup:
-        call = self._call(lambda indices: cast("Buffer", method.lookup(parameters, indices)))
+        call = self._call(lambda indices: [cast("Buffer", method.lookup(parameters, indices))])
         return call.run_indices
 
-    def attend(self, heads: HeadWeights) -> Attend:
+    def attend(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
         backend: Any = None
-        call: _RecordedCall | None = None
+        calls: dict[bool, _RecordedCall] = {}
 
-        def attend(qkv: torch.Tensor, step: PlannedStep) -> torch.Tensor:
-            nonlocal backend, call
+        def record(qkv: Buffer, rotation: Buffer | None = None) -> list[Buffer]:
+            attended = cast("Buffer", self._operations.attend(heads, qkv, rotation, backend))
+            return [attended, *(cast("Buffer", layer(attended)) for layer in behind)]
+
+        def attend(qkv: torch.Tensor, rotation: torch.Tensor | None, step: PlannedStep) -> list[torch.Tensor]:
+            nonlocal backend
             assert isinstance(step, NativeAttentionStep), "a native model attends natively"
-            if call is None or backend is not step.backend:
+            if backend is not step.backend:
                 backend = step.backend
-                call = self._call(lambda x: cast("Buffer", self._operations.attend(heads, x, None, backend)))
-            return call.run(qkv, step.plans)
+                for each in calls.values():
+                    each.release()
+            call = calls.get(rotation is not None)
+            if call is None:
+                call = calls[rotation is not None] = self._call(record)
+            return call.run([qkv] if rotation is None else [qkv, rotation], step.plans)
 
         return attend
 
@@ -62,33 +80,33 @@ class NativeCalls:
             call.release()
         self._scratch.release()
 
-    def _call(self, record: Callable[[Any], Buffer]) -> _RecordedCall:
+    def _call(self, record: Callable[..., list[Buffer]]) -> _RecordedCall:
         call = _RecordedCall(record, self._runtime, self._scratch)
         self._calls.append(call)
         return call
 
 
 class _RecordedCall:
-    """One operation as a program, recorded anew for more rows. record: gives the output's placeholder."""
+    """A few operations as a program, recorded anew for more rows. record: gives the placeholders of the results."""
 
-    def __init__(self, record: Callable[[Any], Buffer], runtime: NativeRuntime, scratch: Scratch) -> None:
+    def __init__(self, record: Callable[..., list[Buffer]], runtime: NativeRuntime, scratch: Scratch) -> None:
         self._record = record
         self._runtime = runtime
         self._scratch = scratch
         self._program: RecordedProgram | None = None
-        self._width = 0
+        self._widths: list[int] = []
 
-    def run(self, x: torch.Tensor, plans: Any = ()) -> torch.Tensor:
-        """x: [T, width] float32."""
-        num_rows, width = x.shape
-        x = _aligned_rows(x)
+    def run(self, inputs: Sequence[torch.Tensor], plans: Any = ()) -> list[torch.Tensor]:
+        """inputs: [T, width] float32 each. The results' rows begin at cache lines."""
+        num_rows = len(inputs[0])
         program = self._program
         if program is None or program.max_rows < num_rows:
             recorder = Recorder()
-            program = self._finish(recorder, recorder.external(width, x.stride(0)), num_rows)
-        out = _empty_rows(num_rows, self._width)
-        program.run(num_rows, plans=plans, externals=(x, out))
-        return out[:, : self._width].contiguous()
+            buffers = [recorder.external(x.shape[1], _stride(x.shape[1])) for x in inputs]
+            program = self._finish(recorder, buffers, num_rows)
+        outs = [_empty_rows(num_rows, width) for width in self._widths]
+        program.run(num_rows, plans=plans, externals=[*map(_aligned_rows, inputs), *outs])
+        return outs
 
     def run_indices(self, indices: torch.Tensor) -> torch.Tensor:
         """indices: [T] int64."""
@@ -96,19 +114,21 @@ class _RecordedCall:
         program = self._program
         if program is None or program.max_rows < num_rows:
             recorder = Recorder()
-            program = self._finish(recorder, RecordedIndices(recorder, _native.IndexSource.TOKEN_IDS), num_rows)
-        out = _empty_rows(num_rows, self._width)
+            program = self._finish(recorder, [RecordedIndices(recorder, _native.IndexSource.TOKEN_IDS)], num_rows)
+        out = _empty_rows(num_rows, self._widths[0])
         program.run(num_rows, token_ids=indices.contiguous(), externals=(out,))
-        return out[:, : self._width].contiguous()
+        return out
 
     def release(self) -> None:
         self._program = None
 
-    def _finish(self, recorder: Recorder, value: Any, num_rows: int) -> RecordedProgram:
-        result = self._record(value)
-        self._width = result.width
-        recorder.redirect(result, recorder.external(result.width, _stride(result.width)))
-        self._program = recorder.finish_program(result, self._runtime, rounded_rows(num_rows), self._scratch)
+    def _finish(self, recorder: Recorder, inputs: Sequence[Any], num_rows: int) -> RecordedProgram:
+        self._program = None
+        results = self._record(*inputs)
+        self._widths = [result.width for result in results]
+        for result in results:
+            recorder.redirect(result, recorder.external(result.width, _stride(result.width)))
+        self._program = recorder.finish_program(results[-1], self._runtime, rounded_rows(num_rows), self._scratch)
         return self._program
 
 
@@ -117,14 +137,15 @@ def _stride(width: int) -> int:
 
 
 def _empty_rows(num_rows: int, width: int) -> torch.Tensor:
-    return torch.empty(num_rows, _stride(width))
+    rows = torch.empty(num_rows, _stride(width))
+    return rows if rows.shape[1] == width else rows[:, :width]
 
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """The same rows, each at a multiple of a cache line."""
-    width = x.shape[1]
-    if width % ROW_ALIGNMENT == 0:
-        return x.contiguous()
-    rows = _empty_rows(len(x), width)
-    rows[:, :width] = x
+    num_rows, width = x.shape
+    if x.stride() == (_stride(width), 1):
+        return x
+    rows = _empty_rows(num_rows, width)
+    rows.copy_(x)
     return rows

@@ -43,6 +43,8 @@ def _merge_integers(parts: Sequence[IntegerWeight]) -> Sequence[IntegerWeight] |
 
 
 def _converted(part: IntegerWeight, bits: int, group_size: int, has_offsets: bool) -> IntegerWeight:
+    if (part.bits, part.group_size, part.offsets is not None) == (bits, group_size, has_offsets):
+        return part
     repeats = part.group_size // group_size
     scales, offsets = part.scales, part.offsets
     if has_offsets and offsets is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Self
@@ -69,5 +70,6 @@ def check_shape(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
 def check_scales(what: str, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise ModelLoadError for scales that are not finite float32 of this shape."""
     check_shape(what, scales, torch.float32, shape)
-    if not bool(torch.isfinite(scales).all()):
+    low, high = torch.aminmax(scales)  # NaN if any is
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ModelLoadError(f"{what} hold infinities or NaN")

@@ -119,7 +119,7 @@ class AnswerFormat:
         if self._mode == "none" and self._formats.excludes_tools:
             return None
         tools = self._body.tools if self._mode == "function" else self._tools
-        return [tool.to_dict() for tool in tools] or None
+        return [tool.to_dict() for tool in tools or ()] or None
 
     @property
     def parses(self) -> bool:

@@ -23,7 +23,7 @@ from quire.server.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from quire.server.streaming import DONE, encode_event
+from quire.server.streaming import DONE, TEXT_MARK, EventTemplate, encode_event
 from quire.server.weight import AnswerWeight, num_alternatives
 from quire.tokenization.infill import infill
 
@@ -47,6 +47,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
             is_streamed=body.stream,
             num_listed=len(body.logprob_token_ids or ()),
         )
+        self._streams_texts = (
+            body.logprobs is None and body.max_tokens > 0 and not body.return_token_ids and not body.continuous_usage
+        )
+        """Whether chunks behind the first have a text alone."""
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
         """Choices of which something was said."""
@@ -73,16 +77,31 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         absent = None if self._body.include_usage else UNSET
+        templates: dict[int, EventTemplate] = {}
         async with aclosing(await self._outputs()) as outputs:
             async for prompt_index, output in outputs:
+                if (index := self._index_of_text(prompt_index, output)) in templates:
+                    self._counter.count_output(prompt_index, output)
+                    yield templates[index].event(output.outputs[0].text)
+                    continue
                 for piece in self._pieces(prompt_index, output):
                     usage = self._counter.usage() if self._body.continuous_usage else absent
                     yield encode_event(self._response([piece], usage))
+                if index >= 0:
+                    marked = CompletionChoice(index=index, text=TEXT_MARK, finish_reason=None)
+                    templates[index] = EventTemplate(self._response([marked], absent))
         if self._body.include_usage:
             last = self._response([], self._counter.usage())
             last.metrics = self._times()
             yield encode_event(last)
         yield DONE
+
+    def _index_of_text(self, prompt_index: int, output: RequestOutput) -> int:
+        """The index of the choice to which the output adds a text and nothing else; -1: it says more."""
+        if len(output.outputs) != 1 or not self._streams_texts:
+            return -1
+        completion = output.outputs[0]
+        return prompt_index * self._params.n + completion.index if completion.finish_reason is None else -1
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body

@@ -80,6 +80,31 @@ class ConnectionLimits:
         )
 
 
+CHUNK_WRITER = "quire.chunk_writer"
+"""The entry of a request's scope with the ChunkWriter of its answer."""
+
+
+class ChunkWriter:
+    """Writes chunks of an answer that has begun straight to the connection. A stream sends one for each token, and the
+    middlewares, each of which would pass it on by a coroutine of its own, look at the beginning of an answer only."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, chunk: bytes) -> bool:
+        """Returns False, having written nothing, where the chunk must go the usual way: the client reads too slowly or
+        has left, the answer is not chunked, or the chunk is empty, which would be the last one."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if not chunk:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        return True
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Reads without pause, so that a hang-up is seen at any time; refuses what exceeds a bound, then hangs up.
 
@@ -191,6 +216,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) == MAX_NUM_PIPELINED:
             self._stop(_too_much_pipelined())
         super().on_headers_complete()
+        scope: Any = self.scope  # which has room for more than ASGI's own entries
+        scope[CHUNK_WRITER] = ChunkWriter(self.cycle)
         if self._running is None:
             self._running = self.cycle
         else:

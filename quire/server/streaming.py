@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import is_interrupt, panics_are_errors
+from quire.server.connection import CHUNK_WRITER, ChunkWriter
 from quire.server.disconnect import ClientDisconnectedError, run_until_disconnect
 from quire.server.errors import ApiError, error_body, to_api_error
 
@@ -21,6 +22,24 @@ _encoder = msgspec.json.Encoder()
 
 def encode_event(chunk: msgspec.Struct) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(chunk)
+
+
+TEXT_MARK = "\0text\0"
+"""Stands for the text of a chunk whose other fields are known."""
+_ENCODED_MARK = _encoder.encode(TEXT_MARK)
+
+
+class EventTemplate:
+    """The event of chunks that differ in one text alone. chunk: has TEXT_MARK in that place."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: msgspec.Struct) -> None:
+        self._before, found, self._after = encode_event(chunk).partition(_ENCODED_MARK)
+        assert found, "the chunk has the mark"
+
+    def event(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, _encoder.encode(text), self._after)
 
 
 async def replayed(events: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
@@ -53,15 +72,18 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_until_disconnect(receive, self._send_events(send))
+            await run_until_disconnect(receive, self._send_events(send, scope.get(CHUNK_WRITER)))
         except ClientDisconnectedError:
             return
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, writer: ChunkWriter | None) -> None:
+        """writer: None where another server than ours runs the application."""
         started = False
         async with aclosing(self.events) as events:
             try:
                 async for event in events:
+                    if writer is not None and started and writer.write(event):
+                        continue
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

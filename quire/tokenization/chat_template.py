@@ -24,6 +24,7 @@ from quire.tokenization.template_messages import (
     Rendered,
     Setup,
     TemplateLimits,
+    encode_each,
     encode_frame,
 )
 from quire.tokenization.tokenizer import Tokenizer
@@ -158,6 +159,7 @@ class ChatTemplate:
 
     def _encode(self, request: Render) -> bytearray:
         try:
+            request.variables["messages"] = encode_each(request.variables["messages"])
             frame = encode_frame(request)
         except UnicodeEncodeError as error:
             raise UserError(

@@ -16,6 +16,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from quire.config.gguf import NO_TOKEN
 from quire.config.hf_json import Fields
 from quire.errors import ModelLoadError
+from quire.tokenization.ranked_bpe import KIMI_PATTERN
 from quire.tokenization.sentencepiece import (
     BPE,
     CONTROL,
@@ -83,6 +84,32 @@ _DEEPSEEK3 = _Splitting(
     rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
     before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"),
 )
+_CASED_LETTERS = (
+    r"\x{41}-\x{5a}\x{61}-\x{7a}\x{b5}\x{c0}-\x{d6}\x{d8}-\x{f6}\x{f8}-\x{1ba}\x{1bc}-\x{1bf}\x{1c4}-\x{293}"
+    r"\x{295}-\x{2af}\x{370}-\x{373}\x{376}-\x{377}\x{37b}-\x{37d}\x{37f}\x{386}\x{388}-\x{38a}\x{38c}"
+    r"\x{38e}-\x{3a1}\x{3a3}-\x{3f5}\x{3f7}-\x{481}\x{48a}-\x{52f}\x{531}-\x{556}\x{10a0}-\x{10c5}"
+    r"\x{13a0}-\x{13f5}\x{13f8}-\x{13fd}\x{1c90}-\x{1cba}\x{1cbd}-\x{1cbf}\x{1d00}-\x{1d2b}\x{1d6b}-\x{1d77}"
+    r"\x{1d79}-\x{1d9a}\x{1e00}-\x{1f15}\x{1f18}-\x{1f1d}\x{1f20}-\x{1f45}\x{1f48}-\x{1f4d}\x{1f50}-\x{1f57}"
+    r"\x{1f59}\x{1f5b}\x{1f5d}\x{1f5f}-\x{1f7d}\x{1f80}-\x{1fb4}\x{1fb6}-\x{1fbc}\x{1fbe}\x{1fc2}-\x{1fc4}"
+    r"\x{1fc6}-\x{1fcc}\x{1fd0}-\x{1fd3}\x{1fd6}-\x{1fdb}\x{1fe0}-\x{1fec}\x{1ff2}-\x{1ff4}\x{1ff6}-\x{1ffc}"
+    r"\x{2102}\x{2107}\x{210a}-\x{2113}\x{2115}\x{2119}-\x{211d}\x{2124}\x{2126}\x{2128}\x{212a}-\x{212d}"
+    r"\x{212f}-\x{2134}\x{2139}\x{213c}-\x{213f}\x{2145}-\x{2149}\x{214e}\x{2183}-\x{2184}\x{2c00}-\x{2c7b}"
+    r"\x{2c7e}-\x{2ce4}\x{2ceb}-\x{2cee}\x{2cf2}-\x{2cf3}\x{a640}-\x{a66d}\x{a680}-\x{a69b}\x{a722}-\x{a76f}"
+    r"\x{a771}-\x{a787}\x{a78b}-\x{a78e}\x{ab70}-\x{abbf}\x{fb00}-\x{fb06}\x{fb13}-\x{fb17}\x{ff21}-\x{ff3a}"
+    r"\x{ff41}-\x{ff5a}\x{10400}-\x{1044f}\x{104b0}-\x{104d3}\x{104d8}-\x{104fb}\x{10c80}-\x{10cb2}"
+    r"\x{10cc0}-\x{10cf2}\x{118a0}-\x{118df}\x{1e900}-\x{1e943}"
+)
+"""Letters with a case, as DeepSeek's first tokenizer knows them: it has Georgian capitals, but no small letters."""
+_DEEPSEEK = _Splitting(
+    r"\p{N}",
+    before=(
+        r"[\r\n]",
+        rf"\s?[{_CASED_LETTERS}]+",
+        r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+        r"\s+$",
+        r"[\x{4e00}-\x{9fa5}\x{800}-\x{4e00}\x{ac00}-\x{d7ff}]+",
+    ),
+)
 _SPLITTINGS: Mapping[str, _Splitting] = {
     "gpt-2": _Splitting(),
     "smollm": _Splitting(single_digits=True),
@@ -92,7 +119,9 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
+    "deepseek-llm": _DEEPSEEK,
     "deepseek-v3": _DEEPSEEK3,
+    "kimi-k2": _Splitting(KIMI_PATTERN),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
     "llama4": _O200K,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
 class Tokenizer:
-    """A loaded tokenizer. Immutable and safe to use from several threads; long encodings release the GIL.
+    """A loaded tokenizer. Safe to use from several threads; long encodings release the GIL but for the list of ids.
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
     the usual one. name: what error messages call the tokenizer.
@@ -71,9 +71,16 @@ class Tokenizer:
         self.eos_token_id = self._special_id("eos_token")
         self.pieces = compile_pieces(backend)
         self._texts: dict[int, str] = {}
+        self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
+        """Encodes texts of more than `inline_characters` as this tokenizer would, in another process. Servers set
+        both."""
+        self.inline_characters = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises UserError for text that is not valid Unicode (lone surrogates)."""
+        if self.encode_elsewhere is not None and len(text) > self.inline_characters:
+            check_unicode(text)
+            return self.encode_elsewhere(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:

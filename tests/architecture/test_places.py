@@ -14,8 +14,8 @@ SUFFIXES = {
     ".yaml", ".service", ".dockerignore",
 }  # fmt: skip
 SKIPPED_FOLDERS = {"__pycache__", "runs"}
-SKIPPED_FILES = {"tokenizer.json"}
-"""A vocabulary holds whatever words its corpus had."""
+SKIPPED_FILES = {"tokenizer.json", ".git"}
+"""A vocabulary holds whatever words its corpus had; in a linked worktree .git is a file that names the repository."""
 # Written with brackets so that these patterns do not match their own source.
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|Users|root|opt|mnt|srv|work|workspace)[/](?=\w)")
 PACKAGE_SOURCE = re.compile(r"pypi[.]org|pythonhosted[.]org|download[.]pytorch|index[-_]url|find[-_]links")

@@ -14,6 +14,8 @@ from quire.config.gguf import read_gguf_config
 from quire.config.gguf_tensors import hf_name
 from quire.config.hf_config import load_model_config, model_fields
 from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
 from quire.config.rope import read_rope
 from quire.errors import ModelLoadError
 from tests.fakes.gguf import FLOAT32, GGUFWriter, StoredTensor, Typed, typed
@@ -97,6 +99,14 @@ def test_sizes(architecture: str, name: str, tmp_path: Path) -> None:
     rope = read_rope(fields, 8)
     assert (rope.rope_type, rope.theta, rope.rotary_dim) == ("default", 5000.0, 8)
     assert fields.where == str(path)
+
+
+def test_products_are_in_what_the_cpu_multiplies_faster(tmp_path: Path) -> None:
+    """The file does not say what its weights were before they were quantised."""
+    path = model().write(tmp_path / "model.gguf")
+    for asked in ("auto", "bfloat16", "float32"):
+        config = resolve(EngineOptions(model=str(path), attention_backend="native", matmul_precision=asked))
+        assert config.device.matmul_precision == asked
 
 
 def test_tied_embeddings_biases_window_and_ends(tmp_path: Path) -> None:

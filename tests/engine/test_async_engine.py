@@ -17,6 +17,7 @@ from quire.beam_search_params import BeamSearchParams
 from quire.config.options import EngineOptions
 from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.messages import AddRequest, ClientMessage
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -480,4 +481,70 @@ async def test_pending_are_those_that_the_engine_has_not_finished(engine: AsyncL
     rest = [output async for output in unread]
     assert sum(len(output.outputs[0].token_ids) for output in rest) <= 5
     assert rest[-1].finished
+    assert engine.num_unfinished == 0
+
+
+class Recorded:
+    """What an engine's client is sent: the messages of each call."""
+
+    def __init__(self, engine: AsyncLLM, error: QuireError | None = None) -> None:
+        self.calls: list[list[ClientMessage]] = []
+        self._send, self._error = engine._client.send, error
+        engine._client.send = self.send  # type: ignore[method-assign]
+
+    def send(self, *messages: ClientMessage) -> None:
+        self.calls.append(list(messages))
+        if self._error is not None:
+            raise self._error
+        self._send(*messages)
+
+
+async def test_requests_of_one_turn_of_the_loop_are_sent_at_once(engine: AsyncLLM) -> None:
+    await collect(engine, [1])  # until the engine is ready, requests are checked on other threads
+    sent = Recorded(engine)
+    await asyncio.gather(*(collect(engine, [1 + index, 2, 3]) for index in range(5)))
+    assert [len(messages) for messages in sent.calls] == [5]
+
+
+async def test_an_abort_in_the_turn_of_its_request_follows_it(engine: AsyncLLM) -> None:
+    await collect(engine, [1])
+    sent = Recorded(engine)
+    leaving = asyncio.create_task(collect(engine, [1, 2, 3], LONG, request_id="leaves"))
+    staying = asyncio.create_task(collect(engine, [1, 2, 3]))
+    while not engine._outbox:
+        await asyncio.sleep(0)
+    assert not sent.calls
+    await engine.abort("leaves")
+    assert await leaving == []
+    assert len(await staying) == 6
+    kinds = [type(message).__name__ for messages in sent.calls for message in messages]
+    assert kinds == ["AddRequest", "AddRequest", "Abort"]
+    assert (await until_empty(engine)).num_running == 0
+
+
+async def test_a_request_that_cannot_be_encoded_fails_alone(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    await collect(engine, [1])
+    send = engine._client.send
+
+    def choosy(*messages: ClientMessage) -> None:
+        if any(isinstance(message, AddRequest) and message.request.prompt_token_ids == [2] for message in messages):
+            raise OverflowError("no such integer")
+        send(*messages)
+
+    monkeypatch.setattr(engine._client, "send", choosy)
+    works = [collect(engine, [1 + index]) for index in range(3)]
+    first, second, third = await asyncio.gather(*works, return_exceptions=True)
+    assert isinstance(first, list)
+    assert isinstance(third, list)
+    assert isinstance(second, InternalError)
+    assert "no such integer" in str(second)
+    assert engine.num_unfinished == 0
+
+
+async def test_requests_that_cannot_be_sent_fail_with_the_cause(engine: AsyncLLM) -> None:
+    Recorded(engine, EngineDeadError("it is gone"))
+    works = [collect(engine, [1 + index, 2, 3]) for index in range(3)]
+    for error in await asyncio.gather(*works, return_exceptions=True):
+        assert isinstance(error, EngineDeadError)
+        assert "it is gone" in str(error)
     assert engine.num_unfinished == 0

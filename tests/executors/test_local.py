@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,18 +61,23 @@ def prefill(step_id: int, seq_id: int) -> StepPlan:
     return StepPlan(step_id, [seq_id], [0], [3], [seq_id], [0], new_sequences=[new])
 
 
-def worker_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "quire-worker"]
+Threads = Callable[[], list[threading.Thread]]
 
 
 @pytest.fixture(autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    yield
-    assert worker_threads() == []
+def worker_threads() -> Iterator[Threads]:
+    """The threads of executors that the test has started: none of them stays."""
+    before = set(threading.enumerate())
+
+    def started() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "quire-worker" and each not in before]
+
+    yield started
+    assert started() == []
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_a_life(config: EngineConfig, queue_depth: int) -> None:
+def test_a_life(config: EngineConfig, queue_depth: int, worker_threads: Threads) -> None:
     executor = LocalExecutor(with_depth(config, queue_depth))
     specs = executor.load_model()
     assert len(specs) == 3
@@ -143,11 +148,10 @@ def test_shutdown_waits_for_what_was_started(config: EngineConfig) -> None:
     assert [future.result().step_id for future in futures] == [0, 1, 2]
 
 
-def test_a_dropped_executor_takes_its_thread_along(config: EngineConfig) -> None:
+def test_a_dropped_executor_takes_its_thread_along(config: EngineConfig, worker_threads: Threads) -> None:
     executor = ready(with_depth(config, 2))
     executor.execute(prefill(0, 0)).result(timeout=60)
-    assert len(worker_threads()) == 1
-    thread = next(thread for thread in threading.enumerate() if thread.name == "quire-worker")
+    (thread,) = worker_threads()
     assert thread.daemon
     del executor
     gc.collect()

@@ -34,13 +34,14 @@ class MortalClient:
     def ready(self) -> EngineReady:
         return self.core.ready
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, *messages: ClientMessage) -> None:
         self._raise_if_dead()
-        if isinstance(message, AddRequest):
-            # As over a socket: nothing that the caller keeps and changes reaches the core.
-            message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)
-            self.request_ids.add(message.request.request_id)
-        self.core.send(message)
+        for message in messages:
+            if isinstance(message, AddRequest):
+                # As over a socket: nothing that the caller keeps and changes reaches the core.
+                message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)
+                self.request_ids.add(message.request.request_id)
+            self.core.send(message)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         self._raise_if_dead()

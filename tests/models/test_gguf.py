@@ -245,6 +245,30 @@ GEMMA_ROPE = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
+@pytest.mark.parametrize("type_name", ["F32", "Q4_0"])
+def test_gate_above_up_in_one_tensor(type_name: str, tmp_path: Path) -> None:
+    """The same weights as from two tensors."""
+    model = randomize(qwen3_moe(norm_topk_prob=True, hidden_size=64, moe_intermediate_size=32))
+    apart, _ = to_gguf(model, "qwen3moe", {"experts": type_name})
+    joined, _ = to_gguf(model, "qwen3moe", {"experts": type_name})
+    for writer in (apart, joined):
+        add_extras(writer, "qwen3moe", model)
+    for name in [name for name in joined.tensors if "ffn_gate_exps" in name]:
+        gate = joined.tensors.pop(name)
+        up = joined.tensors.pop(name.replace("gate", "up"))
+        count, width, hidden = gate.shape
+        parts = (np.frombuffer(each.data, dtype=np.uint8).reshape(count, -1) for each in (gate, up))
+        data = np.concatenate(list(parts), axis=1).tobytes()
+        joined.tensors[name.replace("gate", "gate_up")] = StoredTensor(gate.type, (count, 2 * width, hidden), data)
+    files = [writer.write(tmp_path / f"{name}.gguf") for name, writer in (("apart", apart), ("joined", joined))]
+    found = []
+    for path in files:
+        config = load_model_config(str(path), dtype="float32", max_model_len=None, revision=None, config_only=False)
+        found.append(chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0))), PROMPTS, 7))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", list(PLAIN_MODELS))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     architecture, make = PLAIN_MODELS[name]

@@ -141,6 +141,20 @@ def test_a_family_of_our_own_both_ways(quantization: str | None, tmp_path: Path)
     assert found[0] == found[1]
 
 
+def test_modules_of_one_tensor_are_computed_together(tmp_path: Path) -> None:
+    """Of a LLaMA: the norm with the projections, attention with its output, the norm with the gated block; between them
+    additions are all that is left to torch."""
+    with LLM(
+        str(save(make("Llama"), tmp_path)), attention_backend="native", model_impl="transformers", **OPTIONS
+    ) as llm:
+        generate(llm, PROMPTS[:1], max_tokens=1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            generate(llm, PROMPTS[:2], max_tokens=2)
+    computed = {each.key.removeprefix("aten::") for each in profile.key_averages()}
+    assert "add" in computed
+    assert not computed & {"rsqrt", "silu", "neg", "pow", "mm", "addmm"}
+
+
 def test_on_a_device(tmp_path: Path) -> None:
     reference = make("Starcoder2")
     with LLM(str(save(reference, tmp_path)), device="cpu", attention_backend="triton", **OPTIONS) as llm:

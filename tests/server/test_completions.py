@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from quire.server.completions import CompletionAnswer
+from quire.server.streaming import EventTemplate
 from tests.server.conftest import Served
 from tests.server.sse import chunks
 
@@ -173,6 +175,24 @@ class TestStreaming:
         assert {chunk["object"] for chunk in found} == {"text_completion"}
         assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None, None, None, "stop"]
         assert all("usage" not in chunk for chunk in found)
+
+    @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"prompt": ["=a", "=bcd"]}])
+    async def test_chunks_from_a_template_are_those_of_the_encoder(
+        self, served: Served, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        body = {"prompt": '="a\\b\n\u2603\x01 \U0001f600', "max_tokens": 60, "request_id": "same", **more}
+        made: list[str] = []
+        event = EventTemplate.event
+        monkeypatch.setattr(EventTemplate, "event", lambda self, text: made.append(text) or event(self, text))
+        templated = await stream(served, **body)
+        assert len(made) >= 2
+        monkeypatch.setattr(CompletionAnswer, "_index_of_text", lambda *_: -1)
+        made.clear()
+        plain = await stream(served, **body)
+        assert not made
+        for chunk in (*templated, *plain):
+            del chunk["created"]
+        assert sorted(map(repr, templated)) == sorted(map(repr, plain))
 
     async def test_usage_comes_last_with_no_choices(self, served: Served) -> None:
         found = await stream(served, prompt="=abc", stream_options={"include_usage": True})

@@ -130,10 +130,9 @@ async def test_the_key_says_whose_request_it_is(model_path: Path, monkeypatch: p
         clients = []
         send = served.engine._client.send
 
-        def note(message: ClientMessage) -> None:
-            if isinstance(message, AddRequest):
-                clients.append(message.request.client)
-            send(message)
+        def note(*messages: ClientMessage) -> None:
+            clients.extend(message.request.client for message in messages if isinstance(message, AddRequest))
+            send(*messages)
 
         monkeypatch.setattr(served.engine._client, "send", note)
         for key in ("first", "second", "first"):

@@ -21,7 +21,7 @@ from quire.server.settings import ServerSettings
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
 from tests.models.harness import randomize
 from tests.server.conftest import HOST, Served
-from tests.test_llm_pooling import TEXTS, save_with_tokenizer, tokens_of
+from tests.test_llm_pooling import TEXTS, save_with_tokenizer, say_default_prompt, tokens_of
 
 MODELS = {"embedder": ENCODERS["bert"], "classifier": CLASSIFIERS["bert"], "reranker": CLASSIFIERS["modernbert-one"]}
 
@@ -102,6 +102,16 @@ async def test_numbers_as_bytes(embedder: httpx.AsyncClient, order: str, kind: s
     else:
         assert np.array_equal(found, expected.numpy())
     assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_the_default_prompt_stands_before_texts(references: dict[str, object], tmp_path: Path) -> None:
+    path = save_with_tokenizer(references["embedder"], tmp_path / "model")  # type: ignore[arg-type]
+    say_default_prompt(path)
+    async with client_of(path) as client:
+        for special, extra in ((True, 2), (False, 0)):
+            body = {"input": TEXTS[0], "add_special_tokens": special}
+            answer = (await client.post("/v1/embeddings", json=body)).json()
+            assert answer["usage"]["prompt_tokens"] == len(TEXTS[0].split()) + 2 + extra
 
 
 async def test_a_conversation_has_a_vector(paths: dict[str, Path]) -> None:

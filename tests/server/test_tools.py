@@ -144,7 +144,7 @@ async def test_what_ends_a_call(served: Served) -> None:
 
 async def test_no_calls(served: Served) -> None:
     """Without tools, or with tool_choice none, the text of a call is content."""
-    for more in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
+    for more in ({"tools": None}, {"tools": None, "tool_choice": "none"}, {"tool_choice": "none"}):
         [choice] = (await ask(served, CALL, **more))["choices"]
         assert choice["message"]["content"] == CALL
         assert choice["message"]["tool_calls"] == []
@@ -202,7 +202,9 @@ async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
     assert message["reasoning"] == 'first {"a" '
     assert message["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
-    answer = await ask(served, "so</think>7", response_format=schema, chat_template_kwargs={"thinking": True}, tools=[])
+    answer = await ask(
+        served, "so</think>7", response_format=schema, chat_template_kwargs={"thinking": True}, tools=None
+    )
     assert answer["choices"][0]["message"]["content"] == "7"
     says = '[{"name": "get_time", "parameters": {}}]'
     answer = await ask(served, says, tool_choice="required", chat_template_kwargs={"thinking": False})
@@ -212,7 +214,7 @@ async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
 async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:
     async with serving(tool_model, structured_outputs_config={"enable_in_reasoning": True}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
-        thinking = {"chat_template_kwargs": {"thinking": True}, "tools": []}
+        thinking = {"chat_template_kwargs": {"thinking": True}, "tools": None}
         message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ('"ab"', None), "the template has opened the reasoning"
 
@@ -261,7 +263,7 @@ async def test_a_budget_for_thoughts(served: Served) -> None:
     assert await parts("abcdefgh tail", thinking_token_budget=0, chat_template_kwargs=thinking) == (None, " tail", 0)
     assert await parts("no thoughts", thinking_token_budget=0) == (None, "no thoughts", 0)
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
-    both = {"response_format": schema, "chat_template_kwargs": thinking, "tools": []}
+    both = {"response_format": schema, "chat_template_kwargs": thinking, "tools": None}
     assert await parts("ab--------7", thinking_token_budget=2, **both) == ("ab", "7", 2)
     answer = await ask(served, says, thinking_token_budget=3, n=3, max_tokens=40)
     assert [choice["message"]["reasoning"] for choice in answer["choices"]] == 3 * ["abc"]
@@ -426,7 +428,7 @@ async def test_calls_of_gpt_oss(tmp_path: Path) -> None:
 async def test_functions_instead_of_tools(served: Served) -> None:
     """OpenAI's former names, answered in their form, streamed as well; the model is shown tools."""
     functions = [WEATHER["function"], TIME["function"]]
-    asked = {"tools": [], "functions": functions}
+    asked = {"tools": None, "functions": functions}
     answer = await ask(served, "Look.\n" + CALLS, **asked, return_token_ids=True)
     [choice] = answer["choices"]
     message = choice["message"]
@@ -447,7 +449,7 @@ async def test_functions_instead_of_tools(served: Served) -> None:
         assert (found["message"]["function_call"], found["finish_reason"]) == (call, "stop")
     wrong = [{"name": "f", "parameters": {"type": "nonsense"}}]
     for more, param in (({"function_call": {"name": "f"}}, "functions"), ({}, None)):
-        asked = body("x", tools=[], functions=wrong, **more)
+        asked = body("x", tools=None, functions=wrong, **more)
         response = await served.client.post("/v1/chat/completions", json=asked)
         assert response.status_code == (400 if param else 200)
         assert param is None or response.json()["error"]["param"] == param
@@ -465,7 +467,7 @@ async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -
         {"role": "function", "name": "f", "content": "sunny"},
     ]
     async with serving(write_model(tmp_path / "functions", template, 512)) as served:
-        asked = body("", messages=messages, tools=[], functions=[{"name": "f"}], max_tokens=1, return_token_ids=True)
+        asked = body("", messages=messages, tools=None, functions=[{"name": "f"}], max_tokens=1, return_token_ids=True)
         answer = (await served.client.post("/v1/chat/completions", json=asked)).json()
         prompt = served.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
         assert prompt == "user ;assistant call00001Rom;tool call00001;"
@@ -475,19 +477,24 @@ async def test_a_conversation_with_functions(tool_model: Path, tmp_path: Path) -
     ("fields", "message"),
     [
         ({"tool_choice": "maybe"}, "tool_choice must be one of none, auto, required"),
-        ({"tool_choice": "required", "tools": []}, "when using tool_choice, tools must be set"),
+        ({"tool_choice": "required", "tools": None}, "when using tool_choice, tools must be set"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "nope"}}},
             "does not match any of the specified tools",
         ),
+        ({"tool_choice": "auto", "tools": None}, "when using tool_choice, tools must be set"),
+        ({"tools": []}, "tools must not be an empty list"),
         ({"tool_choice": {"type": "function"}}, "needs function"),
         ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, "only 'function' is"),
         ({"tools": [{"type": "function"}]}, "tools[0].function is required"),
         ({"tools": [{"function": {"name": "f" * 300}}]}, "tools[0].function.name"),
         ({"functions": [{"name": "f"}]}, "functions and function_call go without tools and tool_choice"),
-        ({"tools": [], "functions": [{"name": "f"}], "function_call": "required"}, "must be none, auto or a function"),
-        ({"tools": [], "functions": [{"name": "f"}], "function_call": {"name": "g"}}, "which is not in functions"),
-        ({"tools": [], "function_call": {"name": "g"}}, "which is not in functions"),
+        (
+            {"tools": None, "functions": [{"name": "f"}], "function_call": "required"},
+            "must be none, auto or a function",
+        ),
+        ({"tools": None, "functions": [{"name": "f"}], "function_call": {"name": "g"}}, "which is not in functions"),
+        ({"tools": None, "function_call": {"name": "g"}}, "which is not in functions"),
         ({"tool_choice": "required", "structured_outputs": {"json_object": True}}, "exclude one another"),
     ],
 )
@@ -499,7 +506,7 @@ async def test_a_model_without_tools(model_path: Path) -> None:
     """Its template shows no format: automatic choice is refused, forced calls work, and the server can be told."""
     async with serving(model_path) as served:
         assert '"auto" tool choice requires --enable-auto-tool-choice' in await error(served)
-        assert "needs a model whose chat template shows" in await error(served, tools=[], thinking_token_budget=3)
+        assert "needs a model whose chat template shows" in await error(served, tools=None, thinking_token_budget=3)
         [choice] = (await ask(served, '{"city": ""}', tool_choice={"function": {"name": "get_weather"}}))["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": ""}'
     async with serving(model_path, ServerSettings(tool_call_parser="pythonic", enable_auto_tool_choice=True)) as served:
@@ -516,7 +523,7 @@ async def test_a_model_without_tools(model_path: Path) -> None:
 async def test_parsers_can_be_switched_off(tool_model: Path) -> None:
     settings = ServerSettings(tool_call_parser="none", reasoning_parser="none")
     async with serving(tool_model, settings) as served:
-        answer = await ask(served, "<think>a</think>b", tools=[])
+        answer = await ask(served, "<think>a</think>b", tools=None)
         assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
         assert "completion_tokens_details" not in answer["usage"]
 

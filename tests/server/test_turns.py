@@ -95,13 +95,14 @@ async def test_no_request_has_more_than_its_share_in_the_engine(served: Served, 
     most = [0]
     send, take = served.engine._client.send, served.engine._take
 
-    def sent(message: Any) -> None:
-        if isinstance(message, AddRequest):
-            live[message.request.request_id] = message.request.params.num_sequences
-            most[0] = max(most[0], sum(live.values()))
-        elif isinstance(message, Abort):
-            live.pop(message.request_id, None)
-        send(message)
+    def sent(*messages: Any) -> None:
+        for message in messages:
+            if isinstance(message, AddRequest):
+                live[message.request.request_id] = message.request.params.num_sequences
+                most[0] = max(most[0], sum(live.values()))
+            elif isinstance(message, Abort):
+                live.pop(message.request_id, None)
+        send(*messages)
 
     def taken(outputs: Any) -> None:
         for update in outputs.updates:
@@ -162,10 +163,9 @@ async def test_parts_of_an_unseeded_request_draw_from_seeds_of_their_own(
     async with serving(model_path, max_num_seqs=ROWS) as served:
         send = served.engine._client.send
 
-        def noting(message: Any) -> None:
-            if isinstance(message, AddRequest):
-                sent.append(message.request)
-            send(message)
+        def noting(*messages: Any) -> None:
+            sent.extend(message.request for message in messages if isinstance(message, AddRequest))
+            send(*messages)
 
         monkeypatch.setattr(served.engine._client, "send", noting)
         await served.client.post("/v1/completions", json={**fields, "max_tokens": 2, "temperature": 1.0})

@@ -48,7 +48,22 @@ DEEPSEEK3 = (
     r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""As the tokenizer.json files of these families have them."""
+DEEPSEEK = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-\x{d7ff}]+",
+)
+"""As the tokenizer.json files of these families have them. (DeepSeek's first lists its letters: of those
+in these texts, the ones of these categories.)"""
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As in the code of Kimi's checkpoints."""
 
 
 def by_pattern(*patterns: str) -> pre_tokenizers.PreTokenizer:
@@ -67,6 +82,14 @@ RULES: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-4o": lambda: by_pattern(O200K),
     "qwen35": lambda: by_pattern(QWEN35),
     "deepseek-v3": lambda: by_pattern(*DEEPSEEK3),
+    "deepseek-llm": lambda: pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "kimi-k2": lambda: by_pattern(KIMI),
 }
 
 

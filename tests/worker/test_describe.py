@@ -58,21 +58,40 @@ def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pyt
         CpuPlatform(config)
 
 
-@pytest.mark.parametrize(("isa", "precision"), [("bf16_emulated", "bfloat16"), ("portable", "float32")])
+@pytest.mark.parametrize(
+    ("isa", "products"),
+    [
+        ("bf16_emulated", "bfloat16 products (bf16_emulated is an emulation, for tests)"),
+        ("portable", "float32 products"),
+    ],
+)
 def test_precision_for_weights_that_are_stored_in_bfloat16(
-    isa: str, precision: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    isa: str, products: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being told, an emulation uses what it emulates, and other instruction sets what they can do."""
+    """Without being told, an emulation uses what it emulates, and other instruction sets what they can do. Where there
+    was a choice, its reason is said."""
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     raw = json.loads((model_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     config = resolve(EngineOptions(model=str(tmp_path), num_threads=1))
-    assert CpuPlatform(config).describe().endswith(f"{precision} products")
+    assert CpuPlatform(config).describe().endswith(f", {products}")
 
 
 def test_an_instruction_set_that_cannot_multiply_bfloat16(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     options = EngineOptions(model=str(model_path), num_threads=1, dtype="bfloat16", matmul_precision="bfloat16")
-    with pytest.raises(ConfigError, match="needs a CPU with AVX512-BF16: portable cannot multiply bfloat16") as caught:
+    with pytest.raises(
+        ConfigError, match="needs a CPU with AVX512-BF16 or AMX: portable cannot multiply bfloat16"
+    ) as caught:
+        CpuPlatform(resolve(options))
+    assert caught.value.param == "matmul_precision"
+
+
+def test_quantised_weights_are_multiplied_in_bfloat16_on_tiles_alone(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_ISA", "bf16_emulated")
+    options = EngineOptions(model=str(model_path), num_threads=1, quantization="int8", matmul_precision="bfloat16")
+    with pytest.raises(ConfigError, match="would change nothing: bf16_emulated leaves activations") as caught:
         CpuPlatform(resolve(options))
     assert caught.value.param == "matmul_precision"

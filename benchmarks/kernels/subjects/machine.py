@@ -32,10 +32,10 @@ EXPECTED_PEAK = 100e9
 
 
 class Machine:
-    """isa, num_threads: as NativeRuntime's. Sets torch's threads to the same number."""
+    """The arguments are NativeRuntime's. Sets torch's threads to the same number."""
 
-    def __init__(self, isa: str, num_threads: int) -> None:
-        self.runtime = NativeRuntime(isa, num_threads)
+    def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
+        self.runtime = NativeRuntime(isa, num_threads, matmul_precision)
         torch.set_num_threads(num_threads)
         self.cache_bytes = last_level_cache_bytes()
 

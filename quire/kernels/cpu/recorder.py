@@ -9,8 +9,9 @@ that have no kernel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -159,11 +160,12 @@ class Recorder:
     ) -> RecordedProgram:
         """Place the buffers and build the programs. result: kept whole to the end of a run. scratch: working memory of
         the kernels, shared with other programs (None: of its own)."""
-        elements = place_buffers(self.calls, result)
+        calls = fuse_norms(self.calls, result)
+        elements = place_buffers(calls, result)
         segments: list[Segment] = []
         absent = _native.Ref()
         program: _native.Program | None = None
-        for call in self.calls:
+        for call in calls:
             is_gather = call.kernel == GATHER
             if call.function is not None:
                 program = None
@@ -199,6 +201,39 @@ class Segment:
 def rounded_rows(num_rows: int) -> int:
     """Rows that a program for `num_rows` is made for."""
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
+
+
+def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
+    """`calls`, where a linear layer that alone reads the norm before it normalises its rows itself, packing them: the
+    same bits, without writing the norm and reading it again. result: is kept."""
+    num_readers = Counter(
+        buffer for call in calls for buffer in {*call.buffers.values(), call.over} if buffer is not None
+    )
+    fused: list[Call] = []
+    for call in calls:
+        norm = fused[-1] if fused else None
+        if norm is not None and _is_input_norm(norm, call) and num_readers[norm.out] == 1 and norm.out is not result:
+            names = ("weight", "bias", "epsilon", "subtract_mean")
+            row_norm = _native.RowNorm(**{name: norm.constants[name] for name in names})
+            buffers, constants = call.buffers | {"x": norm.buffers["x"]}, call.constants | {"norm": row_norm}
+            fused[-1] = replace(call, buffers=buffers, constants=constants)
+        else:
+            fused.append(call)
+    return fused
+
+
+def _is_input_norm(norm: Call, call: Call) -> bool:
+    """Whether `call` is a linear layer of the rows that `norm` gives. A layer writes its output while others may still
+    read the rows: that must not go where they lie."""
+    return (
+        (norm.kernel, call.kernel) == ("norm", "linear")
+        and not norm.in_place
+        and call.buffers["x"] is norm.out
+        and norm.out.area == ARENA
+        and norm.out.width <= _native.MAX_NORMED_FEATURES
+        and call.over is not norm.buffers["x"]
+        and call.out.area == ARENA
+    )
 
 
 def place_buffers(calls: Sequence[Call], result: Buffer) -> int:

@@ -14,9 +14,10 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 class NativeRuntime:
     """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: of the pool, the
     calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply weights,
-    keys or values that are stored in it; "auto" does so where that is faster (quire/kernels/cpu/precision.py). The
-    attribute says which of the two it is. Raises ConfigError for an instruction set that is not available, and for a
-    precision that it does not have."""
+    keys or values that are stored in it (and others: `widens_to_bfloat16`); "auto" does so where that is faster
+    (quire/kernels/cpu/precision.py). The attribute says which of the two it is, precision_reason why (empty where
+    there was no choice). Raises ConfigError for an instruction set that is not available, and for a precision that it
+    does not have."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
@@ -26,11 +27,15 @@ class NativeRuntime:
         possible = _native.has_bf16_products(self.isa)
         if matmul_precision == "bfloat16" and not possible:
             raise ConfigError(
-                f"matmul_precision='bfloat16' needs a CPU with AVX512-BF16: {self.isa} cannot multiply bfloat16",
+                f"matmul_precision='bfloat16' needs a CPU with AVX512-BF16 or AMX: {self.isa} cannot multiply bfloat16",
                 param="matmul_precision",
             )
+        self.precision_reason = ""
         if matmul_precision == "auto":
-            matmul_precision = choose_precision(self.isa).precision
+            choice = choose_precision(self.isa)
+            matmul_precision = choice.precision
+            if possible:
+                self.precision_reason = choice.reason
         self.matmul_precision = matmul_precision
         self.pool = _native.Pool(num_threads, pin=True)
 
@@ -38,6 +43,11 @@ class NativeRuntime:
     def native_precision(self) -> _native.MatmulPrecision:
         """`matmul_precision` as programs take it."""
         return _PRECISIONS[self.matmul_precision]
+
+    @property
+    def widens_to_bfloat16(self) -> bool:
+        """Whether "bfloat16" concerns integers and small floats, too: the tiles of AMX multiply them so."""
+        return self.isa in ("amx", "amx_emulated")
 
     @property
     def binary(self) -> Path:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+_LOW_HALVES, _HALF_BITS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 Parts = tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32] | None]
 
 
@@ -34,7 +35,7 @@ class BlockFormat:
 
 def _q8_0(blocks: Bytes) -> Parts:
     """Scale, 32 signed bytes."""
-    return blocks[:, 2:].view(np.int8), _halves(blocks, 0), None
+    return _side_by_side(blocks[:, 2:]).view(np.int8), _halves(blocks, 0), None
 
 
 def _q4_0(blocks: Bytes) -> Parts:
@@ -126,12 +127,28 @@ def _quarters(packed: Bytes) -> Bytes:
 
 def _halves(blocks: Bytes, start: int) -> npt.NDArray[np.float32]:
     """[n, 1]: the half-precision number at byte `start` of each block."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+    return blocks[:, start : start + 2].view("<f2").astype(np.float32)
 
 
 def _split_halves(packed: Bytes) -> Bytes:
-    """[n, 16] -> [n, 32]: the low halves of all bytes, then the high halves."""
-    return np.concatenate((packed & 15, packed >> 4), axis=1)
+    """[n, w] -> [n, 2 w], w a multiple of 8: the low halves of all bytes, then the high halves."""
+    words = packed.view("<u8")
+    count, width = words.shape
+    out = np.empty((count, 2 * width), dtype="<u8")
+    for column in range(width):  # long loops over blocks, not a short one in each
+        word = words[:, column]
+        np.bitwise_and(word, _LOW_HALVES, out=out[:, column])
+        np.bitwise_and(word >> _HALF_BITS, _LOW_HALVES, out=out[:, width + column])
+    return out.view(np.uint8)
+
+
+def _side_by_side(packed: Bytes) -> Bytes:
+    """[n, w], w a multiple of 8 -> the same in one piece."""
+    words = packed.view("<u8")
+    out = np.empty(words.shape, dtype="<u8")
+    for column in range(words.shape[1]):
+        out[:, column] = words[:, column]
+    return out.view(np.uint8)
 
 
 def _five_bits(fifth: Bytes, packed: Bytes) -> npt.NDArray[np.int8]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +15,14 @@ import torch
 
 from quire.config.families.family import EXPERT, HEAD
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
-from quire.config.gguf_tensors import hf_name, layer_of
+from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
 
+T = TypeVar("T")
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 """Tensors of delta nets with rows of queries and keys in front of those of values."""
@@ -34,13 +38,14 @@ class GGUFWeights:
     """One file, or the files of a split model. directory: where error messages place the weights, here the (first)
     file itself.
 
-    Plain tensors are views of the file, quantised ones are made one at a time; the pages of a tensor are dropped when
-    the next one is asked for, so that the file is never in memory as a whole.
+    Plain tensors are views of the file, quantised ones are made two ahead; the pages of a tensor are dropped when all
+    of it is made, so that the file is never in memory as a whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.directory = path
         self.current: Path | None = path
+        self._reading = path
 
     @property
     def paths(self) -> list[Path]:
@@ -48,26 +53,51 @@ class GGUFWeights:
         return parts_of(self.directory)
 
     def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
-        """All tensors, quantised matrices as integers. report: called with (bytes done, bytes in all). Raises
-        ModelLoadError."""
+        """All tensors, quantised matrices as integers; the next one is made while the last is stored. report: called
+        with (bytes done, bytes in all). Raises ModelLoadError."""
+        try:
+            for each in read_ahead(self._read(), 2):
+                if isinstance(each, _Done):
+                    report(each.done, each.total)
+                else:
+                    self.current, name, weight = each
+                    yield name, weight
+        except ModelLoadError:
+            self.current = self._reading
+            raise
+
+    def _read(self) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
+        """Tensors with their files; behind the tensors of an entry, how far it is."""
         with GGUFFile(self.directory) as file:
             layout = head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
             for entry in file.tensors.values():
                 # The factors are a part of the configuration, read with it; layers behind the last predict more tokens.
                 if entry.name != ROPE_FACTORS and (layer_of(entry.name) or 0) < layout.num_layers:
-                    name = hf_name(entry.name, layout.names)
+                    name = hf_name(entry.name.replace(JOINED_EXPERTS, GATE_EXPERTS), layout.names)
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
-                    self.current = file.paths[entry.part]
-                    yield from _named(file, entry, layout, name)
+                    self._reading = file.paths[entry.part]
+                    for own, weight in _named(file, entry, layout, name):
+                        yield self._reading, own, weight
                     file.release(entry)
                 done += entry.num_bytes
-                report(done, total)
+                yield _Done(done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Bytes, of all."""
+
+    done: int
+    total: int
 
 
 def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) -> Iterator[tuple[str, WeightTensor]]:
     """A tensor under its name; of a stack of experts' matrices or biases, or of heads' matrices, each under its own."""
+    if entry.name.endswith(f"{JOINED_EXPERTS}.weight"):
+        yield from _gate_and_up(file, entry, layout)
+        return
     data, shape = file.data(entry), entry.shape
     number = next((number for number in (EXPERT, HEAD) if number in name), None)
     if len(shape) > 1 and number is not None:
@@ -88,6 +118,20 @@ def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) ->
             raise ModelLoadError(f"tensor {entry.name!r} must be negative")
         weight = weight.float().neg().log()
     yield name, weight
+
+
+def _gate_and_up(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> Iterator[tuple[str, WeightTensor]]:
+    """Of a tensor that has gate above up for each expert, both matrices of each."""
+    data, (count, rows, columns) = file.data(entry), entry.shape
+    size = entry.num_bytes // count // 2
+    for index in range(count):
+        for place, kind in enumerate((GATE_EXPERTS, UP_EXPERTS)):
+            own = entry.name.replace(JOINED_EXPERTS, kind)
+            part = replace(entry, name=own, shape=(rows // 2, columns), num_bytes=size)
+            name = hf_name(own, layout.names)
+            assert name is not None, "an architecture with gates of experts has both"
+            start = (2 * index + place) * size
+            yield name.replace(EXPERT, str(index)), _weight(data[start : start + size], part, layout)
 
 
 def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
@@ -196,3 +240,23 @@ def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
         scales=torch.from_numpy(scales),
         offsets=None if offsets is None else torch.from_numpy(offsets),
     )
+
+
+def read_ahead(items: Generator[T, None, None], depth: int) -> Iterator[T]:
+    """The same items in their order, `depth` of them made in advance, on a thread of their own. What making one raises
+    is raised where it would have come. Ended early, it waits for the item in the making and closes `items`."""
+
+    def make() -> tuple[T, ...]:
+        for item in items:
+            return (item,)
+        return ()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+        pending: deque[Future[tuple[T, ...]]] = deque(pool.submit(make) for _ in range(depth))
+        try:
+            while made := pending.popleft().result():
+                pending.append(pool.submit(make))
+                yield made[0]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            items.close()

@@ -94,26 +94,29 @@ class ToolChoice(msgspec.Struct, frozen=True):
 class ToolFields(SamplingFields, kw_only=True, frozen=True):
     """A generating request that may have tools.
 
-    tool_choice: none, auto, required, a function, or allowed tools; None: auto where there are tools.
+    tools: None, or one at least. tool_choice: none, auto, required, a function, or allowed tools; None: auto where
+    there are tools.
     parallel_tool_calls: false keeps the first call only. include_reasoning: whether the answer shows the model's
     thoughts."""
 
-    tools: Tools = msgspec.field(default_factory=list)
+    tools: Tools | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
     def check_tools(self) -> None:
-        """Raises UserError for a choice that does not fit the tools."""
+        """Raises UserError for a choice that does not fit the tools, and for an empty list of tools, as OpenAI does."""
         choice = self.tool_choice
         if isinstance(choice, str) and choice not in CHOICES:
             raise UserError(
                 f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, not {choice!r}",
                 param="tool_choice",
             )
-        if not self.tools and choice not in (None, "none", "auto"):
+        if self.tools == []:
+            raise UserError("tools must not be an empty list: leave the field out instead", param="tools")
+        if self.tools is None and choice not in (None, "none"):
             raise UserError("when using tool_choice, tools must be set", param="tool_choice")
-        known = {tool.function.name for tool in self.tools}
+        known = {tool.function.name for tool in self.tools or ()}
         for name in self.chosen_names:
             if name not in known:
                 raise UserError(
@@ -134,8 +137,8 @@ class ToolFields(SamplingFields, kw_only=True, frozen=True):
     @property
     def usable_tools(self) -> list[Tool]:
         """Those that may be called."""
-        names = self.chosen_names
-        return [tool for tool in self.tools if tool.function.name in names] if names else self.tools
+        names, tools = self.chosen_names, self.tools or []
+        return [tool for tool in tools if tool.function.name in names] if names else tools
 
     @property
     def choice_mode(self) -> str:

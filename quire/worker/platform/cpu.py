@@ -13,6 +13,7 @@ from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.experts import ExpertCounters
 from quire.models.claims import check_dummy
@@ -51,6 +52,13 @@ class CpuPlatform:
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
+            stored = (config.model.dtype, config.model.kv_cache_dtype)
+            if device.matmul_precision == "bfloat16" not in stored and not self._runtime.widens_to_bfloat16:
+                raise ConfigError(
+                    f"matmul_precision='bfloat16' would change nothing: {self._runtime.isa} leaves activations of "
+                    "quantised weights in float32 (only AMX does not), and nothing is stored in bfloat16",
+                    param="matmul_precision",
+                )
         # Native kernels have threads of their own, which torch's would only slow down.
         self._num_threads = device.num_threads if self._runtime is None else 1
 
@@ -73,7 +81,8 @@ class CpuPlatform:
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
         weights = model.dtype if model.quantization is None else model.quantization.method
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
-        return f"{kernels}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache, {precision} products"
+        reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
+        return f"{kernels}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache, {precision} products{reason}"
 
     def code_identity(self) -> dict[str, str]:
         if self._runtime is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.attention_subjects import AttentionSubjects, Batch, device_batch, padded, scattered_tables
+from benchmarks.gpu.family_subjects import FamilySubjects
 from benchmarks.gpu.kernels import TINY_SCALE, measured
 from benchmarks.gpu.limits import Ceilings, Work
 from benchmarks.gpu.quantized_subjects import QuantizedSubjects
@@ -38,6 +39,30 @@ def test_quantised_variants_run(kernel: str) -> None:
     for variant in subject.variants:
         (call,) = subject.calls(variant, cache_bytes=1)
         call()
+
+
+FAMILIES = {subject.kernel: subject for subject in FamilySubjects(TINY, CPU, TINY_SCALE).all()}
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_what_some_families_compute_runs(kernel: str) -> None:
+    """The last case of each kernel."""
+    (call,) = FAMILIES[kernel].calls("triton", cache_bytes=1)
+    call()
+
+
+def test_the_work_of_states_indexers_and_texts() -> None:
+    subjects = FamilySubjects(QWEN3_8B, CPU)
+    decode = subjects.rule_work(Batch(256, 1, 992))
+    state, row = 32 * 128 * 128, 32 * 128 + 16 * 128 + 32
+    assert decode.bytes == 256 * (4 * (state + 32 * row) + 2 * (8192 + 4096))
+    prompt = subjects.rule_work(Batch(1, 8192, 8192))
+    assert prompt.operations == 8192 * 32 * (4 * 128 * 128 + 4 * 32 * 256)
+    choose, attended = subjects.indexed_work(Batch(64, 1, 8192))
+    assert choose.operations == 2 * 64 * 8192 * 64 * 128
+    assert choose.bytes > 64 * 8192 * 128 * 2
+    assert attended.operations == 2 * 64 * 2048 * 128 * (576 + 512)
+    assert subjects.lengths(4, 4) == [2, 3, 4, 2]
 
 
 def test_the_work_of_experts_and_latents() -> None:

@@ -13,10 +13,10 @@ from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block
 from quire.kernels.reference import paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, SlidingWindowSpec
+from tests.kernels.cpu.linear_calls import BF16_ISAS
 
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
-"""amx shares the attention of avx512_bf16."""
-BF16_ISAS = [isa for isa in (*ISAS, "bf16_emulated") if _native.has_bf16_products(isa)]
+"""Those with kernels of their own for every cache: amx has some for products in bfloat16 alone."""
 POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3, 8)}
 PRODUCTS = "bfloat16 products"
 """A bfloat16 cache with queries and weights in bfloat16, among the names of caches."""

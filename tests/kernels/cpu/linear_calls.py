@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,16 @@ def _emulated() -> list[str]:
 ISAS = [*_native.available_isas(), *_emulated()]
 BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
 """Instruction sets that multiply bfloat16."""
+TILE_ISAS = [isa for isa in ISAS if isa.startswith("amx")]
+"""Those that multiply integers and small floats by activations in bfloat16."""
 KINDS = ("f32", "bf16", "f16", "i8", "i4", "e4m3", "mxfp4", "nvfp4", "i8_rounded", "i4_rounded", "bf16_rounded")
-CASES = [(kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)]
+WIDENED = ("i8_bf16", "i4_bf16", "e4m3_bf16", "mxfp4_bf16", "nvfp4_bf16")
+"""Types of weights, and what is done with activations: "rounded" to integers of 8 bits, or bfloat16 as the weights are;
+"bf16" to bfloat16 for weights that are not."""
+CASES = [
+    *((kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)),
+    *((kind, isa) for kind in WIDENED for isa in TILE_ISAS[:1]),  # the emulation is slow, and has the same bits
+]
 _TYPES = {
     "f32": WeightType.F32,
     "bf16": WeightType.BF16,
@@ -41,7 +50,7 @@ _POOLS: dict[int, _native.Pool] = {}
 
 
 def precision_of(kind: str) -> MatmulPrecision:
-    return MatmulPrecision.BFLOAT16 if kind == "bf16_rounded" else MatmulPrecision.FLOAT32
+    return MatmulPrecision.BFLOAT16 if kind in ("bf16_rounded", *WIDENED) else MatmulPrecision.FLOAT32
 
 
 def pool(threads: int) -> _native.Pool:
@@ -87,7 +96,7 @@ def random_matrix(
     """A packed matrix of random weights with values of about 1 / sqrt(in_features)."""
     random = torch.Generator().manual_seed(seed)
     rounded = kind.endswith("_rounded")
-    type_name = kind.removesuffix("_rounded")
+    type_name = kind.removesuffix("_rounded").removesuffix("_bf16")
     size = in_features**-0.5
     if type_name in ("f32", "bf16", "f16"):
         matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)
@@ -124,9 +133,16 @@ def random_matrix(
     return matrix
 
 
+class Normed(NamedTuple):
+    """Rows whose norm a layer multiplies."""
+
+    x: torch.Tensor
+    norm: _native.RowNorm
+
+
 def run_linear(
     matrix: PackedMatrix,
-    x: torch.Tensor,
+    x: torch.Tensor | Normed,
     *,
     isa: str,
     threads: int = 1,
@@ -135,8 +151,9 @@ def run_linear(
     in_place: bool = False,
     precision: MatmulPrecision = MatmulPrecision.FLOAT32,
 ) -> torch.Tensor:
-    """x: [rows, in_features]. in_place: the residual lies where the output goes. Two programs of three allow more rows
-    than these."""
+    """x: [rows, in_features], which may be `Normed`. in_place: the residual lies where the output goes. Two programs of
+    three allow more rows than these."""
+    x, norm = x if isinstance(x, Normed) else (x, None)
     rows = x.shape[0]
     width = matrix.out_features // 2 if matrix.gated else matrix.out_features
     program = _native.Program(isa, pool(threads), max(rows, 1) + rows % 3 * 20, precision)
@@ -153,6 +170,7 @@ def run_linear(
         no_residual if residual is None else places[1] if in_place else places[2],
         places[1],
         activation,
+        norm,
     )
     scratch = torch.full((program.scratch_bytes + 128,), 99, dtype=torch.uint8)
     start = -scratch.data_ptr() % 64
@@ -162,4 +180,17 @@ def run_linear(
     assert bool((scratch[:start] == 99).all())
     assert bool((scratch[start + program.scratch_bytes :] == 99).all())
     assert torch.equal(given.values, x) or bool(x.isnan().any())
+    return out.values.clone()
+
+
+def row_norm(
+    x: torch.Tensor, isa: str, weight: torch.Tensor, bias: torch.Tensor | None, *, centred: bool
+) -> torch.Tensor:
+    """The norm of each row as a layer of its own, with an epsilon of 1e-5."""
+    rows, width = x.shape
+    program = _native.Program(isa, pool(1), rows, MatmulPrecision.FLOAT32)
+    given, out = GuardedRows(rows, width, x), GuardedRows(rows, width)
+    places = (_native.Ref(0, 0, given.stride), _native.Ref(1, 0, out.stride))
+    program.norm(weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 1e-5, centred, width, *places)
+    program.run(rows, 0, 0, [], [given.address(), out.address()], 0)
     return out.values.clone()

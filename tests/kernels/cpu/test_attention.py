@@ -235,6 +235,21 @@ def test_same_bits_alone_and_in_a_batch(isa: str, cache: str, name: str) -> None
         assert torch.equal(whole, alone(name, history, Setting(isa, 1, cache))), index
 
 
+@pytest.mark.skipif("amx" not in BF16_ISAS, reason="the machine has no tiles")
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 80, 128, 136, 192, 256])
+def test_tiles_have_the_bits_of_their_emulation(head_dim: int) -> None:
+    """Every way to cut a head into tiles; items of one block of rows and of more; values of all sizes."""
+    layer = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5)
+    for each, options in ((layer, Options()), (replace(layer, window=70, soft_cap=3.0), Options(torch.randn(6)))):
+        history = History.random(300, each, seed=head_dim)
+        history.v *= torch.logspace(-42, 30, 300)[:, None, None]
+        outs = []
+        for isa in ("amx", "amx_emulated"):
+            pool = NativePool(each, [300], Setting(isa, 1, PRODUCTS), options)
+            outs.append(torch.cat([pool.step([history], [(0, n)])[0] for n in (280, 6, 1, 13)]))
+        assert torch.equal(outs[0].view(torch.int32), outs[1].view(torch.int32))
+
+
 @pytest.mark.parametrize(("isa", "cache"), [way for way in WAYS if way[1] != "bfloat16"])
 def test_same_bits_when_a_long_context_is_split_over_threads(isa: str, cache: str) -> None:
     """One new token at a time after a long prompt: 1 thread takes whole items, more threads cut them."""

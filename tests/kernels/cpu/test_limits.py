@@ -42,17 +42,19 @@ def test_operations_are_those_of_the_units(isa: str, threads: int) -> None:
 
 @every_isa
 def test_integers_are_counted_as_the_instruction_set_multiplies_them(isa: str) -> None:
-    """Four products of bytes where there are such instructions, else two of 16 bits (or one)."""
+    """Four products of bytes where there are such instructions, else two of 16 bits (or one). A unit of tiles
+    has 64 times as many."""
     ratio = _native.integer_limit(isa, POOLS[1], 1) / _native.float_limit(isa, POOLS[1], 1)
-    assert ratio in ((1, 2) if isa == "portable" else (4,))
+    assert ratio in ((1, 2) if isa == "portable" else (256,) if isa == "amx" else (4,))
 
 
 @every_pool
 def test_bfloat16_products_come_two_at_a_time(threads: int) -> None:
+    """In vectors; a unit of tiles has 64 times as many."""
     for isa in ("bf16_emulated", *filter(_native.has_bf16_products, _native.available_isas())):
         for units in (0, 1, 7):
             count = _native.bf16_limit(isa, POOLS[threads], units)
-            assert count == 2 * _native.float_limit(isa, POOLS[threads], units)
+            assert count == (128 if isa == "amx" else 2) * _native.float_limit(isa, POOLS[threads], units)
     with pytest.raises(ValueError, match="portable has no bfloat16 products"):
         _native.bf16_limit("portable", POOLS[threads], 1)
 

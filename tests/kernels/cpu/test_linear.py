@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.kernels.cpu._native import Activation, WeightType
+from quire.kernels.cpu import _native
+from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
-from tests.kernels.cpu.linear_calls import CASES, ISAS, precision_of, random_matrix, run_linear
+from tests.kernels.cpu.linear_calls import CASES, ISAS, Normed, precision_of, random_matrix, row_norm, run_linear
 
 ROWS = (1, 2, 3, 7, 8, 12, 13, 31, 32, 100)
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -39,7 +40,7 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _seen_by_kernel(kind: str, x: torch.Tensor) -> torch.Tensor:
     """x in float64 as the products see it."""
-    if kind == "bf16_rounded":
+    if precision_of(kind) == MatmulPrecision.BFLOAT16:
         return x.bfloat16().double()
     if not kind.endswith("_rounded"):
         return x.double()
@@ -213,6 +214,22 @@ def test_integer_kernels_agree_between_instruction_sets(isa: str) -> None:
     matrix = random_matrix("i8_rounded", 333, 50)
     x = torch.randn(9, 333, generator=torch.Generator().manual_seed(2))
     assert torch.equal(run_linear(matrix, x, isa=isa), run_linear(matrix, x, isa=ISAS[0]))
+
+
+@each_case
+@pytest.mark.parametrize("centred", [False, True])
+def test_rows_are_normalised_as_they_are_packed(kind: str, isa: str, centred: bool) -> None:
+    """The bits of the norm as a layer of its own. Rows that each thread packs for itself, and shared ones."""
+    for width, rows in ((70, 9), (333, 150)):
+        matrix = random_matrix(kind, width, 76, group_size=64, gated=centred, bias=True)
+        random = torch.Generator().manual_seed(8)
+        x = torch.randn(rows, width, generator=random) * 3 + 1
+        weight, bias = torch.rand(width, generator=random) + 0.5, torch.randn(width, generator=random)
+        normed = row_norm(x, isa, weight, bias if centred else None, centred=centred)
+        run = partial(run_linear, matrix, isa=isa, precision=precision_of(kind), threads=2)
+        norm = _native.RowNorm(weight.data_ptr(), bias.data_ptr() if centred else 0, 1e-5, centred)
+        assert torch.equal(run(Normed(x, norm)), run(normed))
+        assert not torch.equal(run(x), run(normed))
 
 
 @pytest.mark.skipif("amx_emulated" not in ISAS, reason="the build lacks the emulated tiles, or the machine VNNI")

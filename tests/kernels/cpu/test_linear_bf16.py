@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
-from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, KINDS, random_matrix, run_linear
+from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, KINDS, TILE_ISAS, WIDENED, random_matrix, run_linear
 
 SMALLEST_NORMAL = 2.0**-126
 each_bf16_isa = pytest.mark.parametrize("isa", BF16_ISAS)
@@ -24,19 +26,38 @@ def flushed(values: np.ndarray) -> np.ndarray:
     return np.where(np.abs(values) < SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
 
 
-def defined(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [rows, k] times weights [n, k] (bfloat16 values) as the instruction set's manual defines the sum: pair by pair
-    of k, the second of a pair first, each product added with one rounding; subnormal numbers count as zero."""
+def multiplies_in_tiles(isa: str) -> bool:
+    return isa.startswith("amx")
+
+
+def defined(x: torch.Tensor, weights: torch.Tensor, isa: str) -> torch.Tensor:
+    """x [rows, k] times weights [n, k] (bfloat16 values) as the instruction set's manual defines the sum.
+
+    Each product is added with one rounding; subnormal numbers count as zero. Vectors: pair by pair of k, the second of
+    a pair first. Tiles: of 32 values of k (zeros complete the last ones) those at even places in one chain and those at
+    odd ones in another; both are added up, and then to the sum of the tiles before.
+    """
     left = flushed(torch.from_numpy(flushed(x.numpy())).bfloat16().float().numpy()).astype(np.float64)
     right = flushed(weights.numpy()).astype(np.float64)
+    padding = -left.shape[1] % (32 if multiplies_in_tiles(isa) else 2)
+    left, right = (np.pad(side, ((0, 0), (0, padding))) for side in (left, right))
     sums = np.zeros((len(left), len(right)), np.float32)
-    for pair in range(0, left.shape[1], 2):
-        for k in (pair + 1, pair):
-            if k < left.shape[1]:
-                # Exact in double, but for sums whose terms are so far apart that rounding twice cannot show.
-                products = left[:, None, k] * right[None, :, k] + sums.astype(np.float64)
-                with np.errstate(over="ignore"):
-                    sums = flushed(products.astype(np.float32))
+
+    def chain(start: np.ndarray, places: Iterable[int]) -> np.ndarray:
+        for k in places:
+            # Exact in double, but for sums whose terms are so far apart that rounding twice cannot show.
+            products = left[:, None, k] * right[None, :, k] + start.astype(np.float64)
+            start = flushed(products.astype(np.float32))
+        return start
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not multiplies_in_tiles(isa):
+            places = (k for pair in range(0, left.shape[1], 2) for k in (pair + 1, pair))
+            return torch.from_numpy(chain(sums, places))
+        for first in range(0, left.shape[1], 32):
+            zero = np.zeros_like(sums)
+            even, odd = chain(zero, range(first, first + 32, 2)), chain(zero, range(first + 1, first + 32, 2))
+            sums = flushed(sums + flushed(even + odd))
     return torch.from_numpy(sums)
 
 
@@ -71,7 +92,7 @@ def test_every_bit_is_as_defined(isa: str, name: str) -> None:
     for seed, (depth, width) in enumerate(((1, 3), (2, 33), (37, 40), (301, 70))):
         x, weights = spread(13, depth, of_x, seed), spread(width, depth, of_weights, seed + 100)
         matrix = matrix_of(weights)
-        expected = defined(x, matrix.dequantize())
+        expected = defined(x, matrix.dequantize(), isa)
         for rows in (1, 2, 5, 13):
             assert torch.equal(multiply(matrix, x[:rows], isa).view(torch.int32), expected[:rows].view(torch.int32))
         assert depth < 30 or bool((expected != 0).any())
@@ -79,9 +100,11 @@ def test_every_bit_is_as_defined(isa: str, name: str) -> None:
 
 @each_bf16_isa
 def test_sums_go_past_the_largest_number_to_infinity(isa: str) -> None:
-    """A product is rounded with the sum, so that one that is too large alone may still cancel."""
+    """A product is rounded with the sum, so that one that is too large alone may still cancel: of vectors with the
+    second of its pair, of tiles with the one before in its chain."""
     x = torch.tensor([[2.0**100, 2.0**100, -(2.0**100)]])
-    weights = torch.tensor([[0.0, 2.0**28, 0.0], [0.0, -(2.0**28), 0.0], [2.0**28, -(2.0**27), 0.0], [2.0**27, 1, 1]])
+    cancels = [-(2.0**27), 0.0, -(2.0**28)] if multiplies_in_tiles(isa) else [2.0**28, -(2.0**27), 0.0]
+    weights = torch.tensor([[0.0, 2.0**28, 0.0], [0.0, -(2.0**28), 0.0], cancels, [2.0**27, 0, 1]])
     out = multiply(matrix_of(weights), x, isa)[0].tolist()
     assert out == [float("inf"), -float("inf"), 2.0**127, 2.0**127]
 
@@ -115,18 +138,22 @@ def test_nonfinite_values_stay_where_they_are(isa: str, bad: float) -> None:
 
 @each_bf16_isa
 def test_instruction_sets_agree(isa: str) -> None:
-    """Where nothing but a bias and a residual follows the sums, bit by bit, at any depth and height."""
+    """Where nothing but a bias and a residual follows the sums, bit by bit, at any depth and height: those on vectors,
+    and those on tiles."""
+    emulation = "amx_emulated" if multiplies_in_tiles(isa) else "bf16_emulated"
     for depth, width in ((1, 1), (255, 64), (1031, 99)):
         matrix = random_matrix("bf16", depth, width, bias=True)
-        x, residual = torch.randn(50, depth), torch.randn(50, width)
-        for rows in (1, 4, 50):
+        x, residual = torch.randn(70, depth), torch.randn(70, width)
+        for rows in (1, 4, 33, 70):
             out = multiply(matrix, x[:rows], isa, threads=2, residual=residual[:rows])
-            assert torch.equal(out, multiply(matrix, x[:rows], "bf16_emulated", residual=residual[:rows]))
+            assert torch.equal(out, multiply(matrix, x[:rows], emulation, residual=residual[:rows]))
 
 
 @each_bf16_isa
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("bf16")])
 def test_other_weights_are_not_concerned(isa: str, kind: str) -> None:
+    if f"{kind}_bf16" in WIDENED and isa in TILE_ISAS:
+        pytest.skip("widened to bfloat16 on tiles")
     matrix = random_matrix(kind, 70, 40, group_size=32, bias=True)
     x = torch.randn(20, 70)
     exact = run_linear(matrix, x, isa=isa, activation=Activation.SILU)

@@ -34,7 +34,7 @@ def cpu_info(tmp_path: Path) -> Path:
 def instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that multiplies bfloat16, whatever this machine has."""
     monkeypatch.setattr(_native, "has_bf16_products", lambda isa: isa != "old")
-    monkeypatch.setattr(_native, "available_isas", lambda: ["old", ISA])
+    monkeypatch.setattr(_native, "available_isas", lambda: ["old", ISA, "amx"])
 
 
 def describe(path: Path, vendor: str, family: int, model: int) -> Path:
@@ -99,6 +99,13 @@ def test_a_memory_that_cannot_be_written(cpu_info: Path, tmp_path: Path) -> None
 
 def test_without_the_instruction(cpu_info: Path) -> None:
     assert choose_precision("old", cpu_info=cpu_info, measure=never).precision == "float32"
+
+
+def test_tiles_are_not_measured(cpu_info: Path) -> None:
+    """Also on processors whose vector instruction is slow."""
+    describe(cpu_info, "GenuineIntel", 6, 143)
+    choice = choose_precision("amx", cpu_info=cpu_info, measure=never)
+    assert (choice.precision, "tiles" in choice.reason) == ("bfloat16", True)
 
 
 def test_an_emulation_uses_what_it_emulates(cpu_info: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, place_buffers
+from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, fuse_norms, place_buffers
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
 from quire.layers.operations import NormWeights, TorchOperations
@@ -71,6 +71,29 @@ def test_a_decoder_needs_few_places() -> None:
             wide = recorder.call("linear", inner, buffers={"x": normed, "residual": None})
             x = recorder.call("linear", 64, over=x, buffers={"x": wide, "residual": x})
     assert place_buffers(recorder.calls, x) == 64 + 64 + 256
+
+
+def _chain(*, result_is_norm: bool = False, reads_twice: bool = False, over_input: bool = False) -> list[str]:
+    """The kernels that a norm and the linear layer behind it become."""
+    recorder = Recorder()
+    x = recorder.call("embed", 64)
+    constants = {"weight": 0, "bias": 0, "epsilon": 1e-5, "subtract_mean": False, "width": 64}
+    normed = recorder.call("norm", 64, buffers={"x": x}, **constants)
+    out = recorder.call(
+        "linear", 64, over=x if over_input else None, buffers={"x": normed, "residual": x if over_input else None}
+    )
+    if reads_twice:
+        recorder.call("elementwise", 64, buffers={"x": out, "y": normed})
+    calls = fuse_norms(recorder.calls, normed if result_is_norm else out)
+    assert all(call.buffers["x"] is x for call in calls if "norm" in call.constants)
+    return [call.kernel for call in calls]
+
+
+def test_a_linear_layer_takes_the_norm_that_it_alone_reads() -> None:
+    assert _chain() == ["embed", "linear"]
+    assert _chain(result_is_norm=True) == ["embed", "norm", "linear"]
+    assert _chain(reads_twice=True) == ["embed", "norm", "linear", "elementwise"]
+    assert _chain(over_input=True) == ["embed", "norm", "linear"]
 
 
 def test_a_result_may_be_older_than_the_last_call() -> None:

@@ -1,0 +1,236 @@
+"""Long texts are tokenised in processes of their own: the tokenizers library makes the list of a text's ids in one
+call, during which no other thread of the process runs, the one that serves streams included.
+
+The processes start with the first long text, are reused, and end with the front end. A text whose caller has left ends
+the process that works on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+import msgspec
+
+from quire.config.options import EngineOptions
+from quire.errors import EngineDeadError, InternalError, UserError
+from quire.tokenization.template_messages import encode_frame, read_frame
+from quire.tokenization.tokenizer import SAMPLE, Tokenizer
+from quire.utils.child_process import describe_exit, kill, start_interpreter
+
+LONG_TEXT_CHARACTERS = 2**18
+"""Shorter texts are tokenised here: the list of their ids is made in 2 ms."""
+PIECE_TOKENS = 2**16
+"""Of the ids that become Python integers at a time. Other threads run between two pieces."""
+ID_BYTES = 4
+MAX_REPLY_BYTES = 2**40
+
+
+class Setup(msgspec.Struct):
+    """What a process is told: one line of JSON on its standard input. fd: its end of the connection."""
+
+    options: EngineOptions
+    vocab_size: int
+    fd: int
+
+
+class Text(msgspec.Struct):
+    text: str
+    add_special_tokens: bool
+
+
+class Encoded(msgspec.Struct, tag=True):
+    """ids: numbers of ID_BYTES bytes in the machine's order."""
+
+    ids: bytes
+
+
+class NotEncoded(msgspec.Struct, tag=True):
+    """reason: what was wrong; is_user_error: with the text."""
+
+    reason: str
+    is_user_error: bool
+
+
+_DECODER = msgspec.msgpack.Decoder(Encoded | NotEncoded)
+
+
+class Abandonment:
+    """Whether the caller of some work has left, and how to end that work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_left = False
+        self._end: Callable[[], None] | None = None
+
+    def leave(self) -> None:
+        """The caller has left."""
+        with self._lock:
+            self._has_left = True
+            if self._end is not None:
+                self._end()
+
+    @contextlib.contextmanager
+    def ended_by(self, end: Callable[[], None]) -> Iterator[None]:
+        """Around the work, which `end` ends, called on any thread."""
+        with self._lock:
+            if self._has_left:
+                raise InternalError("the caller of this work has left")
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
+ABANDONMENT: ContextVar[Abandonment | None] = ContextVar("abandonment", default=None)
+"""Of the work that this thread does for a caller on another one."""
+
+
+class TokenizerProcess:
+    """A process with the engine's tokenizer. Used by one thread, except for `kill`. Raises InternalError when it cannot
+    be started, or reads another tokenizer than `tokenizer` from its files."""
+
+    def __init__(self, options: EngineOptions, vocab_size: int, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_checked = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                line = msgspec.json.encode(Setup(options, vocab_size, theirs.fileno()))
+                name = "quire-tokenizer"
+                self._process = start_interpreter("quire.engine.long_texts_process", name, line, [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise _failure(f"cannot be started: {error.strerror}") from None
+        self._connection = ours
+        self._finalizer = weakref.finalize(self, _end, self._process, ours, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As Tokenizer.encode. After any error but UserError the process is of no use."""
+        if not self._is_checked:
+            if _listed(self._ask(Text(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
+                raise _failure("read another tokenizer than this process: its files have changed since the start")
+            self._is_checked = True
+        return _listed(self._ask(Text(text, add_special_tokens)))
+
+    def kill(self) -> None:
+        """End the process; `encode` of another thread finds the connection closed."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Leave nothing of the process. Idempotent."""
+        self._finalizer()
+
+    def _ask(self, text: Text) -> bytes:
+        try:
+            self._connection.sendall(encode_frame(text))
+            reply = read_frame(self._connection, MAX_REPLY_BYTES)
+        except ConnectionError:
+            reply = None
+        if reply is None:
+            raise _failure(describe_exit(self._process.wait()))
+        answer = _DECODER.decode(reply)
+        if isinstance(answer, Encoded):
+            return answer.ids
+        raise UserError(answer.reason) if answer.is_user_error else _failure(f"failed: {answer.reason}")
+
+
+class LongTexts:
+    """As many processes as texts were encoded at a time. Thread-safe."""
+
+    def __init__(self, options: EngineOptions, vocab_size: int, tokenizer: Tokenizer) -> None:
+        """options, vocab_size: what `tokenizer` was made of (`open_tokenizer`)."""
+        self._start: Callable[[], TokenizerProcess] = lambda: TokenizerProcess(options, vocab_size, tokenizer)
+        self._lock = threading.Lock()
+        self._idle: list[TokenizerProcess] = []
+        self._working: set[TokenizerProcess] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that live."""
+        with self._lock:
+            return [process.pid for process in (*self._idle, *self._working)]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
+        abandonment = ABANDONMENT.get() or Abandonment()
+        process = self._take()
+        is_usable = False
+        try:
+            with abandonment.ended_by(process.kill):
+                token_ids = process.encode(text, add_special_tokens)
+            is_usable = True
+            return token_ids
+        except UserError:
+            is_usable = True
+            raise
+        except InternalError:
+            self._check_open()
+            raise
+        finally:
+            self._put_back(process, is_usable=is_usable)
+
+    def close(self) -> None:
+        """End the processes, and fail what waits for them. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for process in self._working:
+                process.kill()
+        for process in idle:
+            process.stop()
+
+    def _take(self) -> TokenizerProcess:
+        with self._lock:
+            self._check_open()
+            process = self._idle.pop() if self._idle else self._start()
+            self._working.add(process)
+            return process
+
+    def _put_back(self, process: TokenizerProcess, *, is_usable: bool) -> None:
+        with self._lock:
+            self._working.discard(process)
+            is_usable = is_usable and not self._is_closed
+            if is_usable:
+                self._idle.append(process)
+        if not is_usable:
+            process.stop()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("the engine was shut down")
+
+
+def _listed(ids: bytes) -> list[int]:
+    numbers = memoryview(ids).cast("I")
+    token_ids: list[int] = []
+    for start in range(0, len(numbers), PIECE_TOKENS):
+        token_ids += numbers[start : start + PIECE_TOKENS].tolist()
+    return token_ids
+
+
+def _failure(what: str) -> InternalError:
+    return InternalError(
+        f"the process that tokenises long texts {what}", summary="the text could not be tokenised for lack of a process"
+    )
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    """Also runs at the end of the interpreter."""
+    if os.getpid() != owner:
+        return  # a fork of the owner ends; the process is not its own
+    kill(process)
+    connection.close()

@@ -1,0 +1,46 @@
+"""The process that tokenises long texts. Started by LongTexts (long_texts.py); it ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from array import array
+
+import msgspec
+
+from quire.engine.front_end import open_tokenizer
+from quire.engine.long_texts import MAX_REPLY_BYTES, Encoded, NotEncoded, Setup, Text
+from quire.errors import QuireError, UserError
+from quire.tokenization.template_messages import encode_frame, read_frame
+from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.child_process import watch_parent
+
+
+def main() -> None:
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return  # the parent ended before it had said what to do
+    setup = msgspec.json.decode(line, type=Setup)
+    # The parent decides what a signal to all processes of a service means, and ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    watch_parent(lambda: None)
+    connection = socket.socket(fileno=setup.fd)
+    tokenizer = open_tokenizer(setup.options, setup.vocab_size)
+    assert tokenizer is not None, "the parent has one"
+    decoder = msgspec.msgpack.Decoder(Text)
+    try:
+        while (frame := read_frame(connection, MAX_REPLY_BYTES)) is not None:
+            connection.sendall(encode_frame(_answer(tokenizer, decoder.decode(frame))))
+    except ConnectionError:
+        pass  # the parent has ended
+    os._exit(0)
+
+
+def _answer(tokenizer: Tokenizer, text: Text) -> Encoded | NotEncoded:
+    try:
+        return Encoded(array("I", tokenizer.encode(text.text, text.add_special_tokens)).tobytes())
+    except QuireError as error:
+        return NotEncoded(str(error), isinstance(error, UserError))

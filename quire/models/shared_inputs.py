@@ -1,0 +1,95 @@
+"""Modules of Transformers that compute from one tensor, computed together when the first of them is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.models.eager_calls import Compute
+
+
+@dataclass(slots=True)
+class Columns:
+    """Of one of the results: columns start .. start + width (None: all of them). is_whole: they are to lie in one
+    piece."""
+
+    result: int
+    start: int = 0
+    width: int | None = None
+    is_whole: bool = True
+
+
+class SharedInput:
+    """The results of several modules of one tensor, until each has been taken. compute: all of them."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._x: torch.Tensor | None = None
+        self._results: Sequence[torch.Tensor] = ()
+        self._columns: list[Columns] = []
+        self._left: set[int] = set()
+
+    def add(self, columns: Columns) -> int:
+        """Returns the place to take them from."""
+        self._columns.append(columns)
+        return len(self._columns) - 1
+
+    def put(self, x: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+        """x is kept, so that no other tensor comes to lie at its address before all results are taken."""
+        self._x, self._results = x, results
+        self._left = set(range(len(self._columns)))
+
+    def take(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """[T, width]"""
+        kept = self._x
+        if kept is None or place not in self._left or not (x is kept or _are_same(x, kept)):
+            self.put(x, self._compute(x.reshape(-1, x.shape[-1])))
+        self._left.discard(place)
+        columns = self._columns[place]
+        result = self._results[columns.result]
+        if not self._left:
+            self.forget()
+        if columns.width is not None:
+            result = result[:, columns.start : columns.start + columns.width]
+        return result.contiguous() if columns.is_whole else result
+
+    def forget(self) -> None:
+        self._x, self._results = None, ()
+        self._left.clear()
+
+
+def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are the same memory in one piece."""
+    return x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
+
+
+class Taker(nn.Module):
+    """In the place of a module whose result is computed with others'."""
+
+    def __init__(self, shared: SharedInput, columns: Columns) -> None:
+        super().__init__()
+        self._shared = shared
+        self._place = shared.add(columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shared.take(self._place, x).view(*x.shape[:-1], -1)
+
+
+class Producer(nn.Module):
+    """In the place of a module whose result others compute from: they are computed with it. compute: its result, then
+    theirs."""
+
+    def __init__(self, compute: Compute, shared: SharedInput | None) -> None:
+        super().__init__()
+        self._compute = compute
+        self._shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, *others = self._compute(x.reshape(-1, x.shape[-1]))
+        result = own.contiguous().view(x.shape)
+        if self._shared is not None:
+            self._shared.put(result, others)
+        return result
