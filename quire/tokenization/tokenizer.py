@@ -39,6 +39,8 @@ OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "s
 """What a directory without tokenizer.json may have: Mistral's, Kimi's, and sentencepiece's."""
 MAX_REASON = 300
 """Characters of what the library says."""
+PATTERN_LIMITS = ("retry-limit-in-match", "retry-limit-in-search", "match-stack limit")
+"""In the library's panics: it gave up matching a pattern that backtracks without end. That depends on the text."""
 SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
@@ -91,7 +93,11 @@ class Tokenizer:
         try:
             with panics_are_errors("the tokenizer"):
                 encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except InternalError:
+        except InternalError as error:
+            if any(limit in str(error) for limit in PATTERN_LIMITS):
+                raise UserError(
+                    f"{self.name} cannot split the text into words: its pattern takes too many attempts"
+                ) from None
             raise
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{self.name} cannot encode the text: {_first_line(error)}") from None

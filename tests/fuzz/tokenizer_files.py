@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, UserError
 from quire.tokenization.sentencepiece import BPE, UNIGRAM
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.fuzz.child import cases_of
@@ -99,6 +99,9 @@ def case(line: str) -> None:
             tokenizer = load_tokenizer(directory)
             tokenizer.decode(tokenizer.encode("the fox  jumps\n\n" + "a" * 200 + "é\U0001f600 12345"))
         except ModelLoadError as error:
+            refused = str(error)
+        except UserError as error:  # a pattern may take too many attempts at this text
+            assert kind == "tekken", "only tekken.json brings a pattern"
             refused = str(error)
         assert len(refused) < LONGEST_MESSAGE, "the error is very long"
         assert "\n" not in refused, refused

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import regex
 
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, UserError
 from quire.tokenization.ranked_bpe import KIMI_PATTERN
 from quire.tokenization.sentencepiece import BPE, NORMAL, SPACE, UNIGRAM
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -164,6 +164,17 @@ def test_tekken(tmp_path: Path) -> None:
         assert ids == [1, *ranked_ids(text, tokens, TEKKEN_PATTERN, 20)], text
     assert tokenizer.encode("[INST]<SPECIAL_19>", False) == [3, 19]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, len(tokens) + 20)
+
+
+def test_a_pattern_that_backtracks_without_end(tmp_path: Path) -> None:
+    """The library gives up with a panic: an error of that text, after which other texts are encoded."""
+    values = tekken(ranked(20))
+    values["config"]["pattern"] = "(a+)+$"
+    (tmp_path / "tekken.json").write_text(json.dumps(values))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="takes too many attempts"):
+        tokenizer.encode("a" * 200 + "b")
+    assert tokenizer.decode(tokenizer.encode("b" * 200)) == "b" * 200
 
 
 TWICE = ["<unk>", "a", "a"]
