@@ -15,7 +15,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     names = ", ".join(fuzzer.name for fuzzer in FUZZERS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {names}; default: all")
-    parser.add_argument("--seconds", type=float, help="how long each runs (default 60, or no limit with --cases or --times)")
+    parser.add_argument(
+        "--seconds", type=float, help="how long each runs (default 60, or no limit with --cases or --times)"
+    )
     parser.add_argument("--cases", type=int, help="how many cases each fuzzer tries at most")
     parser.add_argument("--times", type=int, help="try this many times the cases of `make test` at most")
     parser.add_argument("--seed", type=int, default=0)
