@@ -88,4 +88,6 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
         return SamplingParams(**(given | more))
 
 
-_SAMPLING_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name in SamplingParams.__struct_fields__)
+_SAMPLING_NAMES = tuple(
+    name for name in SamplingFields.__struct_fields__ if name in {*SamplingParams.__struct_fields__} - {*UNAVAILABLE}
+)
