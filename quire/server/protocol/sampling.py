@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
-from quire.sampling_params import MOST_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from quire.sampling_params import MOST_LOGPROBS, UNAVAILABLE, RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.common import Int32, ShortString, TokenId
 from quire.server.protocol.structured import StructuredFields
 
