@@ -32,7 +32,7 @@ from quire import (
     UserError,
 )
 from quire.config.options import EngineOptions
-from quire.config.vllm import FLAGS, KEYWORDS, MEANT, NOTED, REFUSED, TRACES, VllmFlag
+from quire.config.vllm import KEYWORDS, MEANT, NOTED, REFUSED, TRACES, VllmFlag
 from tests.models.encoders import CLASSIFIERS, ENCODERS
 from tests.models.harness import randomize
 from tests.test_llm_pooling import save_with_tokenizer
