@@ -15,7 +15,7 @@ from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
-    from quire.decoding.masks import Constraint, Matcher
+    from quire.decoding.masks import Constraint, Foreseen, Matcher
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.block_table import BlockTable
 
@@ -113,6 +113,7 @@ class Sequence:
         "fast_path_until",
         "finish_reason",
         "first_step_id",
+        "foreseen",
         "index",
         "matcher",
         "max_total_tokens",
@@ -155,9 +156,16 @@ class Sequence:
         """Hashes of the known full blocks; outlives a preemption."""
         self.num_unsent_tokens = 0
         """Of the known tokens, the last ones that the workers have neither sampled nor been sent."""
+        self.foreseen: Foreseen | None = None
+        """One of `token_ids` that a plan in flight is still to sample. It is not pending: the sequence goes on from
+        it, and the plan's result brings nothing new."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask until its end."""
+
+    @property
+    def has_sample_in_flight(self) -> bool:
+        return self.num_pending_tokens > 0 or self.foreseen is not None
 
     @property
     def num_output_tokens(self) -> int:

@@ -66,7 +66,7 @@ class InFlight(NamedTuple):
             if sequence.finish_reason is not None:
                 continue
             try:
-                mask = _matcher(sequence).mask()
+                mask = _matcher(sequence).mask() if sequence.foreseen is None else sequence.foreseen.mask
             except UserError as error:
                 failed.append((sequence, error))
                 continue

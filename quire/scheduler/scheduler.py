@@ -260,6 +260,9 @@ class Scheduler:
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         any_finished = bool(updates)
         for sequence, new_ids, token_logprobs in sampled:
+            if has_masks and sequence.foreseen is not None:
+                self._ends.take_foreseen(sequence, new_ids)
+                continue
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue

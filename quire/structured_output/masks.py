@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec
+from quire.decoding.masks import ConstraintSpec, mask_of_one
 from quire.errors import UserError, is_interrupt
 from quire.logging import get_logger
 from quire.structured_output.compiler import start_matcher
@@ -184,6 +184,9 @@ class GrammarMatcher:
                 param="allowed_token_ids",
             )
         return mask
+
+    def mask_of(self, token_id: int) -> bytes:
+        return mask_of_one(token_id, self._buffer.size)
 
 
 def packed(token_ids: Sequence[int], num_bytes: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec
+from quire.decoding.masks import ConstraintSpec, mask_of_one
 from quire.errors import UserError
 from quire.step import SamplingInputs, StepPlan, StepResult
 from tests.fakes.executor import ContractViolationError, FakeExecutor
@@ -105,6 +105,9 @@ class NumberMatcher:
         if len(self._token_ids) == self._source.fails_after:
             raise UserError("no token can come next", param="structured_outputs")
         return self._source.mask(self._text, self._token_ids)
+
+    def mask_of(self, token_id: int) -> bytes:
+        return mask_of_one(token_id, -(-self._source.vocab_size // 32) * 4)
 
 
 class MaskingExecutor(FakeExecutor):
