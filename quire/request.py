@@ -164,10 +164,6 @@ class Sequence:
         """Follows the known tokens under the request's constraint, from its first mask until its end."""
 
     @property
-    def has_sample_in_flight(self) -> bool:
-        return self.num_pending_tokens > 0 or self.foreseen is not None
-
-    @property
     def num_output_tokens(self) -> int:
         """Generated tokens whose values are known."""
         return len(self.token_ids) - self.request.num_prompt_tokens

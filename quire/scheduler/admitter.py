@@ -85,7 +85,7 @@ class Admitter:
             if self._is_held(request):
                 continue
             sequences = request.live_sequences
-            if any(sequence.has_sample_in_flight for sequence in sequences):
+            if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: the next update brings its token
             if is_deferred(request, now):
                 reserved.reserve(request)

@@ -141,7 +141,7 @@ def comes_before_running(request: Request, running: list[Sequence]) -> bool:
     """Whether the first waiting request comes before a running one, and has no sample in flight."""
     if not running or running[-1].request.order_key < request.order_key:
         return False
-    return not any(sequence.has_sample_in_flight for sequence in request.live_sequences)
+    return not any(sequence.num_pending_tokens for sequence in request.live_sequences)
 
 
 def plan_preemption(

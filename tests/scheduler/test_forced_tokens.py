@@ -11,6 +11,7 @@ from quire.decoding.thinking_budget import BudgetConstraint
 from quire.kv_cache.block_table import BlockTable
 from quire.request import FinishReason
 from quire.sampling_params import ThinkingBudget
+from quire.step import SamplingInputs
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.masks import AllowedByPosition
 
@@ -134,12 +135,17 @@ def test_aborted_while_a_forced_token_is_sampled(steps: int, queue_depth: int) -
     driver.assert_all_free()
 
 
-def test_a_worker_that_does_not_sample_a_foreseen_token_is_an_error() -> None:
+def test_a_worker_that_does_not_sample_a_foreseen_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = CoreDriver(make_config(queue_depth=2))
     driver.add("r", prompt(9), max_tokens=40, constraint=SOME)
-    while not driver.tokens.get(("r", 0)):
-        driver.step()
-    driver.executor.ignores_masks = True
+    [sequence] = driver.scheduler._requests["r"].sequences
+    send_inputs = driver.executor.send_sampling_inputs
+
+    def send(inputs: SamplingInputs) -> None:
+        driver.executor.ignores_masks = sequence.foreseen is not None
+        send_inputs(inputs)
+
+    monkeypatch.setattr(driver.executor, "send_sampling_inputs", send)
     driver.run()
     assert driver.finished["r", 0] is FinishReason.ERROR
 
