@@ -69,7 +69,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where the second text of a pair begins in the prompt; 0: it is one text."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
-    all. Not with beam search."""
+    all."""
     constraint_start: list[int] = []
     """The constraint begins behind these tokens, once they were generated in this order; empty: at once."""
     thinking_budget: ThinkingBudget | None = None

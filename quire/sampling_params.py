@@ -194,8 +194,6 @@ class SamplingParams(
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:
             msgspec.structs.force_setattr(self, "structured_outputs", _structured_outputs(self.structured_outputs))
-            if self.use_beam_search:
-                raise UserError("structured_outputs is not supported with beam search", param="structured_outputs")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field, if all are valid together then."""

@@ -8,6 +8,7 @@ workers, whose forward pass may run already (`SamplingInputs` in quire/step.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
@@ -48,8 +49,12 @@ class Matcher(Protocol):
         t % 32 of word t // 32. None: all. Raises UserError when none may, or when it takes too much work to tell."""
         ...
 
-    def mask_of(self, token_id: int) -> bytes:
-        """A mask that allows one token."""
+    def mask_of(self, *token_ids: int) -> bytes:
+        """A mask that allows these tokens."""
+        ...
+
+    def copy(self) -> Matcher:
+        """For another sequence with the same tokens."""
         ...
 
 
@@ -90,9 +95,10 @@ class Foreseen(NamedTuple):
     mask: bytes
 
 
-def mask_of_one(token_id: int, num_bytes: int) -> bytes:
+def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
     mask = bytearray(num_bytes)
-    mask[token_id // 8] = 1 << token_id % 8
+    for token_id in token_ids:
+        mask[token_id // 8] |= 1 << token_id % 8
     return bytes(mask)
 
 

@@ -108,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_ends=st.sampled_from([0, 3, 20]),
         length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
         early_stopping=st.sampled_from([True, False, "never"]),
+        constraint=st.sampled_from(["", "", "5", "70"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add_beam_search(self, family, shared, own, n, spare, num_ends, **request) -> None:  # type: ignore[no-untyped-def]
