@@ -73,7 +73,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     constraint_start: list[int] = []
     """The constraint begins behind these tokens, once they were generated in this order; empty: at once."""
     thinking_budget: ThinkingBudget | None = None
-    """Not with beam search."""
     resume_point: ResumePoint | None = None
     """Set when another engine has run it before. Not with beam search, which reports at its end alone."""
 

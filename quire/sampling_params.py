@@ -188,8 +188,6 @@ class SamplingParams(
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
         _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
-        if self.has_thinking_budget and self.use_beam_search:
-            raise UserError("a thinking budget is not supported with beam search", param="thinking_token_budget")
         if self.repetition_detection is not None:
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:

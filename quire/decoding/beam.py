@@ -276,9 +276,6 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
         sequence.matcher = child.matcher
         search.beams.append(Beam(sequence, child.cumulative_logprob, child.logprobs))
     live = set(holder_of.values())
-    for sequence in request.sequences:
-        if sequence not in live:
-            sequence.matcher = None
     request.sequences.sort(key=lambda sequence: (sequence not in live, sequence.seq_id))
     has_rows = search.beams[0].sequence.blocks is not None
     request.pending_forks = [each for each in request.sequences if each not in live] if has_rows else []

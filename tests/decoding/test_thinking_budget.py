@@ -55,14 +55,14 @@ def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut
         choices = allowed(matcher.mask())
         assert len(choices) in (1, VOCAB_SIZE)
         token_ids.append(token_id if token_id in choices else choices[0])
+        matcher, other = matcher.copy(), matcher
+        assert other.accept(choices[-1])  # which leaves the copy as it is
         assert matcher.accept(token_ids[-1])
     # Behind the budget come the tokens of the end, and no other.
     assert longest_thought(token_ids, is_open) <= budget + len(END)
 
 
 def test_what_it_does_not_go_with() -> None:
-    with pytest.raises(UserError, match="not supported with beam search"):
-        SamplingParams(thinking_token_budget=4, use_beam_search=True)
     with pytest.raises(UserError, match="at least -1"):
         SamplingParams(thinking_token_budget=-2)
-    assert not SamplingParams(thinking_token_budget=-1, use_beam_search=True).has_thinking_budget
+    assert not SamplingParams(thinking_token_budget=-1).has_thinking_budget

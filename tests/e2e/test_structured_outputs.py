@@ -82,6 +82,31 @@ def test_forced_tokens_change_nothing(llm: LLM) -> None:
     assert num_steps < num_tokens - 5
 
 
+def test_beams_beside_others(llm: LLM) -> None:
+    """Their texts end with an end token, or with the text itself where none counts."""
+    kinds = StructuredOutputsParams(json={"enum": ["one", "two", {"three": [1, 2.5]}]}, disable_any_whitespace=True)
+    beams = [
+        SamplingParams(
+            use_beam_search=True, n=3, best_of=4, max_tokens=30, structured_outputs=each, ignore_eos=ignores_end
+        )
+        for each in (kinds, StructuredOutputsParams(regex="[a-z]{3}(-[0-9])?"))
+        for ignores_end in (False, True)
+    ]
+    alone = [llm.generate(["x = "], params, use_tqdm=False)[0].outputs for params in beams]
+    outputs = llm.generate(["x = "] * 5, [*beams, sampled(JSON)], use_tqdm=False)
+    assert [output.outputs for output in outputs[:4]] == alone
+    ends = llm.model_config.eos_token_ids
+    for params, completions in zip(beams, alone, strict=True):
+        assert completions[0].text != completions[1].text
+        for completion in completions:
+            assert completion.finish_reason == "stop"
+            assert (completion.token_ids[-1] in ends) == (not params.ignore_eos)
+            if params in beams[:2]:
+                assert json.loads(completion.text) in ["one", "two", {"three": [1, 2.5]}]
+            else:
+                assert re.fullmatch("[a-z]{3}(-[0-9])?", completion.text)
+
+
 def test_unconstrained_neighbours_get_the_tokens_they_would_have_had(llm: LLM) -> None:
     free = SamplingParams(temperature=1.0, seed=11, max_tokens=24, logprobs=2)
     [alone] = llm.generate(["import re\n"], free, use_tqdm=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.request import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import SequenceSampling
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.masks import VOCAB_SIZE, AllowedByPosition
@@ -120,6 +120,14 @@ def test_the_same_beside_others_and_preempted(queue_depth: int, preemption_mode:
         assert found == generate_alone(**request)
 
 
+def test_beams_that_think_end_their_thoughts_in_time() -> None:
+    budget = ThinkingBudget(num_tokens=4, start=[88, 89], end=[90, 91, 92], is_open=True)
+    driver = CoreDriver(make_config())
+    driver.add("r", **search(4, "", max_tokens=9, thinking_budget=budget))
+    driver.run()
+    assert [driver.tokens["r", index][4:7] for index in range(4)] == [[90, 91, 92]] * 4
+
+
 @pytest.mark.parametrize("ends", [(), ENDS])
 def test_beams_that_cannot_go_on(ends: tuple[int, ...]) -> None:
     """What has ended before comes back; where nothing has, the search is an error that says why."""
@@ -142,16 +150,3 @@ def test_workers_that_ignore_masks_are_an_error() -> None:
     driver.add("r", **search(3, "5"))
     driver.run()
     assert driver.finished["r", 0] is FinishReason.ERROR
-
-
-def test_matchers_belong_to_live_beams() -> None:
-    driver = CoreDriver(make_config())
-    driver.add("r", **search(4, "31"))
-    request = driver.scheduler._requests["r"]
-    while driver.core.has_work:
-        driver.step()
-        live = set(request.beam_search.sequences)
-        for sequence in request.sequences:
-            if driver.core.has_work and sequence.num_output_tokens:
-                assert (sequence.matcher is not None) == (sequence in live)
-    assert all(sequence.matcher is None for sequence in request.sequences)
