@@ -55,11 +55,18 @@ def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut
         choices = allowed(matcher.mask())
         assert len(choices) in (1, VOCAB_SIZE)
         token_ids.append(token_id if token_id in choices else choices[0])
-        matcher, other = matcher.copy(), matcher
-        assert other.accept(choices[-1])  # which leaves the copy as it is
         assert matcher.accept(token_ids[-1])
     # Behind the budget come the tokens of the end, and no other.
     assert longest_thought(token_ids, is_open) <= budget + len(END)
+
+
+def test_copies_go_their_own_ways() -> None:
+    constraint = BudgetConstraint(None, ThinkingBudget(0, START, END, is_open=False), VOCAB_SIZE)
+    first = constraint.matcher(ConstraintSpec(), START[:1])
+    second = first.copy()
+    assert first.accept(9)
+    assert second.accept(START[1])
+    assert (first.forced_token(), second.forced_token()) == (None, END[0])
 
 
 def test_what_it_does_not_go_with() -> None:
