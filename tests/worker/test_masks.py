@@ -28,6 +28,7 @@ BOUND: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": [5, 9, 2], "max_tokens": 30, "constraint": "5"},
     "drawn twice": {"prompt": [3] * 21, "max_tokens": 20, "temperature": 1.0, "n": 2, "constraint": "7", "logprobs": 1},
     "forced": {"prompt": [4] * 6, "max_tokens": 30, "constraint": "70", "frequency_penalty": 0.4, "n": 2, "seed": 2},
+    "beams": {"prompt": [6, 2, 8], "max_tokens": 12, "use_beam_search": True, "n": 3, "constraint": "31"},
     "thinking": {
         "prompt": [8, 1],
         "max_tokens": 20,
