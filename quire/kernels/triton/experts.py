@@ -184,7 +184,8 @@ def apply_experts(
         return x.new_empty(0, size)
     num_experts, _, intermediate = matrices.down.shape
     top_k = routing.shape[1] // 2
-    gate_up, down = (_tiled(matrix, x.dtype, matrices.rounds_activations) for matrix in (matrices.gate_up, matrices.down))
+    both = matrices.gate_up, matrices.down
+    gate_up, down = (_tiled(matrix, x.dtype, matrices.rounds_activations) for matrix in both)
     block_m = gate_up[1].block_m
     order = sort_by_expert(routing, num_experts, block_m)
     inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
