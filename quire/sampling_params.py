@@ -195,14 +195,10 @@ class SamplingParams(
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
         _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
-        if self.has_thinking_budget and self.use_beam_search:
-            raise UserError("a thinking budget is not supported with beam search", param="thinking_token_budget")
         if self.repetition_detection is not None:
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:
             msgspec.structs.force_setattr(self, "structured_outputs", _structured_outputs(self.structured_outputs))
-            if self.use_beam_search:
-                raise UserError("structured_outputs is not supported with beam search", param="structured_outputs")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field, if all are valid together then."""

@@ -117,7 +117,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_role: str = "assistant"
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
-    stream_interval: int = 1
+    stream_interval: int | None = None
     default_chat_template_kwargs: dict[str, Any] = {}
     enable_log_requests: bool = False
     max_log_len: int | None = None
@@ -186,7 +186,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"default_chat_template_kwargs must not set {', '.join(sorted(taken))}",
                 param="default_chat_template_kwargs",
             )
-        if self.stream_interval < 1:
+        if self.stream_interval is not None and self.stream_interval < 1:
             raise ConfigError(
                 f"stream_interval must be at least 1, not {self.stream_interval}", param="stream_interval"
             )
@@ -371,7 +371,7 @@ HELP: dict[str, str] = {
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
     "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
-    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says otherwise",
+    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says (default: what comes)",
     "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
     "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
     "max_log_len": "most characters and tokens of a prompt in the log (default: all)",

@@ -182,7 +182,7 @@ def test_json_has_everything(run: Run) -> None:
             "TRITON_PTXAS_PATH names ptxas 13.1",
             0,
         ),
-        (("--quantization", "w8a8"), {"facts": PRESENT}, "w8a8, which multiplies integers, is not available", 1),
+        (("--kv-cache-dtype", "int8"), {"facts": PRESENT}, "kv_cache_dtype='int8' is not available", 1),
         (("no/such/model",), {}, "no/such/model", 1),
     ],
 )
