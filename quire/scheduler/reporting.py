@@ -13,12 +13,12 @@ from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 
 
-def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
-    """Add the prefix hit and the times to an update with a first token or an end."""
+def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
+    """Add the prefix hit and the times to an update with a first token or an end. can_wait: it is neither."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
-        request.arrival_time, now if started is None else started, now, request.num_preemptions
+        request.arrival_time, now if started is None else started, now, request.num_preemptions, can_wait
     )
 
 

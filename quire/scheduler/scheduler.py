@@ -300,7 +300,8 @@ class Scheduler:
                 self._ends.finish(sequence, reason[0])
                 report_times(update, request, now)
             elif num_sampled <= sequence.report_times_until:
-                report_times(update, request, now)
+                is_first = num_sampled <= request.num_prompt_tokens + 1
+                report_times(update, request, now, can_wait=not (is_first or request.each_step))
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
