@@ -93,7 +93,8 @@ def test_activations_rounded_to_integers(
     """A device rounds what the CPU's kernels round, and as they do."""
     packed, plain = integers.write_pair(tmp_path, tiny_llama(), quantization, *integers.FORMATS[layout][1:])
     found, native = (
-        floats.prompt_logprobs(packed, attention_backend=backend, quantization=asked) for backend in ("triton", "native")
+        floats.prompt_logprobs(packed, attention_backend=backend, quantization=asked)
+        for backend in ("triton", "native")
     )
     widened = floats.prompt_logprobs(plain, attention_backend="torch")
     rounding = float((native - widened).abs().mean())
