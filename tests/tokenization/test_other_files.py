@@ -238,6 +238,7 @@ PROTO = to_proto(PIECES, SCORES, KINDS, BPE)
         (to_proto(["<unk>", "a" * 600], [0.0] * 2, [2, 1], BPE), "a piece has 600 characters"),
         (b"\x80" * 40, "a number of more than ten bytes"),
         (to_proto(PIECES, SCORES, KINDS, BPE, escape_whitespaces=0), "are not supported"),
+        (to_proto(PIECES, SCORES, KINDS, BPE, treat_whitespace_as_suffix=1), "are not supported"),
         (to_proto(PIECES, SCORES, KINDS, BPE, b"\0\0\0\0"), "precompiled_charsmap has no index"),
     ],
 )
