@@ -170,9 +170,11 @@ class AnswerFormat:
 
     def _new_parser(self) -> OutputParser:
         tools = self._formats.tools
+        is_free = self._mode == "auto" and not (self._is_held or self._calls_or_answers)
         return OutputParser(
             self._program(),
             None if self._reasons_itself else self._formats.reasoning,
+            breaks=tools.breaks if tools is not None and is_free else (),
             thought=self._thought,
             schemas={tool.function.name: tool.function.parameters for tool in self._tools},
             new_id=tools.new_id if tools is not None else call_id,
