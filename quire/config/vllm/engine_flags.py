@@ -69,6 +69,9 @@ MODEL: tuple[VllmFlag, ...] = (
     to("enable_sleep_mode", "flag", is_keyword=False),
     noted("enable_cumem_allocator", "flag", "sleep mode needs no allocator of its own", False),
     noted("enable_nccl_comm_suspend", "flag", "there is no NCCL", False),
+    noted("sleep_mode_backend", "text", "sleep mode needs no allocator of its own", "cumem"),
+    noted("sleep_mode_offload_cudagraph", "flag", "graphs stay where they are", False),
+    refused("sleep_preserve_parameter_names", "texts", "sleep of level 2 gives all weights back", []),
     to("model_impl", "text", values={"vllm": "quire"}),
     noted("override_attention_dtype", "text", "attention adds in float32"),
     refused("logits_processors", "texts", "no code of users runs in the engine", []),
@@ -101,7 +104,12 @@ ATTENTION: tuple[VllmFlag, ...] = (
 
 CACHE: tuple[VllmFlag, ...] = (
     to("block_size", "int", why="a power of two"),
-    to("gpu_memory_utilization", "float", why="on a CPU the share of free memory for the KV cache"),
+    to(
+        "gpu_memory_utilization",
+        "float",
+        short=("--device-memory-utilization",),
+        why="on a CPU the share of free memory for the KV cache",
+    ),
     to("kv_cache_memory_bytes", "count", "kv_cache_memory"),
     to("kv_cache_dtype", "text", values={"float": "float32", "half": "float16"}),
     to("num_gpu_blocks_override", "int", "num_blocks_override"),
@@ -115,6 +123,8 @@ CACHE: tuple[VllmFlag, ...] = (
     noted("mamba_block_size", "int", STATES),
     noted("prefix_match_unit", "any", "prefixes match by whole blocks"),
     noted("mamba_cache_mode", "text", STATES),
+    noted("enable_mamba_shared_prefix_checkpoint", "flag", STATES, False),
+    noted("swa_bounded_replay", "flag", "windows are kept with the prefixes that they end", True, False),
     noted("replayssm_buffer_len", "int", STATES),
     noted("use_replayssm", "flag", STATES, False),
     noted("kv_offloading_size", "float", OFFLOAD),
