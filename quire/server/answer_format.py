@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
@@ -296,7 +297,7 @@ class ChoiceText:
             content=None if not content and (calls or reasoning) else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
-            tool_calls=[] if has_functions else calls,
+            tool_calls=calls if calls and not has_functions else UNSET,
             function_call=calls[0].function if has_functions and calls else None,
         )
 

@@ -49,7 +49,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
     spaces_between_special_tokens: bool = True
-    include_metrics: bool = False
+    include_metrics: bool | None = None
 
     @property
     def include_usage(self) -> bool:
