@@ -88,7 +88,7 @@ def test_the_callers_list_is_not_kept(processor: InputProcessor) -> None:
         ({"prompt_token_ids": []}, "the prompt is empty", "prompt"),
         (
             [3, VOCABULARY],
-            rf"{VOCABULARY} is not a token id of the model: out of vocabulary \(0 to 399\)",
+            rf"{VOCABULARY} is not a token id: out of vocabulary \(0 to 399\)",
             "prompt_token_ids",
         ),
         ([3, -1], "-1 is not a token id", "prompt_token_ids"),
