@@ -111,16 +111,17 @@ async def test_times_of_a_request(model_path: Path, route: str) -> None:
         async def ask(**fields: Any) -> Any:
             return (await served.client.post(route, json={**prompt, "max_tokens": 5, **fields})).json()
 
-        times = (await ask())["metrics"]
+        times = (await ask(include_metrics=True))["metrics"]
         assert set(times) == TIMES
         assert all(value >= 0 for value in times.values())
         assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 4)
         computing = times["time_to_first_token_ms"] + times["generation_time_ms"]
         assert times["tokens_per_second"] == pytest.approx(5000 / computing)
         assert set((await ask(include_metrics=True, max_tokens=1))["metrics"]) == TIMES - {"mean_itl_ms"}
-        assert (await ask(n=2))["metrics"] is None
+        assert (await ask(include_metrics=True, n=2))["metrics"] is None
+        assert set((await ask())["metrics"]) == TIMES
         assert (await ask(include_metrics=False)).get("metrics") is None
-        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "include_metrics": True}
         text = (await served.client.post(route, json={**prompt, "max_tokens": 5, **stream})).text
         events = chunks(text)
         assert [bool(event.get("metrics")) for event in events] == [False] * (len(events) - 1) + [True]
@@ -140,7 +141,7 @@ async def test_times_need_the_setting(served: Served) -> None:
 
 async def test_times_of_several_prompts(model_path: Path) -> None:
     async with serving(model_path, ServerSettings(enable_per_request_metrics=True)) as served:
-        body = {"prompt": ["a", "b"], "max_tokens": 2}
+        body = {"prompt": ["a", "b"], "max_tokens": 2, "include_metrics": True}
         assert (await served.client.post("/v1/completions", json=body)).json()["metrics"] is None
 
 
