@@ -136,7 +136,8 @@ def write_large_heads(directory: Path, names: str) -> Path:
 def prompt_logprobs(directory: Path, **options: Any) -> torch.Tensor:
     with LLM(model=directory, skip_tokenizer_init=True, dtype="float32", num_blocks_override=64, **options) as llm:
         (output,) = llm.generate(
-            {"prompt_token_ids": max(PROMPTS, key=len)}, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+            {"prompt_token_ids": max(PROMPTS, key=len)},
+            SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True),
         )
         found = output.prompt_logprobs[1:]
         ids = output.prompt_token_ids[1:]

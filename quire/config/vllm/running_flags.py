@@ -186,7 +186,7 @@ OLDER: tuple[VllmFlag, ...] = (
     refused("rope_theta", "float", "write --hf-overrides '{\"rope_theta\": ...}'"),
     noted("max_num_partial_prefills", "int", "--max-prefill-chunk bounds what one prompt gets", 1),
     noted("max_long_partial_prefills", "int", "--max-prefill-chunk bounds what one prompt gets", 1),
-    noted("calculate_kv_scales", "flag", "scales are found for each token, or are 1", False),
+    noted("calculate_kv_scales", "flag", "scales are found for each token, or are the checkpoint's", False),
     noted("max_seq_len_to_capture", "int", "on cuda: --cuda-graph-sizes"),
     noted("guided_decoding_backend", "text", "llguidance compiles every grammar", "auto", "guidance"),
     noted("num_lookahead_slots", "int", NO_SPECULATION, 0),
