@@ -53,7 +53,7 @@ LONG_CONTEXT = 8_000_000
 LONG_CONTEXT_OPTIONS: dict[str, Any] = {
     "hf_overrides": {"max_position_embeddings": LONG_CONTEXT},
     "num_blocks_override": LONG_CONTEXT // 16 + 64,
-    "max_num_batched_tokens": 2**18,
+    "max_num_batched_tokens": 2**14,
 }
 TICK_SECONDS = 0.0005
 TEXT = "def add(first, second):\n    return first + second\n"
