@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import selectors
@@ -348,6 +349,8 @@ async def _holds(requests: list[bytes]) -> list[float]:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(TICK_SECONDS)
+        gc.collect()
+        gc.freeze()  # as `serve` does
         watching = asyncio.ensure_future(watch())
         for request in requests:
             longest = 0.0

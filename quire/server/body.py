@@ -109,8 +109,8 @@ def _convert(fields: dict[str, Any], kind: type[T], *, in_pieces: bool) -> T:
 
 
 def _entries_made(value: Any, hint: Any, min_entries: int) -> Any:
-    """`value`, or, where it is a list of at least `min_entries` that has structs of one kind by its type `hint`, the
-    list with these made, their own long lists first."""
+    """`value`, with the structs made in place where it is a list of at least `min_entries` that by its type `hint` has
+    structs of one kind; their own long lists first."""
     if not isinstance(value, list) or len(value) < min_entries or len(found := structs_in(hint)) != 1:
         return value
     (kind,) = found
@@ -120,7 +120,10 @@ def _entries_made(value: Any, hint: Any, min_entries: int) -> Any:
         longer = {name: _entries_made(entry[name], inner[name], MIN_LONG_LIST) for name in inner.keys() & entry.keys()}
         return msgspec.convert({**entry, **longer}, kind, str_keys=True)
 
-    return [make(entry) if isinstance(entry, dict) else entry for entry in value]
+    for index, entry in enumerate(value):
+        if isinstance(entry, dict):
+            value[index] = make(entry)
+    return value
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
