@@ -15,7 +15,7 @@ from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
-    from quire.decoding.masks import Constraint, Matcher
+    from quire.decoding.masks import Constraint, Foreseen, Matcher
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.block_table import BlockTable
 
@@ -72,11 +72,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where the second text of a pair begins in the prompt; 0: it is one text."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
-    all. Not with beam search."""
+    all."""
     constraint_start: list[int] = []
     """The constraint begins behind these tokens, once they were generated in this order; empty: at once."""
     thinking_budget: ThinkingBudget | None = None
-    """Not with beam search."""
     resume_point: ResumePoint | None = None
     """Set when another engine has run it before. Not with beam search, which reports at its end alone."""
 
@@ -116,6 +115,7 @@ class Sequence:
         "fast_path_until",
         "finish_reason",
         "first_step_id",
+        "foreseen",
         "index",
         "matcher",
         "max_total_tokens",
@@ -159,6 +159,9 @@ class Sequence:
         """Hashes of the known full blocks; outlives a preemption."""
         self.num_unsent_tokens = 0
         """Of the known tokens, the last ones that the workers have neither sampled nor been sent."""
+        self.foreseen: Foreseen | None = None
+        """One of `token_ids` that a plan in flight is still to sample. It is not pending: the sequence goes on from
+        it, and the plan's result brings nothing new."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask until its end."""

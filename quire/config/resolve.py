@@ -228,7 +228,7 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
         return stored
     choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
-        if stored.is_integer and asked == ROUNDED[stored.bits] and backend == "native":
+        if stored.is_integer and asked == ROUNDED[stored.bits] and backend != "torch":
             return replace(stored, method=asked)
         if asked not in (stored.method, *STORED_NAMES.get(stored.checkpoint_format or "", ())):
             raise ConfigError(

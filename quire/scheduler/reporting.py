@@ -39,6 +39,12 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
 
 def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
     """The updates of a beam search that is done."""
+    search = request.beam_search
+    if search is not None and search.failure is not None:
+        updates = early_end(request, FinishReason.ERROR, now)
+        for update in updates:
+            update.stop_reason = search.failure
+        return updates
     updates = hypothesis_updates(request)
     for update in updates:
         report_times(update, request, now)

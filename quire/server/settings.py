@@ -51,7 +51,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_request_id_headers: whether each response has the X-Request-Id of its request, or one of the server's.
     metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
     protect_metrics: whether /metrics asks for a key as other routes do.
-    enable_per_request_metrics: whether clients may ask for the times of their requests (`include_metrics`).
+    enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
     log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
     otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
         own; any of vLLM's values asks for that (quire/server/tracing.py).
@@ -379,7 +379,7 @@ HELP: dict[str, str] = {
     "access_log": "log one line for each HTTP request",
     "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
     "protect_metrics": "ask for a key on /metrics too",
-    "enable_per_request_metrics": "let clients ask for the times of their requests (include_metrics)",
+    "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",
     "log_format": "text or json: one object a line, with request ids",
     "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
     "http://localhost:4318/v1/traces",

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "beam_search_params",
         "deferral",
         "pooling_params",
+        "call_options",
         "pooling_outputs",
         "request",
         "step",
