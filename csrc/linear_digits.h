@@ -6,7 +6,8 @@
 // over a block are exact, whatever their order; blocks are added up by one chain over k: neither a tile's height nor what
 // else is in it shows.
 //
-// Packed rows, block after block: [row] RowBlock, then [k / 16][row][digit][16 values of k], zeros behind a block's end.
+// Packed rows, block after block: [row] RowBlock, then [step][row][digit][4 or 8 values of k], as many as 128 bytes of a
+// panel have of a column; zeros behind a block's end.
 #pragma once
 
 #include "linear_driver.h"
@@ -22,8 +23,8 @@ inline constexpr int64_t kLongestBlock = 128;
 template <int kDigits>
 struct RowBlock {
   int32_t starts[kDigits];  // of the sums: what takes off again that weights are multiplied as value + kBias
-  float scale;              // of the whole numbers; NaN for a block with NaN or infinity in it
-  float sum;                // of the numbers, times `scale`
+  float factor;             // of the sums: the numbers' scale times kUnit; NaN for a block with NaN or infinity in it
+  float sum;                // of the numbers, times their scale
 };
 
 // Each type: unpack(words, of) gives `kQuads` vectors of four values of k, unsigned, of 16 columns: value / kUnit + kBias.
@@ -67,16 +68,40 @@ QUIRE_INLINE vf whole_number(const vi (&sums)[kDigits]) {
     return fma(to_float(sums[2]), broadcast(65536.0f), low);
 }
 
+// total += scale * sum (+ offset * sum of x), for the sums of one block.
+template <class Weight, int kDigits, int kRows, bool kHasOffsets>
+QUIRE_INLINE void add_block(const Tile& tile, int64_t group, const RowBlock<kDigits>* rows, const vi (&low)[kRows][kDigits],
+                            const vi (&high)[kRows][kDigits]) {
+  const vf scale_low = Weight::scale(tile, group, 0), scale_high = Weight::scale(tile, group, 16);
+  vf offset_low{}, offset_high{};
+  if constexpr (kHasOffsets)
+    offset_low = load(tile.offsets + group * kPanel), offset_high = load(tile.offsets + group * kPanel + 16);
+  float* out = tile.out;
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r, out += kPanel) {
+    const vf factor = broadcast(rows[r].factor);
+    vf total_low = fma(whole_number(low[r]) * factor, scale_low, load(out));
+    vf total_high = fma(whole_number(high[r]) * factor, scale_high, load(out + 16));
+    if constexpr (kHasOffsets) {
+      const vf sum = broadcast(rows[r].sum);
+      total_low = fma(sum, offset_low, total_low);
+      total_high = fma(sum, offset_high, total_high);
+    }
+    store(out, total_low);
+    store(out + 16, total_high);
+  }
+}
+
 template <class Weight, int kDigits, int kRows>
 void digit_tile(const Tile& tile) {
-  constexpr int kQuads = Weight::kQuads, kSteps = 4 / kQuads;  // of 128 bytes of the panel, for 16 values of k
-  constexpr int kChains = kRows == 1 ? kQuads : 1;             // sums of one row: more, to keep the processor busy
-  constexpr int64_t kPitch = kRows * kDigits * 16;
+  constexpr int kQuads = Weight::kQuads, kStep = kRows * kDigits * kQuads * 4;
+  constexpr int kChains = kRows == 1 ? kQuads : 1;  // sums of one row: more, to keep the processor busy
   const int64_t groups = num_groups(*tile.weight);
   const std::byte *panel = tile.panel, *soon = tile.prefetch, *x = tile.x;
-  bool is_first = true;
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) store(tile.out + r * kPanel, zero()), store(tile.out + r * kPanel + 16, zero());
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t column_scales = group * kPanel, length = group_length(*tile.weight, group);
+    const int64_t length = group_length(*tile.weight, group);
     for (int64_t begin = 0; begin < length; begin += kLongestBlock) {
       const int64_t count = length - begin < kLongestBlock ? length - begin : kLongestBlock;
       const auto* rows = reinterpret_cast<const RowBlock<kDigits>*>(x);
@@ -90,17 +115,17 @@ void digit_tile(const Tile& tile) {
           for (int digit = 0; digit < kDigits; ++digit)
             low[chain][r][digit] = high[chain][r][digit] =
                 Weight::kBias && chain == 0 ? broadcast_int(rows[r].starts[digit]) : vi{};
-      const auto step = [&](const std::byte* words, const std::byte* at) __attribute__((always_inline)) {
+      for (int64_t k = 0; k < count; k += kQuads * 4, panel += 128, x += kStep, soon += 2 * tile.prefetch_step) {
         vi low_quads[kQuads], high_quads[kQuads];
-        Weight::unpack(load_as<vi>(words), low_quads);
-        Weight::unpack(load_as<vi>(words + 64), high_quads);
+        Weight::unpack(load_as<vi>(panel), low_quads);
+        Weight::unpack(load_as<vi>(panel + 64), high_quads);
 #pragma GCC unroll 2
         for (int quad = 0; quad < kQuads; ++quad)
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 3
             for (int digit = 0; digit < kDigits; ++digit) {
-              const auto four = (__m512i)broadcast_int(load_as<int32_t>(at + (r * kDigits + digit) * 16 + quad * 4));
+              const auto four = (__m512i)broadcast_int(load_as<int32_t>(x + ((r * kDigits + digit) * kQuads + quad) * 4));
               vi& low_sum = low[quad % kChains][r][digit];
               vi& high_sum = high[quad % kChains][r][digit];
               low_sum = (vi)_mm512_dpbusd_epi32((__m512i)low_sum, (__m512i)low_quads[quad], four);
@@ -108,36 +133,16 @@ void digit_tile(const Tile& tile) {
             }
         prefetch_line(tile, soon);
         prefetch_line(tile, soon + tile.prefetch_step);
-        soon += 2 * tile.prefetch_step;
-      };
-      for (int64_t chunk = 0; chunk < count / 16; ++chunk, panel += kSteps * 128, x += kPitch)
-#pragma GCC unroll 4
-        for (int i = 0; i < kSteps; ++i) step(panel + i * 128, x + i * kQuads * 4);
-      if (count % 16 > 0) {
-        for (int64_t k = 0; k < count % 16; k += kQuads * 4, panel += 128) step(panel, x + k);
-        x += kPitch;
       }
 #pragma GCC unroll 2
       for (int chain = 1; chain < kChains; ++chain)
 #pragma GCC unroll 3
         for (int digit = 0; digit < kDigits; ++digit)
           low[0][0][digit] += low[chain][0][digit], high[0][0][digit] += high[chain][0][digit];
-      const vf scale_low = Weight::scale(tile, group, 0), scale_high = Weight::scale(tile, group, 16);
-      float* out = tile.out;
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r, out += kPanel) {
-        const vf scale = broadcast(rows[r].scale * Weight::kUnit);
-        vf total_low = fma(whole_number(low[0][r]) * scale, scale_low, is_first ? zero() : load(out));
-        vf total_high = fma(whole_number(high[0][r]) * scale, scale_high, is_first ? zero() : load(out + 16));
-        if (tile.offsets) {
-          const vf sum = broadcast(rows[r].sum);
-          total_low = fma(sum, load(tile.offsets + column_scales), total_low);
-          total_high = fma(sum, load(tile.offsets + column_scales + 16), total_high);
-        }
-        store(out, total_low);
-        store(out + 16, total_high);
-      }
-      is_first = false;
+      if (tile.offsets)
+        add_block<Weight, kDigits, kRows, true>(tile, group, rows, low[0], high[0]);
+      else
+        add_block<Weight, kDigits, kRows, false>(tile, group, rows, low[0], high[0]);
     }
   }
 }
@@ -179,8 +184,8 @@ struct DigitRows {
   static constexpr int kBits = kDigits * 8 - 1;
 
   static TileLayout layout(const PackedWeight& weight) {
-    const auto block_bytes = [](int64_t count) {
-      return kRows * (static_cast<int64_t>(sizeof(RowBlock<kDigits>)) + (count + 15) / 16 * kDigits * 16);
+    const auto block_bytes = [&](int64_t count) {
+      return kRows * (static_cast<int64_t>(sizeof(RowBlock<kDigits>)) + rounded_up(count, group_alignment(weight.type)) * kDigits);
     };
     const auto group_bytes = [&](int64_t length) {
       const int64_t rest = length % kLongestBlock;
@@ -204,8 +209,8 @@ struct DigitRows {
         memory += rows * static_cast<int64_t>(sizeof(RowBlock<kDigits>));
         for (int64_t row = 0; row < rows; ++row)
           pack_block(contiguous(x + row * stride, weight.column_order, first + begin, count, buffer), count,
-                     bias_of(weight.type), of_rows[row], memory + row * kDigits * 16, rows * kDigits * 16);
-        memory += (count + 15) / 16 * rows * kDigits * 16;
+                     weight.type, of_rows[row], memory + row * kDigits * group_alignment(weight.type), rows);
+        memory += rounded_up(count, group_alignment(weight.type)) * rows * kDigits;
       }
     }
   }
@@ -224,10 +229,6 @@ struct DigitRows {
   }
 
  private:
-  static int32_t bias_of(WeightType type) {
-    return type == WeightType::kI8 ? DigitI8::kBias : type == WeightType::kI4 ? 0 : DigitE2M1<MXFP4>::kBias;
-  }
-
   // The scale of a block whose largest magnitude has these bits: the smallest power of two for which the digits hold it.
   // Below 2^-100 all is rounded to numbers of 2^-100.
   static float scale_of(uint32_t largest_bits) {
@@ -237,9 +238,9 @@ struct DigitRows {
     return bit_cast<float>(((bit_cast<uint32_t>(highest) >> 23) + 1 - kBits) << 23);
   }
 
-  // `count` values of a row; out: 16 values of a digit, `pitch` bytes from those of the next 16.
-  static QUIRE_INLINE void pack_block(const float* x, int64_t count, int32_t bias, RowBlock<kDigits>& block, std::byte* out,
-                                      int64_t pitch) {
+  // `count` values of a row; out: its first step, of `rows`.
+  static QUIRE_INLINE void pack_block(const float* x, int64_t count, WeightType type, RowBlock<kDigits>& block,
+                                      std::byte* out, int64_t rows) {
     constexpr int32_t kTops = kDigits == 3 ? 0x808080 : 0x8080;
     vu largest{};
     for (int64_t k = 0; k < count; k += kLanes)
@@ -247,17 +248,23 @@ struct DigitRows {
     const float scale = scale_of(_mm512_reduce_max_epu32((__m512i)largest));
     const vf inverse = broadcast(1.0f / scale);
     vi sums[kDigits] = {};
-    for (int64_t k = 0; k < count; k += kLanes, out += pitch) {
+    const int64_t step = group_alignment(type), pitch = rows * kDigits * step;
+    for (int64_t k = 0; k < count; k += kLanes) {
       const vi number = (vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(some(x, k, count) * inverse));
       const vi digits = (number + kTops) ^ kTops;  // each in a byte
+      alignas(16) std::byte bytes[kDigits][kLanes];
 #pragma GCC unroll 3
       for (int digit = 0; digit < kDigits; ++digit) {
         const __m512i one = (__m512i)broadcast_int(1 << (8 * digit));
         sums[digit] = (vi)_mm512_dpbusd_epi32((__m512i)sums[digit], one, (__m512i)digits);
-        const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)(digits >> (8 * digit)));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + digit * 16), bytes);
+        _mm_store_si128(reinterpret_cast<__m128i*>(bytes[digit]),
+                        _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)(digits >> (8 * digit))));
       }
+      for (int64_t i = 0; i < kLanes && k + i < count; i += step, out += pitch)
+        for (int digit = 0; digit < kDigits; ++digit)
+          step == 8 ? std::memcpy(out + digit * 8, bytes[digit] + i, 8) : std::memcpy(out + digit * 4, bytes[digit] + i, 4);
     }
+    const int32_t bias = type == WeightType::kI8 ? DigitI8::kBias : type == WeightType::kI4 ? 0 : DigitE2M1<MXFP4>::kBias;
     int32_t total[kDigits];
     for (int digit = 0; digit < kDigits; ++digit) {
       total[digit] = _mm512_reduce_add_epi32((__m512i)sums[digit]);
@@ -265,7 +272,7 @@ struct DigitRows {
     }
     float sum = static_cast<float>(total[0] + total[1] * 256);
     if constexpr (kDigits == 3) sum = fma(static_cast<float>(total[2]), 65536.0f, sum);
-    block.scale = scale;
+    block.factor = is_nibbles(type) && type != WeightType::kI4 ? scale * DigitE2M1<MXFP4>::kUnit : scale;
     block.sum = sum * scale;
   }
 
