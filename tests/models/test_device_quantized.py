@@ -64,8 +64,8 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 def test_rounded_activations(tmp_path: Path) -> None:
     """Near what the weights mean, and the same in any batch: a row's scale is its own.
 
-    Not bit for bit: attention is torch's here, whose sums depend on the processor's BLAS. A row that shared its scale would
-    differ by as much as rounding does. (The bits of products are test_weight_formats'.)
+    Not bit for bit: attention is torch's here, whose sums depend on the processor's BLAS. A row that shared its scale
+    would differ by as much as rounding does. (The bits of products are test_weight_formats'.)
     """
     packed, _ = floats.write_pair(tmp_path, floats.FORMATS["fbgemm"])
     _, widened = load_device(packed)
