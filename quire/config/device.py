@@ -47,7 +47,7 @@ class DeviceConfig:
     the CPU) or "triton" (Triton kernels: on "cuda", or on "cpu" in Triton's interpreter, for tests).
     cpu_isa: instruction set that the native kernels are held to, "auto" for the best one.
     matmul_precision: what activations are rounded to before they multiply weights, keys or values that are stored in
-    bfloat16, and on a CPU with AMX quantised weights too: "float32" (they are not), "bfloat16", or "auto": what the
+    bfloat16, and quantised weights too (for these, without AMX, to 15 bits): "float32" (they are not), "bfloat16", or "auto": what the
     CPU multiplies faster, which the native kernels find out when they start. Plain operators and devices multiply in
     the model's dtype, which it then is; or devices multiply weights in FP8 with activations that are rounded to it,
     row by row: "fp8".
