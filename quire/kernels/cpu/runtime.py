@@ -46,8 +46,8 @@ class NativeRuntime:
 
     @property
     def rounds_for_quantised(self) -> bool:
-        """Whether "bfloat16" concerns quantised weights, too: activations are rounded to bfloat16 for the tiles of AMX, and
-        to 15 bits for vectors of 8-bit products."""
+        """Whether "bfloat16" concerns quantised weights, too: activations are rounded to bfloat16 for the tiles of AMX,
+        and to two digits of eight bits for products on vectors."""
         return self.isa in ("amx", "amx_emulated", "avx512_bf16")
 
     @property
