@@ -4,7 +4,7 @@ A model in the shape of Qwen3-0.6B with random weights and a vocabulary of 151,9
 random joins of two of them) generates a batch of texts, in turns without constraints and under a JSON schema; with one
 or two steps in flight. Prints the tokens per second of both, their ratio (the median over the rounds, each of which
 runs both), and the time of the matchers: one mask, taking one token, and asking whether a token is forced; the share of
-tokens that had a mask, since forced ones are not sampled where one step is in flight.
+tokens that had a mask, since most forced ones are not sampled.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ QUIRE_INLINE void write_row(const AttentionArgs& args, int64_t head, const float
     factor = exp(broadcast(maximum - top))[0];
     weight = fma(weight, factor, exp(broadcast(sink - top))[0]);
   }
-  if (args.cache == CacheType::kE4M3) factor *= element_factor<CacheType::kE4M3>;
+  if (args.cache == CacheType::kE4M3) factor *= element_factor<CacheType::kE4M3> * args.value_scale;
   const vf scale = broadcast(factor / weight);
   int64_t d = 0;
   // Adding zero makes the one zero of the other: a row's zeros may differ in sign by what was skipped.

@@ -47,16 +47,17 @@ float round_head(const float* head, int64_t depth, int8_t* to) {
   return scale;
 }
 
-// Rounds a head to e4m3; what is larger than its largest number becomes that. False for a head with an element that is
-// not finite.
-bool round_head_e4m3(const float* head, int64_t depth, uint8_t* to) {
+// Rounds a head, divided by its scale, to e4m3; what is larger than its largest number becomes that. False for a head
+// with an element that is not finite.
+bool round_head_e4m3(const float* head, int64_t depth, float scale, uint8_t* to) {
   alignas(64) float padded[kMaxHeadDim + 16] = {};
   std::memcpy(padded, head, static_cast<std::size_t>(depth) * sizeof(float));
+  const vf divisor = broadcast(scale);
   vf poison = zero();
   for (int64_t d = 0; d < depth; d += kLanes) {
     const vf x = load(padded + d);
     poison = fma(x, zero(), poison);
-    const vi codes = e4m3_codes(x);
+    const vi codes = e4m3_codes(x / divisor);
     for (int i = 0; i < kLanes; ++i)
       if (d + i < depth) to[d + i] = static_cast<uint8_t>(codes[i]);
   }
@@ -108,8 +109,8 @@ void write_head(const AttentionArgs& args, const float* key, const float* value,
     }
     case CacheType::kE4M3: {
       uint8_t rounded_key[kMaxHeadDim], rounded_value[kMaxHeadDim];
-      const bool key_is_finite = round_head_e4m3(key, args.head_dim, rounded_key);
-      if (!round_head_e4m3(value, args.head_dim, rounded_value) || !key_is_finite)
+      const bool key_is_finite = round_head_e4m3(key, args.head_dim, args.key_scale, rounded_key);
+      if (!round_head_e4m3(value, args.head_dim, args.value_scale, rounded_value) || !key_is_finite)
         std::memset(rounded_key, kE4M3NaN, sizeof(rounded_key));
       return write_elements(args, rounded_key, rounded_value, share, inside);
     }

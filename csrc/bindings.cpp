@@ -168,7 +168,7 @@ void bind_program(nb::module_& module) {
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
              float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes,
-             bool chunked, int64_t length_floor, float length_strength) {
+             bool chunked, int64_t length_floor, float length_strength, float key_scale, float value_scale) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -185,6 +185,8 @@ void bind_program(nb::module_& module) {
             args.chunked = chunked;
             args.length_floor = length_floor;
             args.length_strength = length_strength;
+            args.key_scale = key_scale;
+            args.value_scale = value_scale;
             args.sinks = at<float>(sinks);
             args.query_norm = at<float>(query_norm);
             args.key_norm = at<float>(key_norm);
@@ -200,7 +202,8 @@ void bind_program(nb::module_& module) {
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
           "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true, "chunked"_a = false,
-          "length_floor"_a = 0, "length_strength"_a = 0.0f)
+          "length_floor"_a = 0, "length_strength"_a = 0.0f,
+          "key_scale"_a = 1.0f, "value_scale"_a = 1.0f)
       .def(
           "latent",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,

@@ -13,6 +13,10 @@ namespace {
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+typedef float v4 __attribute__((vector_size(16)));
+// Tokens ahead of the one that is brought to scratch: rows of a step lie far apart, and in no cache.
+constexpr int64_t kAhead = 16;
+
 // A thread's working memory.
 struct Scratch {
   alignas(64) float query[kEncoderRows * kRowStride];
@@ -39,13 +43,23 @@ struct Work {
   void rotate(float* head, int64_t position) const {
     if (rotation != nullptr) rotate_head(head, rotation + position * args.rotation.stride, args.rotary_dim / 2);
   }
+  void expect(int64_t position, int64_t part) const {
+    const float* coming = head(position + kAhead, part);
+    for (int64_t d = 0; d < args.head_dim; d += kSubtile) prefetch(reinterpret_cast<const std::byte*>(coming + d));
+  }
 };
+
+// Eight elements at a time: a call of the library takes longer than a head.
+QUIRE_INLINE void copy_head(const float* from, int64_t depth, float* to) {
+  for (int64_t d = 0; d < depth; d += 8) std::memcpy(to + d, from + d, 8 * sizeof(float));
+}
 
 void load_queries(const Work& work) {
   const int64_t depth = work.args.head_dim;
   for (int64_t r = 0; r < work.item.rows; ++r) {
     float* to = work.scratch.query + r * kRowStride;
-    std::memcpy(to, work.head(work.item.first_row + r, 0), static_cast<std::size_t>(depth) * sizeof(float));
+    work.expect(work.item.first_row + r, 0);
+    copy_head(work.head(work.item.first_row + r, 0), depth, to);
     work.rotate(to, work.item.first_row + r);
     for (int64_t d = 0; d < depth; ++d) to[d] *= work.args.scale;
   }
@@ -60,17 +74,46 @@ void load_queries(const Work& work) {
   }
 }
 
-// Bring keys and values of the positions first + low .. first + high - 1 to scratch.
+// Columns k .. k + 3 of a tile's keys: four heads of `depth` elements, side by side.
+QUIRE_INLINE void put_columns(const float* const* heads, int64_t depth, int64_t k, float* keys) {
+  float* column = keys + k / kSubtile * kSubtile * depth + k % kSubtile;
+  for (int64_t d = 0; d < depth; d += 4) {
+    v4 row[4], pair[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(&row[i], heads[i] + d, sizeof(v4));
+    for (int i = 0; i < 2; ++i) {
+      pair[i] = __builtin_shufflevector(row[2 * i], row[2 * i + 1], 0, 4, 1, 5);
+      pair[i + 2] = __builtin_shufflevector(row[2 * i], row[2 * i + 1], 2, 6, 3, 7);
+    }
+    for (int i = 0; i < 4; i += 2) {
+      const v4 first = __builtin_shufflevector(pair[i], pair[i + 1], 0, 1, 4, 5);
+      const v4 second = __builtin_shufflevector(pair[i], pair[i + 1], 2, 3, 6, 7);
+      std::memcpy(column + (d + i) * kSubtile, &first, sizeof(v4));
+      std::memcpy(column + (d + i + 1) * kSubtile, &second, sizeof(v4));
+    }
+  }
+}
+
+// Bring keys and values of the positions first + low .. first + high - 1 to scratch. Columns of keys beside them, which
+// no row sees, repeat the last one.
 KeyTile pack_tile(const Work& work, int64_t first, int64_t low, int64_t high) {
   const int64_t depth = work.args.head_dim;
   Scratch& scratch = work.scratch;
-  alignas(64) float key[kMaxHeadDim];
-  for (int64_t k = low; k < high; ++k) {
-    std::memcpy(key, work.head(first + k, 1), static_cast<std::size_t>(depth) * sizeof(float));
-    work.rotate(key, first + k);
-    float* column = scratch.keys + k / kSubtile * kSubtile * depth + k % kSubtile;
-    for (int64_t d = 0; d < depth; ++d) column[d * kSubtile] = key[d];
-    std::memcpy(scratch.values + k * depth, work.head(first + k, 2), static_cast<std::size_t>(depth) * sizeof(float));
+  alignas(64) float rotated[4][kMaxHeadDim];
+  for (int64_t k = low / 4 * 4; k < high; k += 4) {
+    const float* heads[4];
+    for (int i = 0; i < 4; ++i) {
+      const int64_t own = smaller(larger(k + i, low), high - 1);
+      heads[i] = work.head(first + own, 1);
+      if (work.rotation != nullptr) {
+        copy_head(heads[i], depth, rotated[i]);
+        work.rotate(rotated[i], first + own);
+        heads[i] = rotated[i];
+      }
+      work.expect(first + own, 1);
+      work.expect(first + own, 2);
+      copy_head(work.head(first + own, 2), depth, scratch.values + own * depth);
+    }
+    put_columns(heads, depth, k, scratch.keys);
   }
   KeyTile tile = {};
   for (int64_t s = 0; s < kSubtiles; ++s) {

@@ -254,7 +254,9 @@ struct AttentionArgs {
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
-  float scale = 1;
+  float scale = 1;        // of q.k as the key is stored
+  float key_scale = 1;    // e4m3 elements stand for themselves times this: keys
+  float value_scale = 1;  // and values
   float soft_cap = 0;  // 0: off
   int64_t window = 0;  // 0: all
   bool chunked = false;  // keys from the last multiple of `window` on are seen, not the last `window` ones

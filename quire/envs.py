@@ -129,7 +129,12 @@ def notify_socket() -> str | None:
 
 def affinity_cores() -> int:
     """Cores that this process may run on (honours taskset and cgroup cpusets)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return len(affinity_numbers())
+
+
+def affinity_numbers() -> list[int]:
+    """The system's numbers of those cores."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 OPENMP_SPIN_COUNT = "100000"

@@ -8,9 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
+
+import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.call_options import CallOptions, refuse_adapters, truncation_of
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
@@ -31,15 +34,16 @@ _POLL_SECONDS = 1.0
 """How long Ctrl-C may go unnoticed while nothing comes from the core."""
 
 
-class ChatOptions(TypedDict, total=False):
-    """Arguments of `LLM.chat` that the template sees: whether its text ends with the beginning of an answer, or inside
-    the last message, which is then continued; tools; further variables; how it gets contents."""
+class ChatOptions(CallOptions, total=False):
+    """Further arguments of `LLM.chat`, most of which the template sees: whether its text ends with the beginning of an
+    answer, or inside the last message, which is then continued; tools; further variables; how it gets contents."""
 
     add_generation_prompt: bool
     continue_final_message: bool
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     chat_template_content_format: ContentFormat
+    priority: int | Sequence[int] | None
 
 
 class LLM(OfflineEngine, PoolingMethods):
@@ -70,22 +74,24 @@ class LLM(OfflineEngine, PoolingMethods):
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the order of the prompts.
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar,
         if standard error is a terminal and it takes longer than a second. lora_request: None. priority: for all or one
-        each, lower is earlier (docs/scheduling.md).
+        each, lower is earlier (docs/scheduling.md). options: see CallOptions.
 
         Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails, and
         InternalError when the output of a request cannot be processed (the tokenizer fails).
         After an error or Ctrl-C nothing is left running.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
+        truncation = truncation_of(options)
         listed = as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _params_for(listed, given)
+        params = [msgspec.structs.replace(each, **truncation) for each in _params_for(listed, given)]
         priorities = _priorities_for(listed, 0 if priority is None else priority)
         with self._busy:
             requests = self._process(listed, params, priorities)
@@ -126,9 +132,14 @@ class LLM(OfflineEngine, PoolingMethods):
         chat_template: the source of a template to take instead. The other arguments and the errors are those of
         `generate`; UserError also when the model has no template.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         content_format = options.pop("chat_template_content_format", "auto")
         choice = TemplateChoice(chat_template, content_format)
+        priority = options.pop("priority", None)
+        of_texts = CallOptions(
+            tokenization_kwargs=options.pop("tokenization_kwargs", None),
+            mm_processor_kwargs=options.pop("mm_processor_kwargs", None),
+        )
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             raise UserError(f"chat has no argument {min(unknown)!r}", param=min(unknown))
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -141,7 +152,7 @@ class LLM(OfflineEngine, PoolingMethods):
                     **options,
                 )
             prompts.append({"prompt_token_ids": rendered.token_ids, "prompt": rendered.text})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -271,11 +282,6 @@ def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
         if of == 1:
             raise
         raise type(error)(f"{noun} {index}: {error.message}", param=error.param) from None
-
-
-def _refuse_adapters(lora_request: object) -> None:
-    if lora_request is not None:
-        raise UserError("lora_request is not supported: adapters are not available yet", param="lora_request")
 
 
 def _params_for(

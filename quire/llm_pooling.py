@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import msgspec
 
+from quire.call_options import PoolingOptions, truncation_of
 from quire.engine.input_processor import Prompt
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import UserError
@@ -45,14 +46,16 @@ class PoolingMethods(ABC):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt, in the order of the prompts.
 
         prompts: as for `LLM.generate`. truncate_prompt_tokens: as PoolingParams have it, which it overrides.
-        pooling_params: one for all, or one each. Raises UserError, naming the prompt's index, before anything runs, and
-        for a model that gives no vectors; else as `LLM.generate`.
+        pooling_params: one for all, or one each. options: see PoolingOptions. Raises UserError, naming the prompt's
+        index, before anything runs, and for a model that gives no vectors; else as `LLM.generate`.
         """
-        return self._pooled("embed", prompts, pooling_params, truncate_prompt_tokens, use_tqdm, self._pooling.embedding)
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("embed", prompts, pooling_params, cut, use_tqdm, self._pooling.embedding)
 
     def classify(
         self,
@@ -61,11 +64,11 @@ class PoolingMethods(ABC):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of a classifier's labels for every prompt. Arguments and errors as for `embed`."""
-        return self._pooled(
-            "classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm, self._pooling.classification
-        )
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, self._pooling.classification)
 
     def encode(
         self,
@@ -75,12 +78,14 @@ class PoolingMethods(ABC):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_task: str | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
         """What the model makes of every prompt, a vector or the scores of its labels. pooling_task: "embed", "classify"
         or "score", for models that do it; None: what the model does. The rest as for `embed`."""
         if pooling_task is not None:
             self._pooling.check_task(PoolingParams(task=pooling_task).task or "encode")
-        return self._pooled("encode", prompts, pooling_params, truncate_prompt_tokens, use_tqdm, self._pooling.pooled)
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("encode", prompts, pooling_params, cut, use_tqdm, self._pooling.pooled)
 
     def score(
         self,
@@ -90,6 +95,7 @@ class PoolingMethods(ABC):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` answers that of `data_1`: a cross-encoder's score of the pair, or of an
         embedder the cosine of the two vectors.
@@ -100,7 +106,7 @@ class PoolingMethods(ABC):
         firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             raise UserError(f"got {len(firsts)} texts for {len(seconds)}: give one, or as many", param="data_1")
-        params = _merged(pooling_params or PoolingParams(), truncate_prompt_tokens)
+        params = _merged(pooling_params or PoolingParams(), _truncation(truncate_prompt_tokens, options))
         if self._pooling.is_cross_encoder:
             pairs = [(firsts[min(i, len(firsts) - 1)], second) for i, second in enumerate(seconds)]
             outputs = self._pool(pairs, [params] * len(pairs), use_tqdm)
@@ -151,6 +157,14 @@ def _texts(data: str | Sequence[str], name: str) -> list[str]:
     if not listed or not all(isinstance(each, str) for each in listed):
         raise UserError(f"{name} must be a text or a list of texts", param=name)
     return listed
+
+
+def _truncation(truncate: int | None, options: PoolingOptions) -> int | None:
+    given = truncation_of(options)
+    if given.get("truncation_side", "right") != "right":
+        raise UserError("truncation_side must be 'right' for models that pool", param="tokenization_kwargs")
+    found: int | None = given.get("truncate_prompt_tokens", truncate)
+    return found
 
 
 def _merged(params: PoolingParams, truncate: int | None) -> PoolingParams:

@@ -12,6 +12,7 @@ import msgspec
 
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.async_control import check_mode, check_reset
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
@@ -68,10 +69,13 @@ class OfflineEngine:
         assert isinstance(stats, EngineStats)
         return {**msgspec.structs.asdict(stats), **shares(stats)}
 
-    def reset_prefix_cache(self) -> int:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
         """Forget every cached prefix; returns how many blocks held one.
 
-        Files in `kv_offload_dir` stay, and count again at the next start."""
+        reset_running_requests: without effect: what running requests have computed is forgotten in any case, and they
+        go on with the same tokens. reset_connector: False: files in `kv_offload_dir` stay, and count again at the next
+        start."""
+        check_reset(reset_connector)
         with self._busy:
             value = self._call("reset_prefix_cache")
         assert isinstance(value, int)
@@ -85,11 +89,13 @@ class OfflineEngine:
         assert isinstance(value, int)
         return value
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
         1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile (docs/gpu.md).
 
-        Raises UserError while prefixes are registered."""
+        mode: one of MODES; between the calls of an LLM nothing runs, so that all are alike, and requests of an
+        LLMEngine must have ended. Raises UserError while requests live or prefixes are registered."""
+        check_mode(mode)
         with self._busy:
             self._call("sleep", str(level))
 

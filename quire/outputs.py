@@ -43,6 +43,8 @@ class RequestTiming(msgspec.Struct, array_like=True):
     """Equal to `now` when a time limit ended the request before it ever ran."""
     now: float
     num_preemptions: int = 0
+    can_wait: bool = False
+    """Neither the first token nor the end: it may be sent with those of later steps."""
 
 
 class Logprob(msgspec.Struct):

@@ -11,6 +11,11 @@ from quire.sampling_params import RequestOutputKind
 
 MAX_DIMENSIONS = 2**24
 TASKS = ("embed", "classify", "score", "encode")
+UNAVAILABLE = (
+    *("skip_reading_prefix_cache", "extra_kwargs", "step_tag_id", "returned_token_ids", "late_interaction_params"),
+    "late_chunking_params",
+)
+"""Fields of vLLM that ask for what models that pool do not do here."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,14 +38,18 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    late_interaction_params: Any = None
+    late_chunking_params: Any = None
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
             raise UserError(f"task must be one of {', '.join(TASKS)}, not {self.task!r}", param="task")
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise UserError("output_kind must be FINAL_ONLY: a vector comes once", param="output_kind")
-        for name in ("skip_reading_prefix_cache", "extra_kwargs"):
-            if getattr(self, name):
+        for name in UNAVAILABLE:
+            if getattr(self, name) not in (None, False, {}):
                 raise UserError(f"{name} is not supported for models that pool", param=name)
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise UserError(f"dimensions must be positive, not {self.dimensions}", param="dimensions")

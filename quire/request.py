@@ -15,7 +15,7 @@ from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
-    from quire.decoding.masks import Constraint, Matcher
+    from quire.decoding.masks import Constraint, Foreseen, Matcher
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.block_table import BlockTable
 
@@ -58,6 +58,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is earlier; see `Request.order_key`."""
     client: str = ""
     """Whose it is: the waiting requests of several clients take turns (quire/scheduler/fair_order.py)."""
+    each_step: bool = False
+    """Whether its tokens are sent as each step makes them, also where the engine would send those of several steps at
+    once."""
     first_index: int = 0
     """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
     register_prefix: bool = False
@@ -69,11 +72,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where the second text of a pair begins in the prompt; 0: it is one text."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
-    all. Not with beam search."""
+    all."""
     constraint_start: list[int] = []
     """The constraint begins behind these tokens, once they were generated in this order; empty: at once."""
     thinking_budget: ThinkingBudget | None = None
-    """Not with beam search."""
     resume_point: ResumePoint | None = None
     """Set when another engine has run it before. Not with beam search, which reports at its end alone."""
 
@@ -113,6 +115,7 @@ class Sequence:
         "fast_path_until",
         "finish_reason",
         "first_step_id",
+        "foreseen",
         "index",
         "matcher",
         "max_total_tokens",
@@ -140,7 +143,8 @@ class Sequence:
         self.first_step_id = 0
         """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
-        self.report_times_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
+        reports_all = request.params.stop or request.each_step
+        self.report_times_until = self.max_total_tokens if reports_all else request.num_prompt_tokens + 1
         """Updates report times up to this number of tokens. A stop string may end it at any token, which only the front
         end sees."""
         self.fast_path_until = 0
@@ -155,6 +159,9 @@ class Sequence:
         """Hashes of the known full blocks; outlives a preemption."""
         self.num_unsent_tokens = 0
         """Of the known tokens, the last ones that the workers have neither sampled nor been sent."""
+        self.foreseen: Foreseen | None = None
+        """One of `token_ids` that a plan in flight is still to sample. It is not pending: the sequence goes on from
+        it, and the plan's result brings nothing new."""
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask until its end."""
@@ -188,6 +195,7 @@ class Request:
         "constraint",
         "constraint_start",
         "deferral",
+        "each_step",
         "end_token_ids",
         "eos_token_ids",
         "first_scheduled_time",
@@ -244,6 +252,7 @@ class Request:
         """Most sampled tokens of a sequence that may be unknown when its next one is planned. An update chooses a
         beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""
         self.client = request.client
+        self.each_step = request.each_step
         self.order_time = arrival_time if order_time is None else order_time
         self.order_key: OrderKey = (self.order_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age

@@ -136,6 +136,13 @@ class SamplingParams(
     extra_args: dict[str, Any] | None = None
     flat_logprobs: bool | None = False
     logprob_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_start: int | None = None
+    stream_interval: int | None = None
+    output_text_buffer_length: int = 0
+    watermarking: bool | None = None
+    routed_experts_prompt_start: int | None = 0
+    trace_decode_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -188,14 +195,10 @@ class SamplingParams(
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
         _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
-        if self.has_thinking_budget and self.use_beam_search:
-            raise UserError("a thinking budget is not supported with beam search", param="thinking_token_budget")
         if self.repetition_detection is not None:
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:
             msgspec.structs.force_setattr(self, "structured_outputs", _structured_outputs(self.structured_outputs))
-            if self.use_beam_search:
-                raise UserError("structured_outputs is not supported with beam search", param="structured_outputs")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field, if all are valid together then."""
@@ -315,6 +318,13 @@ _BOOLEANS = (
 UNAVAILABLE: dict[str, tuple[object, str]] = {
     "extra_args": ({}, "no code of users runs in the engine"),
     "flat_logprobs": (False, "log-probabilities are one dictionary a token"),
+    "prompt_logprob_token_ids": (None, "prompt_logprobs gives the likeliest tokens"),
+    "prompt_logprob_start": (0, "prompt_logprobs begins with the prompt"),
+    "stream_interval": (1, "each output comes when it is there, and the server's chunks by its own setting"),
+    "output_text_buffer_length": (0, "the engine holds back what a stop string may end"),
+    "watermarking": (False, "texts get no watermark"),
+    "routed_experts_prompt_start": (0, "answers do not tell which experts were used"),
+    "trace_decode_token_ids": (None, "tokens are not prescribed; grammars and allowed_token_ids restrict them"),
 }
 """Fields of vLLM that must be None or as they are here."""
 PYTHON_ONLY = (

@@ -114,8 +114,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     token_overrides: list[tuple[int, int]] = []
     """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
     appended: dict[int, list[int]] = {}
-    """seq_id -> tokens that follow a row's last one and that no step sampled: a constraint forced them. The row's last
-    sample is not in flight."""
+    """seq_id -> tokens that follow a row's last one, which the step before may be sampling still, and that no step
+    samples: a constraint forced them."""
     transfers: Transfers | None = None
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 

@@ -183,7 +183,6 @@ def test_structured_outputs_are_params_or_their_fields() -> None:
     params = SamplingParams.from_options({"structured_outputs": {"json": schema}}).structured_outputs
     assert params == StructuredOutputsParams(json=schema)
     assert "StructuredOutputsParams" in refused("structured_outputs", 5)
-    assert "beam search" in refused("structured_outputs", params, use_beam_search=True, temperature=0.0)
     assert "not json and regex" in refused("structured_outputs", {"json": schema, "regex": "a"})
     assert "got none" in refused("structured_outputs", {})
     for wrong in (

@@ -32,7 +32,7 @@ from quire import (
     UserError,
 )
 from quire.config.options import EngineOptions
-from quire.config.vllm import FLAGS, MEANT, NOTED, REFUSED, TRACES, VllmFlag
+from quire.config.vllm import KEYWORDS, MEANT, NOTED, REFUSED, TRACES, VllmFlag
 from tests.models.encoders import CLASSIFIERS, ENCODERS
 from tests.models.harness import randomize
 from tests.test_llm_pooling import save_with_tokenizer
@@ -127,6 +127,33 @@ def test_the_tokenizer_as_transformers_has_it(llm: LLM) -> None:
     assert tokenizer.tokenize("import os")[0] in tokenizer.get_vocab()
     with pytest.raises(UserError, match="has no token 99999"):
         tokenizer.convert_ids_to_tokens([99999])
+
+
+def test_keywords_of_calls(llm: LLM) -> None:
+    """How texts become tokens, and what is not there."""
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    ids = llm.get_tokenizer().encode(PROMPTS[2])
+    ends = [{"truncate_prompt_tokens": 2}, {"truncate_prompt_tokens": 2, "truncation_side": "right"}]
+    for kwargs, kept in zip(ends, (ids[-2:], ids[:2]), strict=True):
+        [output] = llm.generate(PROMPTS[2], greedy, use_tqdm=False, tokenization_kwargs=kwargs)
+        assert output.prompt_token_ids == kept
+    none = {"mm_processor_kwargs": None, "tokenization_kwargs": {"add_special_tokens": True}, "priority": 0}
+    [output] = llm.chat(CONVERSATION, greedy, use_tqdm=False, **none)  # type: ignore[arg-type]
+    assert output.prompt_token_ids == llm.get_tokenizer().apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    for refused, message in (
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs is not supported"),
+        ({"tokenization_kwargs": {"max_lenght": 3}}, "unknown key of tokenization_kwargs 'max_lenght'"),
+        ({"tokenization_kwargs": {"add_special_tokens": False}}, "give token ids instead"),
+        ({"tokenisation_kwargs": {}}, "unknown argument 'tokenisation_kwargs'; did you mean"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llm.generate(PROMPTS[0], greedy, use_tqdm=False, **refused)  # type: ignore[arg-type]
+    llm.generate(PROMPTS[0] * 20, greedy, use_tqdm=False)
+    assert llm.reset_prefix_cache(reset_running_requests=True) > 0
+    with pytest.raises(UserError, match="reset_connector must be False"):
+        llm.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(UserError, match="mode must be one of abort, wait, keep"):
+        llm.sleep(mode="now")
 
 
 def test_logprobs_and_the_whole_vocabulary(llm: LLM) -> None:
@@ -250,6 +277,11 @@ def test_embed_classify_and_score(tmp_path: Path) -> None:
         [score] = llm.score("w1 w2", "w1 w2", use_tqdm=False)
         assert score.outputs.score == pytest.approx(1.0, abs=1e-5)
         assert llm.embed("w3", pooling_params=PoolingParams(task="embed"), use_tqdm=False)
+        given: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {"truncate_prompt_tokens": 4}}
+        [cut] = llm.embed("w1 w2 w3 w4", use_tqdm=False, **given)
+        assert len(cut.prompt_token_ids) == 4
+        with pytest.raises(UserError, match="truncation_side must be 'right'"):
+            llm.score("w1", "w2", tokenization_kwargs={"truncation_side": "left"})
         for task, message in (("classify", "it is no classifier"), ("other", "task must be one of")):
             with pytest.raises(UserError, match=message):
                 llm.encode("w1", pooling_task=task)
@@ -390,6 +422,12 @@ def test_kinds_of_output_of_the_asynchronous_engine() -> None:
         ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
         ({"logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),
         ({"output_kind": 7}, "output_kind"),
+        ({"prompt_logprob_token_ids": [[1]]}, "prompt_logprob_token_ids"),
+        ({"prompt_logprob_start": 1}, "prompt_logprob_start"),
+        ({"stream_interval": 2}, "stream_interval"),
+        ({"watermarking": True}, "watermarking"),
+        ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),
+        ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
     ],
 )
 def test_parameters_that_are_refused(keywords: dict[str, Any], param: str) -> None:
@@ -403,10 +441,16 @@ def test_parameters_that_ask_for_nothing() -> None:
     assert plain == SamplingParams(
         extra_args=None, flat_logprobs=False, skip_clone=False, spaces_between_special_tokens=True
     )
+    for nothing in ({"watermarking": False}, {"prompt_logprob_start": 0}, {"stream_interval": 1}):
+        SamplingParams(**nothing)
     assert PoolingParams() == PoolingParams(requires_token_ids=False, extra_kwargs=None)
+    for name in ("step_tag_id", "returned_token_ids", "late_interaction_params", "late_chunking_params"):
+        PoolingParams(**{name: None})
+        with pytest.raises(UserError, match=f"{name} is not supported"):
+            PoolingParams(**{name: [1]})
 
 
-@pytest.mark.parametrize("entry", [e for e in FLAGS.values() if e.is_keyword], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in KEYWORDS.values() if e.is_keyword], ids=lambda entry: entry.name)
 def test_every_keyword_does_what_the_table_says(entry: VllmFlag, caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {
         "flag": not (True in entry.harmless and False not in entry.harmless),
@@ -448,7 +492,8 @@ def test_every_keyword_does_what_the_table_says(entry: VllmFlag, caplog: pytest.
 def test_keywords_in_vllms_words() -> None:
     import torch
 
-    servers = {"served_model_name": "x", "enable_sleep_mode": True, "max_num_queued_reqs": 3}
+    servers = {"served_model_name": "x", "enable_sleep_mode": True, "max_num_queued_reqs": 3, "shutdown_timeout": 0}
+    servers |= {"block_size": None, "enable_prefix_caching": None, "tokens_only": False, "log_config_file": None}
     options = EngineOptions.from_keywords(
         servers | {"dtype": torch.float16, "max_model_len": -1, "max_num_seqs": "1k", "swap_space": 4}
     )

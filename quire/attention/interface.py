@@ -60,12 +60,22 @@ def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> Intege
     return positions // window * window if is_chunked else positions - (window - 1)
 
 
+@dataclass(slots=True)
+class CacheScale:
+    """What the elements of a layer's keys, and of its values, are multiplied with in a cache of e4m3 numbers: they are
+    stored divided by it, in float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
     (None: all), or, if is_chunked, the chunks that positions are cut into, of which a token sees its own; length_scale:
     of queries (None: none); soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value
-    head (None: head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none)."""
+    head (None: head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none).
+    cache_scale: 1 in caches of other numbers than e4m3."""
 
     layer: int
     num_heads: int
@@ -78,6 +88,12 @@ class LayerAttention:
     soft_cap: float | None = None
     value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    cache_scale: CacheScale = field(default_factory=CacheScale, compare=False)
+
+    @property
+    def stored_scale(self) -> float:
+        """Multiplies q·k of keys as they are stored."""
+        return self.scale * self.cache_scale.key
 
     @property
     def value_width(self) -> int:

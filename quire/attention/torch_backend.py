@@ -52,6 +52,8 @@ class TorchAttentionStep:
 
     def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
         group, pages = self._layers[layer.layer]
+        scale = layer.cache_scale
+        k, v = (each if by == 1 else each.float() / by for each, by in ((k, scale.key), (v, scale.value)))
         if pages.dim() == 4:  # keys and values of different widths, side by side
             rows = pages.view(-1, *pages.shape[2:])
             reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1))
@@ -148,7 +150,7 @@ def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torc
     used_rows = tiles.tile_tokens * per_group
     queries = torch.zeros(tiles.num_tiles, groups, tiles.rows, dim)
     queries[:, :, :used_rows] = (
-        (q.index_select(0, tiles.gather).float() * layer.scale)
+        (q.index_select(0, tiles.gather).float() * layer.stored_scale)
         .view(tiles.num_tiles, tiles.tile_tokens, groups, per_group, dim)
         .transpose(1, 2)
         .reshape(tiles.num_tiles, groups, used_rows, dim)
@@ -168,7 +170,7 @@ def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torc
         seen = (total[0][:, :, :used_rows], total[1][:, :, :used_rows], total[2][:, :, :used_rows])
         total = _merged(seen, (sinks, torch.ones_like(sinks), torch.zeros(value_width)))
     return (
-        (total[2] / total[1])[:, :, :used_rows]
+        (total[2] * layer.cache_scale.value / total[1])[:, :, :used_rows]
         .reshape(tiles.num_tiles, groups, tiles.tile_tokens, per_group, value_width)
         .transpose(1, 2)
         .reshape(-1, layer.num_heads, value_width)

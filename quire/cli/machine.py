@@ -23,9 +23,10 @@ OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: of the affinity mask. cpu_quota: cores' worth of time that control groups allow. open_files: the hard
-    limit, None: none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never;
-    governor: of the first core, "driver: governor"; None where the system does not say."""
+    """cores: of the affinity mask, as the system counts them: the threads of one core are several. physical_cores: what
+    they are threads of. cpu_quota: cores' worth of time that control groups allow. open_files: the hard limit, None:
+    none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never; governor: of the first
+    core, "driver: governor". None where the system does not say."""
 
     cores: int
     cpu_quota: float | None
@@ -33,13 +34,17 @@ class Machine:
     shared_memory: int | None
     huge_pages: str | None
     governor: str | None
+    physical_cores: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, how much), for people."""
         quota = "" if self.cpu_quota is None else f", a quota of {self.cpu_quota:g}"
+        cores = f"{self.cores} cores"
+        if self.physical_cores not in (None, self.cores):
+            cores = f"{self.cores} hardware threads of {self.physical_cores} cores"
         shared = "none" if self.shared_memory is None else format_bytes(self.shared_memory)
         return [
-            ("processor", f"{self.cores} cores{quota}" + (f", {self.governor}" if self.governor else "")),
+            ("processor", cores + quota + (f", {self.governor}" if self.governor else "")),
             ("open files", f"up to {'any number' if self.open_files is None else self.open_files}"),
             ("memory pages", f"huge pages {self.huge_pages or 'unknown'}; {shared} in /dev/shm"),
         ]
@@ -95,7 +100,14 @@ def find_machine(root: Path = ROOT) -> Machine:
         shutil.disk_usage(shared).total if shared.is_dir() else None,
         None if pages is None else pages.partition("[")[2].partition("]")[0],
         None if driver is None or governor is None else f"{driver}: {governor}",
+        _physical_cores(root / "sys/devices/system/cpu"),
     )
+
+
+def _physical_cores(directory: Path) -> int | None:
+    """Cores behind what this process may run on."""
+    texts = {_text(directory / f"cpu{number}/topology/thread_siblings_list") for number in envs.affinity_numbers()}
+    return None if None in texts else len(texts)
 
 
 def _text(path: Path) -> str | None:

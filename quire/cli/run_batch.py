@@ -36,11 +36,12 @@ MIN_CONCURRENCY = 64
 def build_parser() -> Parser:
     parser = Parser(
         prog="quire run-batch",
-        usage="quire run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] [options]",
+        usage="quire run-batch IN.jsonl OUT.jsonl [--model MODEL] [options]",
         description="Answer a file of requests in OpenAI's batch format, one line each, in order.",
     )
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
-    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, one JSON object a line")
+    parser.add_argument("files", nargs="*", metavar="IN OUT", help="the same as -i IN -o OUT")
+    parser.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("-o", "--output-file", metavar="FILE", help="answers, one JSON object a line")
     parser.add_argument(
         "--max-concurrency",
         type=int,
@@ -55,7 +56,10 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
-    source, target = Path(namespace.input_file), Path(namespace.output_file)
+    files = [*namespace.files, *(each for each in (namespace.input_file, namespace.output_file) if each is not None)]
+    if len(files) != 2 or len(namespace.files) == 1:
+        raise UserError(f"two files are required, IN and OUT or -i IN -o OUT, not {len(files)}")
+    source, target = map(Path, files)
     for name, path in (("input_file", source), ("output_file", target)):
         if "://" in str(path) or str(path).startswith(("http:", "https:")):
             raise UserError(f"{name} must be a file: addresses are not fetched or posted to", param=name)

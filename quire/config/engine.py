@@ -27,6 +27,8 @@ class EngineConfig:
     """Alternatives that a request may ask for at each token; -1: the vocabulary."""
     logprobs_mode: str = "raw_logprobs"
     """What log-probabilities are of (quire/sampling/sampler.py)."""
+    output_window: float = 0.0
+    """Seconds for which the engine's process may hold tokens back, to send those of several steps at once."""
     step_log: Path | None = None
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -18,6 +18,8 @@ from quire.utils.sizes import parse_count, parse_length
 logger = get_logger(__name__)
 
 BUNDLED_MODEL = "bundled"
+OUTPUT_WINDOW = 0.008
+"""Seconds."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cuda_graph_sizes: list[int] | None = None
     batch_invariant: bool = False
     expert_counts: bool = False
+    output_window: float = OUTPUT_WINDOW
     step_log: str | None = None
 
     @classmethod
@@ -154,5 +157,6 @@ HELP: dict[str, str] = {
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
     "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
     "expert_counts": "count how many tokens each expert computes, for LLM.stats()",
+    "output_window": "most seconds for which tokens of steps of 8 or more sequences wait to be sent together (0: none)",
     "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

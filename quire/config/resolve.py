@@ -78,6 +78,7 @@ DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
 MAX_GIBIBYTES = 2**30
 MAX_PRIORITY_SECONDS = 1e6
+MAX_OUTPUT_WINDOW = 1.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
         logprobs_mode=choice("logprobs_mode", options.logprobs_mode, LOGPROBS_MODES),
+        output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
@@ -226,7 +228,7 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
         return stored
     choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
-        if stored.is_integer and asked == ROUNDED[stored.bits] and backend == "native":
+        if stored.is_integer and asked == ROUNDED[stored.bits] and backend != "torch":
             return replace(stored, method=asked)
         if asked not in (stored.method, *STORED_NAMES.get(stored.checkpoint_format or "", ())):
             raise ConfigError(
@@ -402,6 +404,15 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
             param="max_num_batched_tokens",
         )
     return seqs, budget
+
+
+def _output_window(options: EngineOptions) -> float:
+    if not 0 <= options.output_window <= MAX_OUTPUT_WINDOW:
+        raise ConfigError(
+            f"output_window must be from 0 to {MAX_OUTPUT_WINDOW:g} seconds, not {options.output_window}",
+            param="output_window",
+        )
+    return options.output_window
 
 
 def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> SchedulerConfig:

@@ -10,7 +10,6 @@ from quire.config.cuda import LEAST_CAPABILITY, CudaFacts, find_cuda, has_triton
 from quire.config.device import CUDA_GRAPHS, default_ladder
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.quantization import ROUNDED, WEIGHT_ONLY
 from quire.config.scheduler import SchedulerConfig
 from quire.config.toolchain import FENCED_TRITON, triton_version
 from quire.errors import ConfigError
@@ -57,13 +56,6 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
     Raises ConfigError for what that back end cannot do yet.
     """
-    quantization = options.quantization or (model.quantization and model.quantization.method)
-    if quantization in ROUNDED.values():
-        raise ConfigError(
-            f"{quantization}, which multiplies integers, is not available on this device yet: choose weights that are "
-            f"{' or '.join(WEIGHT_ONLY.values())} alone or fp8, or device='cpu'",
-            param="quantization",
-        )
     if options.kv_cache_dtype == "int8":
         raise ConfigError(
             "kv_cache_dtype='int8' is not available on this device yet: choose fp8, or device='cpu'",

@@ -12,12 +12,17 @@ log-probability / length ** length_penalty, the end token counted), and when a s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_table import BlockTable
 from quire.request import FinishReason, Request, Sequence
 from quire.step import Candidates, SequenceFork, TokenLogprobs
+
+if TYPE_CHECKING:
+    from quire.decoding.masks import Matcher
+
+NO_CANDIDATES = Candidates([], [])
 
 
 @dataclass(slots=True)
@@ -30,6 +35,8 @@ class Beam:
     """One entry per generated token, where asked for."""
     candidates: Candidates | None = None
     """What it can go on with, once the worker has said so."""
+    is_stuck: bool = False
+    """Whether no token can follow under the request's constraint: then there are no candidates."""
 
 
 class Child(NamedTuple):
@@ -39,6 +46,8 @@ class Child(NamedTuple):
     token_id: int
     cumulative_logprob: float
     logprobs: list[TokenLogprobs]
+    matcher: Matcher | None
+    """Of the request's constraint, behind `token_id`."""
 
 
 class Hypothesis(NamedTuple):
@@ -51,6 +60,8 @@ class Hypothesis(NamedTuple):
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason
     stop_reason: int | None
+    ends_in_text: bool = False
+    """Whether its constraint ended it, by a token of the text."""
 
 
 class BeamSearch:
@@ -63,11 +74,14 @@ class BeamSearch:
         self.hypotheses: list[Hypothesis] = []
         """At most `width`."""
         self.is_done = False
+        self.failure: str | None = None
+        """Why the search is over without a result."""
         self.request = request
         self._max_tokens = request.max_tokens
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._num_logprobs = params.logprobs
+        self._why_stuck = "no beam can go on"
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -92,8 +106,15 @@ class BeamSearch:
         """Take one beam's candidates. Returns whether all beams have theirs, so that `expand` is due."""
         for beam in self.beams:
             if beam.sequence is sequence:
-                beam.candidates = candidates
+                beam.candidates = NO_CANDIDATES if beam.is_stuck else candidates
         return all(beam.candidates is not None for beam in self.beams)
+
+    def give_up(self, sequence: Sequence, reason: str) -> None:
+        """No token can follow one beam: it ends here, and with the last one the search. reason: told if it has found
+        nothing then."""
+        self._why_stuck = reason
+        for beam in self.beams:
+            beam.is_stuck |= beam.sequence is sequence
 
     def forget_candidates(self) -> None:
         """The beams are computed again, and so get their candidates again."""
@@ -108,12 +129,18 @@ class BeamSearch:
         for rank, (cumulative, beam, number) in enumerate(self._ranked()):
             if rank >= self.width and len(children) == self.width:
                 break
-            end = self._end_of(beam, number, length)
+            child = self._child(beam, number, cumulative)
+            if self.failure is not None:
+                self.is_done = True
+                return []
+            end = self._end_of(child, length)
             if end is None:
                 if len(children) < self.width:
-                    children.append(self._child(beam, number, cumulative))
+                    children.append(child)
             elif rank < self.width:
-                self._add_hypothesis(self._child(beam, number, cumulative), length, *end)
+                self._add_hypothesis(child, length, *end)
+        if not (children or self.hypotheses):
+            self.failure = self._why_stuck
         if not children or self._is_settled(children[0].cumulative_logprob, length):
             self.is_done = True
             return []
@@ -141,14 +168,17 @@ class BeamSearch:
         continuations.sort(key=lambda continuation: -continuation[0])
         return continuations
 
-    def _end_of(self, beam: Beam, number: int, length: int) -> tuple[FinishReason, int | None] | None:
-        assert beam.candidates is not None
-        token_id = beam.candidates.token_ids[number]
-        if token_id in self.request.stop_token_ids:
+    def _end_of(self, child: Child, length: int) -> tuple[FinishReason, int | None] | None:
+        """A text that its constraint ends waits for the score of an end token, where there is one and room for it."""
+        request, token_id = self.request, child.token_id
+        if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
-        if token_id in self.request.eos_token_ids:
+        if token_id in request.eos_token_ids:
             return FinishReason.STOP, None
-        return (FinishReason.LENGTH, None) if length >= self._max_tokens else None
+        is_last = length >= self._max_tokens
+        if child.matcher is not None and child.matcher.is_finished and (is_last or not request.eos_token_ids):
+            return FinishReason.STOP, None
+        return (FinishReason.LENGTH, None) if is_last else None
 
     def _child(self, beam: Beam, number: int, cumulative: float) -> Child:
         assert beam.candidates is not None
@@ -157,13 +187,23 @@ class BeamSearch:
         if (num_top := self._num_logprobs) is not None:
             alternatives = [token_ids[number], *token_ids[:num_top]], [scores[number], *scores[:num_top]]
             logprobs = [*beam.logprobs, TokenLogprobs(*alternatives, rank=number + 1)]
-        return Child(beam, token_ids[number], cumulative, logprobs)
+        return Child(beam, token_ids[number], cumulative, logprobs, self._matcher_behind(beam, token_ids[number]))
+
+    def _matcher_behind(self, beam: Beam, token_id: int) -> Matcher | None:
+        """The beam's matcher, a token further. None where there is no constraint, or the token ends the text."""
+        if beam.sequence.matcher is None or token_id in self.request.end_token_ids:
+            return None
+        matcher = beam.sequence.matcher.copy()
+        if not matcher.accept(token_id):
+            self.failure = f"token {token_id} does not follow the constraint"
+        return matcher
 
     def _add_hypothesis(self, child: Child, length: int, reason: FinishReason, stop_token: int | None) -> None:
         generated = child.parent.sequence.token_ids[self.request.num_prompt_tokens :]
         score = self._score(child.cumulative_logprob, length)
         ended = [*generated, child.token_id]
-        self._keep(Hypothesis(ended, child.cumulative_logprob, score, child.logprobs, reason, stop_token))
+        ends_in_text = child.matcher is not None and child.matcher.ends_in_text
+        self._keep(Hypothesis(ended, child.cumulative_logprob, score, child.logprobs, reason, stop_token, ends_in_text))
 
     def _keep(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)
@@ -233,6 +273,7 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
     for child in children:
         sequence = holder_of[id(child)]
         sequence.token_ids.append(child.token_id)
+        sequence.matcher = child.matcher
         search.beams.append(Beam(sequence, child.cumulative_logprob, child.logprobs))
     live = set(holder_of.values())
     request.sequences.sort(key=lambda sequence: (sequence not in live, sequence.seq_id))

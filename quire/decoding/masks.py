@@ -8,6 +8,7 @@ workers, whose forward pass may run already (`SamplingInputs` in quire/step.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
@@ -48,6 +49,14 @@ class Matcher(Protocol):
         t % 32 of word t // 32. None: all. Raises UserError when none may, or when it takes too much work to tell."""
         ...
 
+    def mask_of(self, *token_ids: int) -> bytes:
+        """A mask that allows these tokens."""
+        ...
+
+    def copy(self) -> Matcher:
+        """For another sequence with the same tokens."""
+        ...
+
 
 class Constraint(Protocol):
     """A constraint that is compiled, or is being compiled."""
@@ -79,16 +88,31 @@ class MaskSource(Protocol):
         ...
 
 
+class Foreseen(NamedTuple):
+    """The token that a step in flight will sample, because its mask allows no other."""
+
+    token_id: int
+    mask: bytes
+
+
+def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
+    mask = bytearray(num_bytes)
+    for token_id in token_ids:
+        mask[token_id // 8] |= 1 << token_id % 8
+    return bytes(mask)
+
+
 def take_forced(sequence: Sequence) -> list[int]:
     """Append the tokens that a sequence's constraint forces behind its last one, which its matcher has accepted, up to
     one that ends the sequence; returns them. No step need sample them: the next one computes them all
-    (`StepPlan.appended`).
+    (`StepPlan.appended`). But a step that is in flight and has begun to compute the sequence's last token samples the
+    first of them (`Sequence.foreseen`).
 
-    None for a sequence whose last token has not come yet, and where the request asks for log-probabilities.
+    None where the request asks for log-probabilities.
     """
     request, matcher, found = sequence.request, sequence.matcher, list[int]()
     params = request.params
-    if matcher is None or sequence.num_pending_tokens or params.logprobs is not None or params.ranks_samples:
+    if matcher is None or params.logprobs is not None or params.ranks_samples:
         return found
     room = sequence.max_total_tokens - len(sequence.token_ids)
     last = sequence.token_ids[-1]
@@ -98,9 +122,17 @@ def take_forced(sequence: Sequence) -> list[int]:
             break
         found.append(token_id)
         last = token_id
+    if not found:
+        return found
+    num_unsent = len(found)
+    if sequence.num_pending_tokens:
+        assert sequence.num_pending_tokens == 1, "no step is planned before the token before its last one is known"
+        sequence.num_pending_tokens = 0
+        sequence.foreseen = Foreseen(found[0], matcher.mask_of(found[0]))
+        num_unsent -= 1
     sequence.token_ids += found
     if sequence.blocks is not None:  # else it was preempted: the workers get all its tokens
-        sequence.num_unsent_tokens = len(found)
+        sequence.num_unsent_tokens = num_unsent
     return found
 
 

@@ -6,10 +6,11 @@ mark is forced, one token is allowed.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 
-from quire.decoding.masks import Constraint, ConstraintSpec, Matcher
+from quire.decoding.masks import Constraint, ConstraintSpec, Matcher, mask_of
 from quire.sampling_params import ThinkingBudget
 
 
@@ -84,10 +85,17 @@ class BudgetMatcher:
 
     def mask(self) -> bytes | None:
         if self._forced:
-            mask = bytearray(self._num_bytes)
-            mask[self._forced[0] // 8] = 1 << self._forced[0] % 8
-            return bytes(mask)
+            return self.mask_of(self._forced[0])
         return None if self._inner is None else self._inner.mask()
+
+    def mask_of(self, *token_ids: int) -> bytes:
+        return mask_of(token_ids, self._num_bytes)
+
+    def copy(self) -> BudgetMatcher:
+        found = copy.copy(self)
+        found._inner = None if self._inner is None else self._inner.copy()
+        found._recent = self._recent.copy()
+        return found
 
     def _check(self) -> None:
         if self._is_thinking and self._num_thought >= self._budget.num_tokens:

@@ -62,10 +62,9 @@ class AsyncControl(ABC):
         assert snapshot is not None
         return snapshot
 
-    async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one.
-
-        Files in `kv_offload_dir` stay, and count again at the next start."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
+        """Forget every cached prefix; returns how many blocks held one. The arguments: as of LLM.reset_prefix_cache."""
+        check_reset(reset_connector)
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
@@ -137,6 +136,13 @@ class AsyncControl(ABC):
         value = (await self.ask(method, argument)).value
         assert isinstance(value, int)
         return value
+
+
+def check_reset(reset_connector: bool) -> None:
+    """Raise UserError where files are to be forgotten too."""
+    if reset_connector:
+        message = "reset_connector must be False: files in kv_offload_dir stay, and count again at the next start"
+        raise UserError(message, param="reset_connector")
 
 
 def check_mode(mode: str) -> None:

@@ -37,7 +37,7 @@ from quire.engine.outbox import Outbox
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import CLIENT_NAME, Preparations, RequestPart, turn_of
+from quire.engine.request_part import CLIENT_NAME, EACH_STEP, Preparations, RequestPart, turn_of
 from quire.engine.restarting_client import start_restarting
 from quire.engine.shared_client import SharedClient
 from quire.engine.shared_state import EngineState
@@ -272,7 +272,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
                 with self._preparations.count(part):
                     with self._lock:
                         self._publish()
-                    request = msgspec.structs.replace(await process(stream.key), client=CLIENT_NAME.get())
+                    request = await process(stream.key)
+                    request = msgspec.structs.replace(request, client=CLIENT_NAME.get(), each_step=EACH_STEP.get())
                     token_ids = request.prompt_token_ids
                     pieces = await self.off_loop(len(token_ids), partial(encode_pieces, token_ids))
                     request = await stack.enter_async_context(turn_of(part, request))

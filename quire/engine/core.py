@@ -71,6 +71,7 @@ class EngineCore:
         self._clock = clock
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
+        self.output_window = config.output_window
         self._in_flight: deque[Future[StepResult]] = deque()
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]

@@ -6,11 +6,13 @@ import threading
 import time
 from collections import deque
 
+from quire.clock import SystemClock
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import BLOCKED_SECONDS
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
+from quire.engine.output_window import OutputWindow
 from quire.errors import EngineDeadError, is_interrupt
 from quire.utils.failures import explain
 
@@ -22,6 +24,7 @@ class InProcessClient:
     def __init__(self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> None:
         """Load the model here and now. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
         self._core = build_core(options, executor)
+        self._window = OutputWindow(0.0, SystemClock())  # no front end is woken
         self._messages: deque[ClientMessage] = deque()
         self._arrival = threading.Condition()
         self._stepping = threading.Lock()
@@ -92,7 +95,7 @@ class InProcessClient:
         with self._stepping:
             self._raise_if_dead()
             try:
-                return advance(self._core, messages)
+                return advance(self._core, messages, self._window)
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(
                     f"the engine core failed: {explain(error)}", summary="the engine core failed"

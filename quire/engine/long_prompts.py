@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.engine.messages import Abort, AddRequest, Ask, ClientMessage
+from quire.engine.messages import Abort, AddRequest, ClientMessage, SessionMessage
 
 PIECE_TOKENS = 2**15
 """Decoded in a millisecond."""
@@ -24,7 +24,7 @@ def encode_pieces(token_ids: list[int]) -> list[bytes]:
     return [msgspec.msgpack.encode(token_ids[start : start + PIECE_TOKENS]) for start in starts]
 
 
-def encode_message(encoder: msgspec.msgpack.Encoder, message: ClientMessage | Ask) -> bytes:
+def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) -> bytes:
     """As it is sent: a long prompt is in pieces alone."""
     if isinstance(message, AddRequest):
         request = message.request

@@ -12,6 +12,7 @@ from quire.config.resolve import resolve
 from quire.decoding.masks import NO_MASKS, MaskSource
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
+from quire.engine.output_window import OutputWindow
 from quire.executors.interface import Executor
 from quire.executors.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
@@ -48,8 +49,9 @@ def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
     return GrammarMasks(load, config.model.vocab_size, config.model.eos_token_ids)
 
 
-def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:
-    """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell.
+def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputWindow) -> EngineOutputs | None:
+    """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell, or `window`
+    holds it.
 
     It carries a fresh snapshot of the statistics, also without a step (an abort of the last request, a control call),
     so that the front end never shows blocks of a request that is gone.
@@ -61,8 +63,11 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutput
         result = core.handle(message)
         if result is not None:
             results.append(result)
+    outputs: EngineOutputs | None
     if core.has_work:
-        outputs = core.step()
+        outputs = window.joined(core.step(), goes_on=not results and core.has_work)
+        if outputs is None:
+            return None
     elif handled:
         outputs = EngineOutputs()
     else:

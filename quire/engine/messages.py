@@ -116,11 +116,35 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     payload: bytes
 
 
+class AskSession(msgspec.Struct, tag="ask_session", array_like=True):
+    """A question of a front end to the one of another session, which its parent passes on as a `Question`."""
+
+    ask_id: int
+    session: int
+    payload: bytes
+
+
+class Question(msgspec.Struct, tag="question", array_like=True):
+    number: int
+    payload: bytes
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True):
+    """Answers a Question, as Answer."""
+
+    number: int
+    payload: bytes | None
+
+
 class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """payload: None when the service failed."""
+    """Of an Ask or an AskSession. payload: None when who was asked failed, or has ended."""
 
     ask_id: int
     payload: bytes | None
+
+
+SessionMessage = ClientMessage | Ask | AskSession | Reply
+"""What one of several front ends sends."""
 
 
 class EngineDied(msgspec.Struct, tag="died", array_like=True):

@@ -236,12 +236,9 @@ def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: in
     """
     if second is None and limit is None:
         return PooledTokens(tokenizer.encode(text), 0)
-    texts = [text] if second is None else [text, second]
-    for each in texts:
-        check_unicode(each)
+    encodings = tokenizer.encodings([text] if second is None else [text, second], add_special_tokens=False)
     backend = tokenizer.backend
     with panics_are_errors("the tokenizer"):
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
         if limit is not None:
             room = limit - backend.num_special_tokens_to_add(second is not None)
             if room < 1:

@@ -18,11 +18,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from quire.clock import SystemClock
 from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import EngineBeats, takes_long
 from quire.engine.long_prompts import Arrivals
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
+from quire.engine.output_window import OutputWindow
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
@@ -156,6 +158,7 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
 
 def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress) -> None:
     """Until Shutdown, or until SIGTERM and no work is left: one turn of the core for every wake-up or step."""
+    window = OutputWindow(core.output_window, SystemClock())
     while True:
         progress.turn()
         if not core.has_work:
@@ -169,7 +172,10 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress
         messages = channel.read()
         if any(isinstance(message, Shutdown) for message in messages):
             return
+        if messages and (held := window.release()):
+            # The next step may take long: it may be that of a new prompt.
+            channel.send(EngineOutputs(held, core.stats()))
         with progress.exempt() if any(map(takes_long, messages)) else contextlib.nullcontext():
-            outputs = advance(core, messages)
+            outputs = advance(core, messages, window)
         if outputs is not None:
             channel.send(outputs)

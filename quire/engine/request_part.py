@@ -16,6 +16,9 @@ from quire.request import EngineRequest
 CLIENT_NAME: ContextVar[str] = ContextVar("client", default="")
 """Whose requests a task makes (`EngineRequest.client`): a server sets it where it checks a key."""
 
+EACH_STEP: ContextVar[bool] = ContextVar("each_step", default=False)
+"""How a task wants its tokens (`EngineRequest.each_step`): a server sets it for streams that say what a chunk has."""
+
 RATE_SECONDS = 10.0
 """Over which the rate of prompts is averaged."""
 

@@ -23,13 +23,17 @@ from quire.engine.messages import (
     AddRequest,
     Answer,
     Ask,
+    AskSession,
     Call,
     CallResult,
     ClientMessage,
     EngineDied,
     EngineOutputs,
     EngineReady,
+    Question,
+    Reply,
     RequestRejected,
+    SessionMessage,
 )
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
@@ -69,6 +73,15 @@ class _Request:
         return cls(session, name if mark else request.request_id, num_sequences)
 
 
+@dataclass(slots=True, frozen=True)
+class _Asked:
+    """A question of a session to another one."""
+
+    asker: int
+    ask_id: int
+    session: int
+
+
 class SharedEngine:
     """Two threads serve the sessions once `start` is called: one carries messages to the engine, one its outputs."""
 
@@ -78,11 +91,11 @@ class SharedEngine:
         directory: RuntimeDirectory,
         state: EngineState,
         *,
-        services: Mapping[str, Callable[[bytes], bytes]],
+        services: Mapping[str, Callable[[int, bytes], bytes]],
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: of the sockets. services: what answers `Ask`, by name. on_stats: hears of each snapshot.
+        """directory: of the sockets. services: what answers a session's `Ask`, by name. on_stats: hears of snapshots.
         on_change: is called when the engine is ready and when it has ended. All are called by threads."""
         self._client = client
         self._directory = directory
@@ -101,6 +114,7 @@ class SharedEngine:
         self._calls: dict[int, tuple[int, int]] = {}
         """Our id of a call -> session and its id."""
         self._own_calls: dict[int, str] = {}
+        self._questions: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         self._session_numbers = itertools.count(1)
         self._context = zmq.Context()
@@ -108,7 +122,7 @@ class SharedEngine:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage | Ask)
+        self._decoder = msgspec.msgpack.Decoder(SessionMessage)
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (("quire-outputs", self._carry_outputs), ("quire-messages", self._carry_messages))
@@ -141,6 +155,9 @@ class SharedEngine:
             for request_id in [key for key, request in self._requests.items() if request.session == number]:
                 self._forget(request_id)
                 self._to_engine(Abort(request_id))
+            for key, asked in list(self._questions.items()):
+                if number in (asked.session, asked.asker):
+                    self._reply(key, None)
             if self.ready is None:
                 return
             # It may have been about to change these: the engine knows how far it came.
@@ -219,8 +236,8 @@ class SharedEngine:
 
     # From the sessions.
 
-    def _take(self, session: int, messages: list[ClientMessage | Ask]) -> None:
-        answers = [Answer(ask.ask_id, self._answer(ask)) for ask in messages if isinstance(ask, Ask)]
+    def _take(self, session: int, messages: list[SessionMessage]) -> None:
+        answers = [Answer(ask.ask_id, self._answer(session, ask)) for ask in messages if isinstance(ask, Ask)]
         with self._lock:
             for answer in answers:
                 self._send(session, answer)
@@ -239,6 +256,10 @@ class SharedEngine:
                         number = next(self._numbers)
                         self._calls[number] = session, call_id
                         passed.append(Call(number, method, argument))
+                    case AskSession(ask_id, other, payload):
+                        self._pass_question(_Asked(session, ask_id, other), payload)
+                    case Reply(number, payload):
+                        self._reply(number, payload)
             if passed:
                 self._to_engine(*passed)
 
@@ -254,9 +275,22 @@ class SharedEngine:
         self._requests[request.request_id] = added
         return True
 
-    def _answer(self, ask: Ask) -> bytes | None:
+    def _pass_question(self, asked: _Asked, payload: bytes) -> None:
+        number = next(self._numbers)
+        self._questions[number] = asked
+        if asked.session in self._sessions:
+            self._send(asked.session, Question(number, payload))
+        else:
+            self._reply(number, None)
+
+    def _reply(self, number: int, payload: bytes | None) -> None:
+        asked = self._questions.pop(number, None)
+        if asked is not None:
+            self._send(asked.asker, Answer(asked.ask_id, payload))
+
+    def _answer(self, session: int, ask: Ask) -> bytes | None:
         try:
-            return self._services[ask.service](ask.payload)
+            return self._services[ask.service](session, ask.payload)
         except Exception:
             logger.exception("the service %r failed", ask.service)
             return None
@@ -328,7 +362,7 @@ class SharedEngine:
             self._names.discard(request.name)
         return request
 
-    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer) -> None:
+    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> None:
         socket = self._sessions.get(session)
         if socket is not None:
             socket.send(self._encoder.encode(message), zmq.NOBLOCK)

@@ -79,7 +79,8 @@ def paged_attention_dense(
     if layer.length_scale is not None:
         query = query * layer.length_scale.factors(own).to(query.dtype)[:, None, None]
     group = layer.num_heads // layer.num_kv_heads
-    key, value = (each.repeat_interleave(group, dim=1) for each in stored)
+    scales = layer.cache_scale.key, layer.cache_scale.value
+    key, value = (each.repeat_interleave(group, dim=1) * by for each, by in zip(stored, scales, strict=True))
     scores = torch.einsum("nhd,lhd->hnl", query, key) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)

@@ -44,6 +44,7 @@ class Attention:
         self._first_head = context.group.rank * heads
         sinks = torch.empty(heads, dtype=torch.float32, device=context.device) if has_sinks else None
         local = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // kv_shares, sinks=sinks)
+        context.cache_scales[local.layer] = local.cache_scale
         self._qkv = ColumnParallelLinear(
             hidden_size,
             (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * shape.value_width),

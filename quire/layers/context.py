@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
 
+from quire.attention.interface import CacheScale
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import LayerOperations, Operations
 from quire.parallel.interface import ProcessGroup
@@ -27,7 +28,8 @@ class LayerContext:
     of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
-    mixtures of experts count rows (None: they do not).
+    mixtures of experts count rows (None: they do not). cache_scales: by layer, where those with keys and values put
+    the scales that a checkpoint may bring for an fp8 cache.
     """
 
     dtype: torch.dtype
@@ -39,6 +41,7 @@ class LayerContext:
     vocabulary: LayerLinear
     positions: LayerLinear
     expert_counts: ExpertCounters | None = None
+    cache_scales: dict[int, CacheScale] = field(default_factory=dict)
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

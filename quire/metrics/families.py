@@ -209,6 +209,7 @@ LATENCIES = (
 )
 TOKENS_OF_A_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PARAMS_N = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def one_two_five(max_value: int) -> tuple[int, ...]:
@@ -241,5 +242,6 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
         "request_inference_time_seconds": ("First step to last token.", LATENCIES),
         "request_prefill_time_seconds": ("First step to first token.", LATENCIES),
         "request_decode_time_seconds": ("First to last token.", LATENCIES),
+        "request_num_preemptions": ("Times that a request gave up its KV blocks to others.", PREEMPTIONS),
         "request_prefill_kv_computed_tokens": ("Prompt tokens that were computed, without cached ones.", lengths),
     }

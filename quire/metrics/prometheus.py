@@ -85,6 +85,7 @@ class EngineMetrics(Collector):
         self.computed_length = found["request_prefill_kv_computed_tokens"]
         self.generation_length = found["request_generation_tokens"]
         self.longest_generation = found["request_max_num_generation_tokens"]
+        self.num_preemptions = found["request_num_preemptions"]
         self.params_n = found["request_params_n"]
         self.params_max_tokens = found["request_params_max_tokens"]
         self.registry.register(self)
@@ -133,6 +134,7 @@ class EngineMetrics(Collector):
         self.computed_length.observe(num_prompt - output.num_cached_tokens)
         self.generation_length.observe(progress.num_generated)
         self.longest_generation.observe(longest)
+        self.num_preemptions.observe(output.metrics.num_preemptions)
         times = progress.phases(output, now)
         if times is None or any(completion.finish_reason == "abort" for completion in output.outputs):
             return

@@ -81,25 +81,6 @@ def language_tensors(tensors: Iterable[tuple[str, SourceT]], where: object) -> I
         logger.info("%s: the language model alone is loaded, without the tensors of %s", where, parts)
 
 
-_CACHE_SCALE = re.compile(
-    r"\.(?:(?:self_attn|attn|attention)\.(?:attn\.)?[kqv]_scale|[kv]_proj\.(?:[kv]|output)_scale)$"
-)
-
-
-def without_cache_scales(tensors: Iterable[tuple[str, SourceT]], where: object) -> Iterator[tuple[str, SourceT]]:
-    """The tensors but scales of an 8-bit KV cache (compressed-tensors' `kv_cache_scheme`, ModelOpt's
-    `kv_cache_quant_algo`): elements of an fp8 cache stand for themselves here, and other caches have more bits. One
-    line in the log says so. where: the checkpoint, for that line."""
-    num_left_out = 0
-    for name, tensor in tensors:
-        if _CACHE_SCALE.search(name):
-            num_left_out += 1
-        else:
-            yield name, tensor
-    if num_left_out:
-        logger.info("%s: %d scales of an 8-bit KV cache are left out: caches here have none", where, num_left_out)
-
-
 def fill_slots(
     slots: WeightSlots,
     names: CheckpointNames,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from quire.attention.interface import CacheScale
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
-from quire.models.checkpoint_names import language_tensors, without_cache_scales
+from quire.models.cache_scales import load_cache_scales
+from quire.models.checkpoint_names import language_tensors
 from quire.models.claims import excess, outline
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
@@ -82,7 +84,7 @@ def load_model(
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
     else:
         with torch.inference_mode():
-            _load_from(model, files, config, report, elsewhere)
+            _load_from(model, files, config, report, elsewhere, context.cache_scales)
     if runtime is None or config.impl == "transformers":
         return cast("CausalLM", model)  # which computes tensors
     from quire.models.native import NativeModel
@@ -170,7 +172,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
-        _load_from(model, files, config, _silent)  # loading the file fails with a more precise message
+        _load_from(model, files, config, _silent, (), {})  # loading the file fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
     return model
 
@@ -180,7 +182,8 @@ def _load_from(
     files: WeightFiles | GGUFWeights,
     config: ModelConfig,
     report: Progress,
-    elsewhere: Collection[str] = (),
+    elsewhere: Collection[str],
+    cache_scales: Mapping[int, CacheScale],
 ) -> None:
     quantization = config.quantization
     try:
@@ -190,7 +193,7 @@ def _load_from(
         tensors = files.stream(report)
         if config.is_multimodal:
             tensors = language_tensors(tensors, files.directory)
-        tensors = without_cache_scales(tensors, files.directory)
+        tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)
         else:

@@ -134,6 +134,7 @@ class ModuleReplacement:
 
     def _replace_attention(self, call: AttentionCall, behind: _Own) -> None:
         heads = HeadWeights(call.shape, None, None)
+        self._context.cache_scales[call.shape.layer] = call.shape.cache_scale
         self._context.operations.check_heads(heads)
         attend = self._calls.attend(heads, [layer for layer, _ in behind])
         attention = _PagedAttention(self.steps, attend, self._install(behind))

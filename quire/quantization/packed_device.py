@@ -79,7 +79,8 @@ class PackedDeviceLinear:
     plain: computes matrices that are not quantised. weight_format: as PackedLinear's. stored_bits: of a weight, for
     estimates of memory. converts_e4m3: the device's instructions read e4m3 numbers (compute capability 8.9).
     rounds_activations: of products with matrices in e4m3, rows of x are rounded to e4m3 as well, each by scales of its
-    own, and the tensor cores multiply them as such; but not where each head has a matrix of its own.
+    own, and the tensor cores multiply them as such; of integers the weight_format says so. But not where each head has
+    a matrix of its own.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class PackedDeviceLinear:
         assert isinstance(gate_up, DeviceStack), "made by create_stack"
         assert isinstance(down, DeviceStack), "made by create_stack"
         count_rows(weights.counts, routing)
-        rounds = self._rounds_for(gate_up) and self._rounds_for(down)
+        rounds = self._rounds_for(gate_up) or self._rounds_for(down)
         matrices = ExpertMatrices(gate_up.loaded, down.loaded, gate_up.biases, down.biases, rounds)
         return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
 
@@ -164,7 +165,8 @@ class PackedDeviceLinear:
         return self._plain.stored_bytes(shape) if len(shape) == 1 else math.prod(shape) * self._stored_bits // 8
 
     def _rounds_for(self, stack: DeviceStack) -> bool:
-        return self._rounds and stack.loaded.multiplies_e4m3
+        matrix = stack.loaded
+        return (self._format.rounded_activations if matrix.is_integer else self._rounds) and matrix.multiplies_bytes
 
     def _store(self, stack: DeviceStack, index: int, parts: Sequence[QuantizedWeight]) -> None:
         shape = stack.shape
@@ -179,6 +181,11 @@ class PackedDeviceLinear:
             first_rows = accumulate((part.shape[0] for part in parts), initial=0)
             self._load_plain(stack, index, dict(zip(first_rows, parts, strict=False)))
             return
+        if self._format.rounded_activations and not stored.matrix.multiplies_bytes:
+            raise ModelLoadError(
+                f"groups of {stored.matrix.group_size} input features are not multiplied as integers on this device: "
+                "load the model without w8a8 or w4a8"
+            )
         if stored.column_order is not None:
             if len(stack) > 1:
                 raise ModelLoadError("experts whose columns are reordered (act-order) are not available on this device")

@@ -79,9 +79,8 @@ def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, lim
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
-    if params.use_beam_search and (request.constraint is not None or request.pooling):
-        what = "a pooled request has no tokens" if request.pooling else "a constraint masks single tokens"
-        raise UserError(f"{what}: it takes no beam search", param="use_beam_search")
+    if params.use_beam_search and request.pooling:
+        raise UserError("a pooled request has no tokens: it takes no beam search", param="use_beam_search")
     if request.pooling and n > 1:
         raise UserError(f"a pooled request has one vector: {name} must be 1, not {n}", param=name)
     if n > limits.max_num_seqs:

@@ -87,6 +87,7 @@ def hypothesis_updates(request: Request) -> list[SequenceUpdate]:
         update = SequenceUpdate(request.request_id, index, hypothesis.token_ids)
         update.logprobs = hypothesis.logprobs or None
         update.finish_reason, update.stop_reason = hypothesis.finish_reason, hypothesis.stop_reason
+        update.ends_in_text = hypothesis.ends_in_text
         update.ranking = hypothesis.cumulative_logprob, hypothesis.score
         updates.append(update)
     return updates

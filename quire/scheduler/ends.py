@@ -89,6 +89,13 @@ class Ends:
         self.unmatched.append((sequence, reason))
         self.end(sequence.request, [sequence], FinishReason.ERROR)
 
+    def take_foreseen(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Take note that a plan has sampled what was known before, and was reported then. token_ids: of its result."""
+        assert sequence.foreseen is not None
+        expected, sequence.foreseen = sequence.foreseen.token_id, None
+        if sequence.finish_reason is None and token_ids != [expected]:
+            self.end_unmatched(sequence, f"tokens {token_ids} where the constraint forces {expected}")
+
     def report_unmatched(self, now: float) -> list[SequenceUpdate]:
         """The updates of the sequences that `end_unmatched` has ended since the last call."""
         ended, self.unmatched = self.unmatched, []
@@ -112,8 +119,10 @@ class Ends:
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                # What was just sampled, or forced behind that, is not computed.
-                num_stored = min(sequence.num_computed_tokens, len(sequence.token_ids) - (not request.pooling))
+                # What was just sampled, or forced behind that, is not computed. Where a forced token is being sampled,
+                # what its step computes may still be no number.
+                num_computed = sequence.num_computed_tokens - (sequence.foreseen is not None)
+                num_stored = min(num_computed, len(sequence.token_ids) - (not request.pooling))
                 self._kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
             else:
                 self._kv.free(sequence.blocks)

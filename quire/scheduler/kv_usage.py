@@ -66,7 +66,7 @@ class InFlight(NamedTuple):
             if sequence.finish_reason is not None:
                 continue
             try:
-                mask = _matcher(sequence).mask()
+                mask = _next_mask(sequence) if sequence.foreseen is None else sequence.foreseen.mask
             except UserError as error:
                 failed.append((sequence, error))
                 continue
@@ -84,6 +84,12 @@ class InFlight(NamedTuple):
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def _next_mask(sequence: Sequence) -> bytes | None:
+    """As Matcher.mask. A beam whose text is complete can only end."""
+    matcher = _matcher(sequence)
+    return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()
 
 
 def _matcher(sequence: Sequence) -> Matcher:

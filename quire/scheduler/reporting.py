@@ -13,12 +13,12 @@ from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 
 
-def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
-    """Add the prefix hit and the times to an update with a first token or an end."""
+def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
+    """Add the prefix hit and the times to an update with a first token or an end. can_wait: it is neither."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
-        request.arrival_time, now if started is None else started, now, request.num_preemptions
+        request.arrival_time, now if started is None else started, now, request.num_preemptions, can_wait
     )
 
 
@@ -39,6 +39,12 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
 
 def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
     """The updates of a beam search that is done."""
+    search = request.beam_search
+    if search is not None and search.failure is not None:
+        updates = early_end(request, FinishReason.ERROR, now)
+        for update in updates:
+            update.stop_reason = search.failure
+        return updates
     updates = hypothesis_updates(request)
     for update in updates:
         report_times(update, request, now)

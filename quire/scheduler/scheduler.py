@@ -228,11 +228,15 @@ class Scheduler:
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known.
 
-        A sequence that cannot go on under its constraint ends here; the plan's `update` reports it.
+        A sequence that cannot go on under its constraint ends here; the plan's `update` reports it. So does a beam, of
+        which the search knows.
         """
         inputs, failed = self._in_flight[plan.step_id].sampling_inputs()
         for sequence, error in failed:
-            self._ends.end_unmatched(sequence, error.message)
+            if sequence.request.beam_search is not None:
+                sequence.request.beam_search.give_up(sequence, error.message)
+            else:
+                self._ends.end_unmatched(sequence, error.message)
         return inputs
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -260,6 +264,9 @@ class Scheduler:
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         any_finished = bool(updates)
         for sequence, new_ids, token_logprobs in sampled:
+            if has_masks and sequence.foreseen is not None:
+                self._ends.take_foreseen(sequence, new_ids)
+                continue
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
@@ -293,7 +300,8 @@ class Scheduler:
                 self._ends.finish(sequence, reason[0])
                 report_times(update, request, now)
             elif num_sampled <= sequence.report_times_until:
-                report_times(update, request, now)
+                is_first = num_sampled <= request.num_prompt_tokens + 1
+                report_times(update, request, now, can_wait=not (is_first or request.each_step))
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:

@@ -56,9 +56,9 @@ class Answer(ABC, Generic[Body]):
         return ["include_metrics"] if is_idle else []
 
     def _times(self) -> AnswerTimes | UnsetType | None:
-        """What the phases of the request took, where it asks for that and may; None for several sequences or
-        prompts."""
-        if not self._body.include_metrics or not self._context.settings.enable_per_request_metrics:
+        """What the phases of the request took, where the server tells that and the request does not refuse it; None for
+        several sequences or prompts."""
+        if self._body.include_metrics is False or not self._context.settings.enable_per_request_metrics:
             return UNSET
         return self._counter.times() if self._params.num_sequences == 1 else None
 

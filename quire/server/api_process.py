@@ -26,8 +26,8 @@ from quire.logging import configure_logging, get_logger
 from quire.server.keys import KeyRing
 from quire.server.lifecycle import SHUTDOWN_GRACE_SECONDS, loop_factory, preload, read_prefixes
 from quire.server.report import StartReport
-from quire.server.response_store import ParentsResponses
 from quire.server.settings import ServerSettings
+from quire.server.shared_responses import ParentsResponses
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
 from quire.utils.open_files import make_room_for_connections
@@ -43,8 +43,6 @@ logger = get_logger(__name__)
 NUMBERS_FILE = "numbers"
 KEYS_FILE = "keys"
 """A copy of the file of keys, so that all processes know the same, whenever they start."""
-RESPONSES = "responses"
-"""The service of the parent that keeps responses."""
 TICK_SECONDS = 0.1
 PACKET_BYTES = 65536
 
@@ -135,8 +133,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         keys = settings
         if settings.api_key_file is not None:
             keys = msgspec.structs.replace(settings, api_key_file=str(directory / KEYS_FILE))
-        responses = ParentsResponses(lambda message: client.ask(RESPONSES, message))
-        common = Common(numbers, lambda: KeyRing.of(keys, numbers), responses, lambda: state.loads.pids)
+        common = Common(numbers, lambda: KeyRing.of(keys, numbers), ParentsResponses(client), lambda: state.loads.pids)
         app = create_app(engine, settings, common)
         limited = msgspec.structs.replace(settings, max_connections=make_room_for_connections(settings.max_connections))
         report.phase("start API process, wait for engine")

@@ -34,7 +34,6 @@ from quire.server.api_process import (
     KEYS_FILE,
     NUMBERS_FILE,
     PACKET_BYTES,
-    RESPONSES,
     TICK_SECONDS,
     ApiLaunch,
     Connection,
@@ -48,8 +47,9 @@ from quire.server.api_process import (
 from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
 from quire.server.listener import remove_socket, url_of
 from quire.server.report import StartReport, tell_systemd
-from quire.server.response_store import ResponseStore, answer_from
+from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
+from quire.server.shared_responses import SERVICE, ResponseService
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers
@@ -125,12 +125,12 @@ class _Parent:
         steps = StepTokens(numbers)
         self._loads = state.loads
         self._loads.begin(settings.api_server_count, os.getpid())
-        store = ResponseStore(settings.max_stored_responses, settings.response_store_bytes)
+        self._responses = ResponseService(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
         self._engine = SharedEngine(
             client,
             directory,
             state.engine,
-            services={RESPONSES: lambda message: answer_from(store, message)},
+            services={SERVICE: self._responses.answer},
             on_stats=steps.record,
             on_change=self._note_change,
         )
@@ -374,6 +374,7 @@ class _Parent:
         wait_or_kill(process.popen, EXIT_SECONDS)
         kill(process.popen)
         del self._processes[process.slot]
+        self._responses.end_session(process.session)
         self._engine.close_session(process.session)
         self._loads.begin(process.slot, 0)
         if self._is_leaving or self._is_over:

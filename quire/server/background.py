@@ -3,133 +3,223 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from quire.server.errors import ApiError, invalid_request, overloaded
 from quire.server.response_answer import Conversation, ResponseAnswer
-from quire.server.response_store import Responses
+from quire.server.response_store import Refusal, Responses, StoredResponse
 
 RETRY_SECONDS = 10
+_UNFINISHED = ("queued", "in_progress")
+
+
+class AnyResponse(Protocol):
+    """A response that is stored, or is being made. is_streamed: whether it has events to `follow`."""
+
+    @property
+    def is_streamed(self) -> bool: ...
+
+    async def body(self) -> bytes:
+        """As JSON."""
+
+    def follow(self, first: int) -> AsyncGenerator[bytes, None]:
+        """The events from number `first` on, as they come, to the last."""
+
+    async def cancel(self) -> bytes:
+        """End it, and return its body."""
+
+    async def settle(self) -> None:
+        """Of one that has come to its end: wait until it is stored."""
+
+
+class Progress(NamedTuple):
+    """has_ended: whether `events` has the last one."""
+
+    events: list[bytes]
+    has_ended: bool
+
+
+async def follow(progress: Callable[[int], Awaitable[Progress]], first: int) -> AsyncGenerator[bytes, None]:
+    """AnyResponse.follow. progress: what there is from an event on."""
+    has_ended = False
+    while not has_ended:
+        events, has_ended = await progress(first)
+        for event in events:
+            first += 1
+            yield event
+
+
+class FinishedResponse:
+    """One that is stored."""
+
+    def __init__(self, stored: StoredResponse) -> None:
+        self._stored = stored
+
+    @property
+    def is_streamed(self) -> bool:
+        return self._stored.events is not None
+
+    async def body(self) -> bytes:
+        return self._stored.body
+
+    def follow(self, first: int) -> AsyncGenerator[bytes, None]:
+        return self._stored.follow(first)
+
+    async def cancel(self) -> bytes:
+        """It is answered as it is."""
+        if not self._stored.in_background:
+            raise invalid_request(
+                "Cannot cancel a synchronous response: it was not made in the background", param="response_id"
+            )
+        return self._stored.body
+
+    async def settle(self) -> None:
+        pass
 
 
 class BackgroundResponse:
-    """One response in a task of its own. events: what it has streamed so far, where it may be streamed; else None."""
+    """One response in a task of its own."""
 
     def __init__(self, answer: ResponseAnswer, conversation: Conversation, *, keeps_events: bool) -> None:
-        self.answer, self.conversation = answer, conversation
-        self.events: list[bytes] | None = [] if keeps_events else None
-        self.task = asyncio.ensure_future(self._run())
+        """keeps_events: whether it may be streamed."""
+        self._answer, self._conversation = answer, conversation
+        self._events: list[bytes] | None = [] if keeps_events else None
         self._has_ended = False
+        self._news = asyncio.Event()
         self.is_kept = asyncio.Event()
         """Whether the response is stored, where it is to be."""
-        self._news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> asyncio.Task[None]:
+        self.task = asyncio.ensure_future(self._run())
+        return self.task
 
     async def _run(self) -> None:
-        async with aclosing(self.answer.stream()) as events:
+        async with aclosing(self._answer.stream()) as events:
             async for event in events:
                 self._add(event)
 
     def _add(self, event: bytes) -> None:
-        if self.events is not None:
-            self.events.append(event)
+        if self._events is not None:
+            self._events.append(event)
             self._wake()
 
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def cancel(self) -> None:
-        """End it, and wait until `end` has been called."""
-        self.task.cancel()
-        while not self._has_ended:
-            await self._news.wait()
-
     def end(self) -> None:
         """Called when the task is done: a response that did not come to its own end says why."""
+        assert self.task is not None
         if self.task.cancelled():
-            self._add(self.answer.cancelled())
+            self._add(self._answer.cancelled())
         elif (error := self.task.exception()) is not None:
-            self._add(self.answer.failed(error))
+            self._add(self._answer.failed(error))
         self._has_ended = True
         self._wake()
 
-    async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `first` on, as they come, to the last."""
-        assert self.events is not None
-        while True:
-            for event in self.events[first:]:
-                first += 1
-                yield event
-            if first == len(self.events):
-                if self._has_ended:
-                    return
-                await self._news.wait()
+    def begun(self, maker: int) -> StoredResponse:
+        """What the store has of it from its beginning."""
+        body, (items, num_items) = msgspec.json.encode(self._answer.body), self._conversation
+        events: list[bytes] | None = [] if self.is_streamed else None
+        return StoredResponse(body, items, num_items, False, True, events, maker)
+
+    def stored(self) -> StoredResponse:
+        stored = self._answer.stored(self._conversation)
+        return stored._replace(in_background=True, events=self._events)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self._events is not None
+
+    async def body(self) -> bytes:
+        return msgspec.json.encode(self._answer.body)
+
+    def follow(self, first: int) -> AsyncGenerator[bytes, None]:
+        return follow(self.progress, first)
+
+    async def progress(self, first: int, seconds: float | None = None) -> Progress:
+        """The events from number `first` on that there are, once there are any, or `seconds` have passed."""
+        assert self._events is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len(self._events) <= first and not self._has_ended:
+                    await self._news.wait()
+        return Progress(self._events[first:], self._has_ended)
+
+    def end_early(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+
+    async def cancel(self) -> bytes:
+        self.end_early()
+        while not self._has_ended:
+            await self._news.wait()
+        return await self.body()
+
+    async def settle(self) -> None:
+        if self._answer.body.status not in _UNFINISHED:
+            await self.is_kept.wait()
 
 
 class BackgroundResponses:
-    """The responses that are being made, by owner and id. At their end they move to the store, whose bounds hold for
-    those that are being made too: as many of them, and as many bytes of conversations."""
+    """The responses that this process is making, by owner and id. At their end they move to the store, whose bounds
+    hold for those that are being made too."""
 
-    def __init__(self, store: Responses, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, store: Responses) -> None:
         self._store = store
-        self._max_entries, self._max_bytes = max_entries, max_bytes
         self._keeping: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
     def find_response(self, owner: str, response_id: str) -> BackgroundResponse | None:
         return self._running.get((owner, response_id))
 
-    def start(
+    async def start(
         self, owner: str, answer: ResponseAnswer, conversation: Conversation, *, keeps_events: bool
     ) -> BackgroundResponse:
         """Raises ApiError: 400 for an id that is in use, 429 where there is no room."""
         response_id = answer.body.id
-        if (owner, response_id) in self._running:
-            raise invalid_request(f"the response {response_id!r} is being made", param="request_id")
-        self._check_room(conversation)
-        running = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
-        self._running[owner, response_id] = running
-        running.task.add_done_callback(lambda _: self._begin_to_keep(owner, response_id, running))
-        return running
+        response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
+        match await self._store.begin(owner, response_id, response.begun(self._store.maker)):
+            case Refusal.IN_USE:
+                raise invalid_request(f"the response {response_id!r} is being made", param="request_id")
+            case Refusal.NO_ROOM:
+                raise overloaded("too many responses are being made in the background", RETRY_SECONDS)
+        self._running[owner, response_id] = response
+        task = response.start()
+        task.add_done_callback(lambda _: self._begin_to_keep(owner, response_id, response))
+        return response
 
-    def _check_room(self, conversation: Conversation) -> None:
-        num_bytes = sum(len(running.conversation.items) for running in self._running.values())
-        if len(self._running) >= self._max_entries or num_bytes + len(conversation.items) > self._max_bytes:
-            raise overloaded("too many responses are being made in the background", RETRY_SECONDS)
-
-    def _begin_to_keep(self, owner: str, response_id: str, running: BackgroundResponse) -> None:
-        running.end()
-        keeping = asyncio.ensure_future(self._keep(owner, response_id, running))
+    def _begin_to_keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
+        response.end()
+        keeping = asyncio.ensure_future(self._keep(owner, response_id, response))
         self._keeping.add(keeping)
         keeping.add_done_callback(self._keeping.discard)
 
-    async def _keep(self, owner: str, response_id: str, running: BackgroundResponse) -> None:
-        """Store a response, unless it was deleted, and only then count it no longer among those that are being made."""
-        key = (owner, response_id)
+    async def _keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
+        """Store a response, and only then count it no longer among those that are being made."""
         try:
-            if self._running.get(key) is running:
-                stored = running.answer.stored(running.conversation)
-                stored = stored._replace(in_background=True, events=running.events)
-                await self._store.put(owner, response_id, stored)
-                if self._running.get(key) is running:
-                    del self._running[key]
-                else:  # deleted meanwhile
-                    await self._store.remove(owner, response_id)
+            await self._store.finish(owner, response_id, response.stored())
         finally:
-            running.is_kept.set()
+            self._running.pop((owner, response_id), None)
+            response.is_kept.set()
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """End a response that is being made, and forget it. Whether there was one."""
-        running = self._running.pop((owner, response_id), None)
-        if running is None:
+        """End a response that the store has forgotten. Whether this process was making it."""
+        response = self._running.pop((owner, response_id), None)
+        if response is None:
             return False
-        running.task.cancel()
+        response.end_early()
         return True
 
     def close(self) -> None:
-        for running in self._running.values():
-            running.task.cancel()
+        for response in self._running.values():
+            response.end_early()
 
 
 def not_streamed(response_id: str) -> ApiError:
@@ -137,3 +227,8 @@ def not_streamed(response_id: str) -> ApiError:
         f"only responses made with background=true and stream=true are streamed again, {response_id!r} was not",
         param="stream",
     )
+
+
+def not_found(response_id: str, param: str = "response_id", code: str | None = None) -> ApiError:
+    message = f"no response {response_id!r} is stored: it never was, was deleted, or had to leave for later ones"
+    return invalid_request(message, param=param, code=code, status=404)

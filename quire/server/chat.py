@@ -155,7 +155,7 @@ class ChatAnswer(Answer[ChatRequest]):
             priority=body.priority,
             names=FieldNames("messages", self._format.constraint_field, self._in_wire_words),
         )
-        return spaced(outputs, body.stream_interval or 1)
+        return spaced(outputs, body.stream_interval if body.stream else None)
 
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""

@@ -118,7 +118,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             priority=body.priority,
             names=FieldNames("prompt", body.constraint_field),
         )
-        return spaced(outputs, body.stream_interval or 1)
+        return spaced(outputs, body.stream_interval if body.stream else None)
 
     async def _tokenised(self, prompt: str | list[int]) -> Prompt:
         """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""

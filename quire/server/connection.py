@@ -124,6 +124,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_surplus = False
         self._is_deaf = False
         """Whether further data is dropped."""
+        self._closes_behind_request = False
         self._refusal: ApiError | None = None
         self._num_head_bytes = 0
         self._num_headers = 0
@@ -218,6 +219,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         scope: Any = self.scope  # which has room for more than ASGI's own entries
         scope[CHUNK_WRITER] = ChunkWriter(self.cycle)
+        if not self.cycle.keep_alive:
+            self.cycle.transport = _LateClosing(self, self.cycle)
         if self._running is None:
             self._running = self.cycle
         else:
@@ -241,6 +244,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         super().on_message_complete()
         self._enter(Phase.IDLE if self._running is None else Phase.ANSWER)
+        if self._closes_behind_request:
+            self.transport.close()
+
+    def close_behind(self, cycle: RequestResponseCycle) -> None:
+        """Close at the end of an answer, or of its request where that still arrives: to close on what a client still
+        sends would take the answer from it."""
+        if cycle is self._running and self.phase is Phase.BODY:
+            self._closes_behind_request = True
+        else:
+            self.transport.close()
 
     # What uvicorn calls when an answer is complete
 
@@ -371,6 +384,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
+
+
+class _LateClosing:
+    """The transport of a request behind whose answer the connection closes, as its cycle sees it."""
+
+    def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_behind(self._cycle)
 
 
 def _malformed(reason: str) -> ApiError:

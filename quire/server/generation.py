@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from quire.engine.output_stream import MergedOutput
+from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
@@ -168,11 +169,12 @@ async def generate(
 
 
 def spaced(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], interval: int | None
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of `generate` joined so that each brings `interval` tokens of a completion, but for the first of each
-    prompt and those with the end of a completion."""
-    return outputs if interval == 1 else _joined(outputs, interval)
+    """The outputs of `generate`, which has not begun, joined so that each brings `interval` tokens of a completion, but
+    for the first of each prompt and those with the end of a completion. None: as the engine sends them."""
+    EACH_STEP.set(interval is not None)
+    return outputs if interval in (None, 1) else _joined(outputs, interval)
 
 
 async def _joined(

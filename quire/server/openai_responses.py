@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -9,24 +10,24 @@ from fastapi import FastAPI, Query, Request, Response
 
 from quire.errors import UserError
 from quire.server.auth import owner_of
-from quire.server.background import BackgroundResponses, not_streamed
+from quire.server.background import AnyResponse, BackgroundResponses, not_found, not_streamed
+from quire.server.background_elsewhere import ResponseElsewhere, answer_question, find_anywhere
 from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
-from quire.server.errors import ApiError, invalid_request
+from quire.server.errors import invalid_request
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.response_items import InputItem, items_of, response_of_item
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
 from quire.server.response_answer import Conversation, ResponseAnswer
-from quire.server.response_store import Responses, StoredResponse
+from quire.server.response_store import Responses
 from quire.server.responses import json_response
-from quire.server.streaming import EventStream, replayed
+from quire.server.streaming import EventStream
 from quire.server.turn import begin_turn, chat_body, count_prompt_tokens
 
 _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
-UNFINISHED = ("queued", "in_progress")
 
 
 class _Kept(NamedTuple):
@@ -35,26 +36,24 @@ class _Kept(NamedTuple):
     store: Responses
     background: BackgroundResponses
 
-    async def find_response(self, request: Request, response_id: str) -> StoredResponse:
-        found = await self.store.find_response(owner_of(request), response_id)
+    async def find_response(self, request: Request, response_id: str) -> AnyResponse:
+        found = await find_anywhere(self.store, self.background, owner_of(request), response_id)
         if found is None:
-            raise _not_found(response_id, "response_id", None)
+            raise not_found(response_id)
         return found
 
     async def conversation(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
         """Up to the end of the response that is gone on from."""
         if response_id is None:
             return []
-        running = self.background.find_response(owner, response_id)
-        if running is not None and running.answer.body.status not in UNFINISHED:
-            await running.is_kept.wait()
-            running = None
+        if (made := await find_anywhere(self.store, self.background, owner, response_id)) is not None:
+            await made.settle()
         found = await self.store.find_response(owner, response_id)
-        if running is not None or (found is not None and not found.can_continue):
+        if found is None:
+            raise not_found(response_id, "previous_response_id", "previous_response_not_found")
+        if not found.can_continue:
             message = f"the response {response_id!r} has not come to its end"
             raise invalid_request(message, param="previous_response_id")
-        if found is None:
-            raise _not_found(response_id, "previous_response_id", "previous_response_not_found")
         return found.conversation()
 
     async def resolve(self, owner: str, items: list[InputItem]) -> list[InputItem]:
@@ -64,7 +63,8 @@ class _Kept(NamedTuple):
             if item.type == "item_reference":
                 assert item.id is not None
                 response = await self.store.find_response(owner, response_of_item(item.id))
-                meant = [each for each in response.conversation() if each["id"] == item.id] if response else []
+                known = [] if response is None or response.maker is not None else response.conversation()
+                meant = [each for each in known if each["id"] == item.id]
                 if not meant:
                     message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
                     raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
@@ -83,9 +83,7 @@ class _Kept(NamedTuple):
 
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
-    settings, store = context.settings, context.responses
-    background = BackgroundResponses(store, settings.max_stored_responses, settings.response_store_bytes)
-    kept = _Kept(store, background)
+    kept = _Kept(context.responses, BackgroundResponses(context.responses))
     context.on_close.append(kept.background.close)
     _add_create_route(app, context, kept)
     _add_read_routes(app, kept)
@@ -103,9 +101,6 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        if body.background and context.settings.api_server_count > 1:
-            message = "responses are made in the background where one API process serves (--api-server-count 1)"
-            raise invalid_request(message, param="background")
         before, given, chat = await kept.chat(owner, body)
         turn = begin_turn(context, request, chat, NAMES)
         stores = body.store and num_stored > 0
@@ -119,7 +114,8 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         headers = {"X-Request-Id": answer.body.id}
         if body.background:
             conversation = Conversation.of(before, given, answer.body.id)
-            running = kept.background.start(owner, answer, conversation, keeps_events=body.stream)
+            kept.store.answer_with(partial(answer_question, kept.background))
+            running = await kept.background.start(owner, answer, conversation, keeps_events=body.stream)
             return EventStream(running.follow(0), headers) if body.stream else json_response(answer.body, headers)
         if body.stream:
             return EventStream(answer.stream(), headers)
@@ -148,17 +144,12 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         if starting_after is not None and not is_streamed:
             raise invalid_request("starting_after is only allowed together with stream=true", param="starting_after")
         first = 0 if starting_after is None else whole_number("starting_after", starting_after, 0) + 1
-        running = kept.background.find_response(owner_of(request), response_id)
-        if running is None:
-            stored = await kept.find_response(request, response_id)
-            body, events = stored.body, stored.events
-        else:
-            body, events = msgspec.json.encode(running.answer.body), running.events
+        found = await kept.find_response(request, response_id)
         if not is_streamed:
-            return Response(body, media_type="application/json")
-        if events is None:
+            return Response(await found.body(), media_type="application/json")
+        if not found.is_streamed:
             raise not_streamed(response_id)
-        return EventStream(running.follow(first) if running is not None else replayed(events[first:]))
+        return EventStream(found.follow(first))
 
     @app.get(_PATH + "/{response_id}/input_items")
     async def input_items(
@@ -173,12 +164,10 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         if order not in ("asc", "desc"):
             raise UserError(f"order must be asc or desc, not {order!r}", param="order")
         count = whole_number("limit", limit, 1, MAX_LISTED_ITEMS)
-        running = kept.background.find_response(owner_of(request), response_id)
-        if running is not None:
-            items: list[dict[str, Any]] = msgspec.json.decode(running.conversation.items)
-        else:
-            stored = await kept.find_response(request, response_id)
-            items = stored.conversation()[: stored.num_input]
+        stored = await kept.store.find_response(owner_of(request), response_id)
+        if stored is None:
+            raise not_found(response_id)
+        items = stored.conversation()[: stored.num_input]
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -196,25 +185,15 @@ def _add_end_routes(app: FastAPI, kept: _Kept) -> None:
     async def delete(request: Request, response_id: str) -> Response:
         """A response that is being made ends."""
         owner = owner_of(request)
-        if not kept.background.delete(owner, response_id) and not await kept.store.remove(owner, response_id):
-            raise _not_found(response_id, "response_id", None)
+        found = await kept.find_response(request, response_id)
+        await kept.store.remove(owner, response_id)
+        kept.background.delete(owner, response_id)
+        if isinstance(found, ResponseElsewhere):
+            await found.delete()
         return json_response(ResponseDeleted(response_id))
 
     @app.post(_PATH + "/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
         """End a response that is being made in the background. One that has ended is answered as it is."""
-        owner = owner_of(request)
-        if (running := kept.background.find_response(owner, response_id)) is not None:
-            await running.cancel()
-            return json_response(running.answer.body)
-        stored = await kept.find_response(request, response_id)
-        if not stored.in_background:
-            raise invalid_request(
-                "Cannot cancel a synchronous response: it was not made in the background", param="response_id"
-            )
-        return Response(stored.body, media_type="application/json")
-
-
-def _not_found(response_id: str, param: str, code: str | None) -> ApiError:
-    message = f"no response {response_id!r} is stored: it never was, was deleted, or had to leave for later ones"
-    return invalid_request(message, param=param, code=code, status=404)
+        found = await kept.find_response(request, response_id)
+        return Response(await found.cancel(), media_type="application/json")

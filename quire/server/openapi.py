@@ -260,6 +260,8 @@ def add_openapi_route(app: FastAPI) -> None:
     @app.get("/openapi.json")
     async def openapi() -> Response:
         document = api_description(existing, keys, context.model_names[0])
+        if root_path := context.settings.root_path.rstrip("/"):
+            document["servers"] = [{"url": root_path}]
         return Response(msgspec.json.encode(document), media_type="application/json")
 
 
@@ -286,11 +288,7 @@ def api_description(
             content = _json(schemas[each.request])
             content["application/json"]["examples"] = _examples(path, model)
             operation["requestBody"] = {"required": True, "content": content}
-        if (
-            keys is not None
-            and not each.is_public
-            and (keys.anyone is None or (each.is_admins and keys.has_admin_keys))
-        ):
+        if keys is not None and _asks_for_key(each, keys):
             operation["security"] = [{name: []} for name in SECURITY]
         if each.parameters:
             operation["parameters"] = [_parameter(name, text, path) for name, text in each.parameters.items()]

@@ -26,10 +26,11 @@ from quire.server.protocol.responses import (
     ResponseError,
     ResponsesRequest,
     ResponseUsage,
+    SummaryText,
     TextConfig,
     TextFormat,
 )
-from quire.server.response_store import StoredResponse
+from quire.server.response_store import StoredResponse, response_event
 from quire.server.turn import Event, Kind, Segment, Step, Turn
 
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
@@ -67,6 +68,7 @@ class ResponseAnswer:
     ) -> None:
         self._turn, self._request, self._keep = turn, request, keep
         self._number = 0
+        self._summarizes = request.reasoning is not None and request.reasoning.summary is not None
         name = turn.response_id.partition("-")[2]
         self.body = ResponseBody(
             id=f"resp_{name}",
@@ -129,7 +131,8 @@ class ResponseAnswer:
                 return self._open(segment, place)
             case Step.GROW:
                 more = {"logprobs": event.logprobs} if segment.kind is Kind.TEXT else {}
-                return [self._event(f"response.{_DELTAS[segment.kind]}.delta", **place, delta=event.piece, **more)]
+                grown = self._event(f"response.{_DELTAS[segment.kind]}.delta", **place, delta=event.piece, **more)
+                return [grown, *self._summary(segment, "text.delta", delta=event.piece)]
         return self._close(segment, place)
 
     def _open(self, segment: Segment, place: dict[str, Any]) -> list[bytes]:
@@ -137,7 +140,14 @@ class ResponseAnswer:
         written = [self._event("response.output_item.added", output_index=segment.index, item=_without_content(item))]
         if segment.kind is not Kind.CALL:
             written.append(self._event("response.content_part.added", **place, part=_content(segment.as_opened())))
-        return written
+        return [*written, *self._summary(segment, "part.added", part=SummaryText(""))]
+
+    def _summary(self, segment: Segment, what: str, /, **fields: Any) -> list[bytes]:
+        """An event of the summary, which is the thoughts themselves, where one is asked for."""
+        if segment.kind is not Kind.REASONING or not self._summarizes:
+            return []
+        place = {"item_id": self._item_id(segment), "output_index": segment.index, "summary_index": 0}
+        return [self._event(f"response.reasoning_summary_{what}", **place, **fields)]
 
     def _close(self, segment: Segment, place: dict[str, Any]) -> list[bytes]:
         name, text = f"response.{_DELTAS[segment.kind]}.done", segment.text
@@ -150,13 +160,15 @@ class ResponseAnswer:
                 written = [self._event(name, **place, text=text)]
         if segment.kind is not Kind.CALL:
             written.append(self._event("response.content_part.done", **place, part=_content(segment)))
+        written += self._summary(segment, "text.done", text=text)
+        written += self._summary(segment, "part.done", part=SummaryText(text))
         item = self._item(segment, self._status_of(segment))
         return [*written, self._event("response.output_item.done", output_index=segment.index, item=item)]
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
-        data = _encoder.encode({"type": name, "sequence_number": self._number, **fields})
+        event = response_event(name, self._number, **fields)
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+        return event
 
     async def _end(self) -> ResponseBody:
         """The finished response."""
@@ -221,7 +233,8 @@ class ResponseAnswer:
             case Kind.TEXT:
                 return OutputMessage(item_id, [OutputText(segment.text, [], segment.logprobs)], status)
             case Kind.REASONING:
-                return OutputReasoning(item_id, [ReasoningText(segment.text)], status)
+                summary = [SummaryText(segment.text)] if self._summarizes else []
+                return OutputReasoning(item_id, [ReasoningText(segment.text)], status, summary)
         return OutputCall(item_id, segment.call_id, segment.name, segment.text, status)
 
 
@@ -235,4 +248,7 @@ def _content(segment: Segment) -> OutputText | ReasoningText:
 
 def _without_content(item: OutputItem) -> OutputItem:
     """The item before its only part."""
-    return item if isinstance(item, OutputCall) else msgspec.structs.replace(item, content=[])
+    if isinstance(item, OutputCall):
+        return item
+    more: dict[str, Any] = {"summary": []} if isinstance(item, OutputReasoning) else {}
+    return msgspec.structs.replace(item, content=[], **more)

@@ -1,19 +1,30 @@
-"""The responses that clients can go on from: in memory, bounded in number and bytes, the oldest leave first. Of
-several API processes the parent has them."""
+"""The responses that clients can go on from: in memory, bounded in number and bytes, the oldest leave first. Those that
+are being made in the background have an entry too. Of several API processes the parent has them
+(quire/server/shared_responses.py)."""
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+
+_encoder = msgspec.json.Encoder()
+
+
+def response_event(name: str, number: int, /, **fields: Any) -> bytes:
+    """An event of a streamed response. number: of the event in its stream."""
+    data = _encoder.encode({"type": name, "sequence_number": number, **fields})
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 class StoredResponse(NamedTuple):
     """body: the response as JSON. items: the whole conversation up to its end as JSON, as /input_items lists it, of
     which `num_input` are before the answer. can_continue: whether it ended in its own time. in_background: whether it
-    was made so. events: of a response that was streamed in the background."""
+    was made so. events: of a response that was streamed in the background; none where they were lost. maker: the API
+    process that is still making it, by its session; then the other fields are as they were when it began."""
 
     body: bytes
     items: bytes
@@ -21,6 +32,7 @@ class StoredResponse(NamedTuple):
     can_continue: bool = True
     in_background: bool = False
     events: Sequence[bytes] | None = None
+    maker: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -30,13 +42,36 @@ class StoredResponse(NamedTuple):
         items: list[dict[str, Any]] = msgspec.json.decode(self.items)
         return items
 
+    async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
+        """The events from number `first` on. Of a response whose events were lost, its end."""
+        assert self.events is not None
+        for event in self.events[first:]:
+            yield event
+        if not self.events:
+            yield response_event("response.failed", first, response=msgspec.Raw(self.body))
+
+    def lost(self, message: str) -> StoredResponse:
+        """The end of a response whose maker has ended. message: what happened, for its client."""
+        body = msgspec.json.decode(self.body)
+        body |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+        return self._replace(body=_encoder.encode(body), maker=None)
+
+
+class Refusal(enum.IntEnum):
+    """Why a response is not begun."""
+
+    IN_USE = 1
+    NO_ROOM = 2
+
 
 class ResponseStore:
-    """By owner and id: what a client has stored, only the same client reads."""
+    """By owner and id: what a client has stored, only the same client reads. The bounds hold twice: for what is stored,
+    and for the conversations that are being answered in the background."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._making: dict[tuple[str, str], StoredResponse] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -54,30 +89,67 @@ class ResponseStore:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 
+    def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+        """Take note of a response that `response.maker` begins to make, unless there is no room."""
+        if (owner, response_id) in self._making:
+            return Refusal.IN_USE
+        num_bytes = sum(len(each.items) for each in self._making.values()) + len(response.items)
+        if len(self._making) >= self.max_entries or num_bytes > self.max_bytes:
+            return Refusal.NO_ROOM
+        self._making[owner, response_id] = response
+        return None
+
+    def finish(self, owner: str, response_id: str, maker: int, response: StoredResponse) -> None:
+        """Keep what `maker` has made, unless it was deleted meanwhile."""
+        begun = self._making.get((owner, response_id))
+        if begun is not None and begun.maker == maker:
+            self.put(owner, response_id, response)
+
+    def end_maker(self, maker: int, message: str) -> None:
+        """Nothing comes from `maker` any more: what it was making has failed."""
+        for (owner, response_id), begun in list(self._making.items()):
+            if begun.maker == maker:
+                self.put(owner, response_id, begun.lost(message))
+
     def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
-        return self._entries.get((owner, response_id))
+        key = (owner, response_id)
+        return self._making.get(key) or self._entries.get(key)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Whether there was one."""
-        entry = self._entries.pop((owner, response_id), None)
-        if entry is None:
-            return False
-        self.num_bytes -= entry.num_bytes
-        return True
+        key = (owner, response_id)
+        begun, entry = self._making.pop(key, None), self._entries.pop(key, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes
+        return begun is not None or entry is not None
 
 
 class Responses(Protocol):
-    """A ResponseStore, wherever it is."""
+    """A ResponseStore, wherever it is. maker: of what this process makes."""
+
+    maker: int
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
+
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None: ...
+
+    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
     async def remove(self, owner: str, response_id: str) -> bool: ...
 
+    async def ask(self, maker: int, question: bytes) -> bytes | None:
+        """What another maker answers. None: it has ended, or could not answer."""
+
+    def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """From now on, `answer` answers what other processes ask this one. Called in the event loop."""
+
 
 class OwnResponses:
-    """Responses that this process has itself."""
+    """Responses that this process has itself, and makes itself."""
+
+    maker = 0
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -85,55 +157,20 @@ class OwnResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._store.put(owner, response_id, response)
 
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+        return self._store.begin(owner, response_id, response)
+
+    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        self._store.finish(owner, response_id, self.maker, response)
+
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
         return self._store.find_response(owner, response_id)
 
     async def remove(self, owner: str, response_id: str) -> bool:
         return self._store.remove(owner, response_id)
 
+    async def ask(self, maker: int, question: bytes) -> bytes | None:
+        return None
 
-class _Put(msgspec.Struct, tag="put"):
-    owner: str
-    response_id: str
-    response: StoredResponse
-
-
-class _Find(msgspec.Struct, tag="find"):
-    owner: str
-    response_id: str
-
-
-class _Remove(msgspec.Struct, tag="remove"):
-    owner: str
-    response_id: str
-
-
-class ParentsResponses:
-    """Responses that the parent of this process has. ask: sends it a message for `answer_from` and returns the answer.
-    Raises what `ask` raises."""
-
-    def __init__(self, ask: Callable[[bytes], Awaitable[bytes]]) -> None:
-        self._ask = ask
-
-    async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        await self._ask(msgspec.msgpack.encode(_Put(owner, response_id, response)))
-
-    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
-        answer = await self._ask(msgspec.msgpack.encode(_Find(owner, response_id)))
-        return msgspec.msgpack.decode(answer, type=StoredResponse | None)
-
-    async def remove(self, owner: str, response_id: str) -> bool:
-        return msgspec.msgpack.decode(await self._ask(msgspec.msgpack.encode(_Remove(owner, response_id))), type=bool)
-
-
-def answer_from(store: ResponseStore, message: bytes) -> bytes:
-    """What the parent answers to a message of ParentsResponses."""
-    result: StoredResponse | bool | None = None
-    match msgspec.msgpack.decode(message, type=_Put | _Find | _Remove):
-        case _Put(owner, response_id, response):
-            store.put(owner, response_id, response)
-        case _Find(owner, response_id):
-            result = store.find_response(owner, response_id)
-        case _Remove(owner, response_id):
-            result = store.remove(owner, response_id)
-    return msgspec.msgpack.encode(result)
+    def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+        pass

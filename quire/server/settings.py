@@ -51,7 +51,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_request_id_headers: whether each response has the X-Request-Id of its request, or one of the server's.
     metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
     protect_metrics: whether /metrics asks for a key as other routes do.
-    enable_per_request_metrics: whether clients may ask for the times of their requests (`include_metrics`).
+    enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
     log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
     otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
         own; any of vLLM's values asks for that (quire/server/tracing.py).
@@ -117,7 +117,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_role: str = "assistant"
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
-    stream_interval: int = 1
+    stream_interval: int | None = None
     default_chat_template_kwargs: dict[str, Any] = {}
     enable_log_requests: bool = False
     max_log_len: int | None = None
@@ -186,7 +186,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"default_chat_template_kwargs must not set {', '.join(sorted(taken))}",
                 param="default_chat_template_kwargs",
             )
-        if self.stream_interval < 1:
+        if self.stream_interval is not None and self.stream_interval < 1:
             raise ConfigError(
                 f"stream_interval must be at least 1, not {self.stream_interval}", param="stream_interval"
             )
@@ -371,7 +371,7 @@ HELP: dict[str, str] = {
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
     "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
-    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says otherwise",
+    "stream_interval": "tokens of each chunk of a stream after the first, unless a request says (default: what comes)",
     "default_chat_template_kwargs": "JSON object of what chat templates get, where a request does not say otherwise",
     "enable_log_requests": "log each request's id, sizes, parameters and times (with QUIRE_LOG_LEVEL=DEBUG its prompt)",
     "max_log_len": "most characters and tokens of a prompt in the log (default: all)",
@@ -379,7 +379,7 @@ HELP: dict[str, str] = {
     "access_log": "log one line for each HTTP request",
     "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
     "protect_metrics": "ask for a key on /metrics too",
-    "enable_per_request_metrics": "let clients ask for the times of their requests (include_metrics)",
+    "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",
     "log_format": "text or json: one object a line, with request ids",
     "otlp_traces_endpoint": "address that takes OpenTelemetry spans by OTLP over HTTP, such as "
     "http://localhost:4318/v1/traces",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import is_interrupt, panics_are_errors
 from quire.server.connection import CHUNK_WRITER, ChunkWriter
@@ -40,12 +40,6 @@ class EventTemplate:
 
     def event(self, text: str) -> bytes:
         return b"%b%b%b" % (self._before, _encoder.encode(text), self._after)
-
-
-async def replayed(events: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Events that are known already, as a stream."""
-    for event in events:
-        yield event
 
 
 class EventStream(Response):
@@ -86,7 +80,7 @@ class EventStream(Response):
                         continue
                     if not started:
                         started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await send(self._start())
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except BaseException as error:  # also the panic of a native extension
                 if is_interrupt(error) or isinstance(error, asyncio.CancelledError):
@@ -96,7 +90,12 @@ class EventStream(Response):
                         raise
                 event = self._error_event(to_api_error(error))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+        if not started:
+            await send(self._start())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start(self) -> Message:
+        return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec
+from quire.decoding.masks import ConstraintSpec, mask_of
 from quire.errors import UserError, is_interrupt
 from quire.logging import get_logger
 from quire.structured_output.compiler import start_matcher
@@ -184,6 +185,14 @@ class GrammarMatcher:
                 param="allowed_token_ids",
             )
         return mask
+
+    def mask_of(self, *token_ids: int) -> bytes:
+        return mask_of(token_ids, self._buffer.size)
+
+    def copy(self) -> GrammarMatcher:
+        found = copy.copy(self)
+        found._state, found._recent = self._state.deep_copy(), self._recent.copy()
+        return found
 
 
 def packed(token_ids: Sequence[int], num_bytes: int) -> np.ndarray:

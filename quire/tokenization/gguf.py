@@ -129,9 +129,12 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 """By the name that a file gives in tokenizer.ggml.pre."""
 
 
-def read_gguf_tokenizer(file: GGUFFile, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer, and what a tokenizer_config.json would say of it. Raises ModelLoadError when the file has no
-    tokenizer, one of another kind, a corrupt one, or one of more than `max_values` tokens and parts of merges."""
+def read_gguf_tokenizer(
+    file: GGUFFile, max_values: int
+) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
+    """The tokenizer, what a tokenizer_config.json would say of it, and of sentencepiece's its model. Raises
+    ModelLoadError when the file has no tokenizer, one of another kind, a corrupt one, or one of more than `max_values`
+    tokens and parts of merges."""
     fields = Fields(
         {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
     )
@@ -151,12 +154,12 @@ def read_gguf_tokenizer(file: GGUFFile, max_values: int) -> tuple[tokenizers.Tok
     config = _config(fields, tokens, adds_bos=splitting.adds_bos, adds_eos=False)
     merges = file.strings("tokenizer.ggml.merges") or []
     check_num_values(file.path, len(tokens) + 2 * len(merges), max_values)
-    return _backend(file, tokens, kinds, splitting, merges), config
+    return _backend(file, tokens, kinds, splitting, merges), config, None
 
 
 def _sentencepiece(
     file: GGUFFile, fields: Fields, model: int, max_values: int
-) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces]:
     tokens, kinds = _vocabulary(file)
     scores = file.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
@@ -178,7 +181,7 @@ def _sentencepiece(
     )
     config = _config(fields, tokens, adds_bos=model == BPE, adds_eos=model == UNIGRAM)
     try:
-        return sentencepiece_backend(pieces), config
+        return sentencepiece_backend(pieces), config, pieces
     except ModelLoadError as error:
         raise file.error(error.message) from None
 

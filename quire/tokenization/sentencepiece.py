@@ -1,17 +1,18 @@
 """Tokenizers of sentencepiece: from a `tokenizer.model`, or from the vocabulary that a GGUF file has of one.
 
 Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 2, Gemma), Unigram takes the pieces
-whose scores add up to the most (T5). The `tokenizers` library computes both. Its BPE takes a list of pairs, the best
-first: they are the ways in which a piece is two others, in the order of the pieces' scores. (sentencepiece prefers the
-first of two places where the same piece can be made; the list prefers one of the pairs. That makes a difference only
-where both overlap, inside runs of one repeated text. And where a space is put before a text, it is put behind each
-piece of the user's in it as well, as llama.cpp does.)
+whose scores add up to the most (T5). The `tokenizers` library computes both, of texts that `TextNormalizer` has
+prepared. Its BPE takes a list of pairs, the best first: they are the ways in which a piece is two others, in the order
+of the pieces' scores. (sentencepiece prefers the first of two places where the same piece can be made; the list prefers
+one of the pairs. That makes a difference only where both overlap, inside runs of one repeated text. Of two ways to cut a
+text whose scores add up to the same, the rounding of its 32-bit sums takes one; here sums have 64 bits.)
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers
 
 from quire.errors import ModelLoadError
-from quire.tokenization.pipeline_checks import check_charsmap
+from quire.tokenization.charsmap import Charsmap
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces."""
@@ -47,21 +48,19 @@ class SentencePieces:
 
 
 def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
-    """The pipeline that splits and joins texts as sentencepiece does. Raises ModelLoadError for a model that is
-    contradictory, and whatever the library raises for one that it cannot use."""
+    """The pipeline that splits texts of a `TextNormalizer`, and joins them, as sentencepiece does. Raises ModelLoadError
+    for a model that is contradictory, and whatever the library raises for one that it cannot use."""
     pieces, kinds = model.pieces, model.kinds
     if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
         raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")
     backend = tokenizers.Tokenizer(_bpe(model) if model.model == BPE else _unigram(model))
-    backend.normalizer = _normalizer(model)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.adds_space:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
-    for kind, special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
+    added = {CONTROL: True, UNKNOWN: True} | ({USER_DEFINED: False} if model.model == BPE else {})
+    for kind, special in added.items():
         texts = [piece for piece, own in zip(pieces, kinds, strict=True) if own == kind and piece]
-        if kind == USER_DEFINED:
-            texts = [text.replace(SPACE, " ") for text in texts]
         backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
     return backend
 
@@ -75,13 +74,12 @@ def special_pieces(model: SentencePieces) -> dict[str, str]:
 
 def _vocabulary(model: SentencePieces) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
-    for piece_id, (piece, kind) in enumerate(zip(model.pieces, model.kinds, strict=True)):
-        text = piece.replace(SPACE, " ") if kind == USER_DEFINED else piece
-        if text in vocabulary:
+    for piece_id, piece in enumerate(model.pieces):
+        if piece in vocabulary:
             raise ModelLoadError(
-                f"the piece {text[:LONGEST_PIECE]!r} is there twice, as {vocabulary[text]} and {piece_id}"
+                f"the piece {piece[:LONGEST_PIECE]!r} is there twice, as {vocabulary[piece]} and {piece_id}"
             )
-        vocabulary[text] = piece_id
+        vocabulary[piece] = piece_id
     return vocabulary
 
 
@@ -111,7 +109,11 @@ def _bpe(model: SentencePieces) -> models.BPE:
 def _unigram(model: SentencePieces) -> models.Unigram:
     _vocabulary(model)
     unknown = _unknown(model)
-    scored = list(zip(model.pieces, model.scores, strict=True))
+    best = max([0.0, *(score for score, kind in zip(model.scores, model.kinds, strict=True) if kind == NORMAL)])
+    scored = []
+    for piece, score, kind in zip(model.pieces, model.scores, model.kinds, strict=True):
+        # Better than any other way to cut it.
+        scored.append((piece, len(piece.encode()) * best - 0.1 if kind == USER_DEFINED else score))
     unknown_id = None if unknown is None else list(model.pieces).index(unknown)
     return models.Unigram(scored, unk_id=unknown_id, byte_fallback=BYTE in model.kinds)
 
@@ -121,16 +123,44 @@ def _unknown(model: SentencePieces) -> str | None:
     return next(found, None)
 
 
-def _normalizer(model: SentencePieces) -> normalizers.Normalizer:
-    steps: list[normalizers.Normalizer] = []
-    if model.charsmap:
-        check_charsmap(model.charsmap)
-        steps.append(normalizers.Precompiled(model.charsmap))
-    if model.joins_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.adds_space:
-        steps.append(normalizers.Prepend(SPACE))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+class TextNormalizer:
+    """What becomes of a text before its pieces are looked for: the table of characters, spaces, and a space before it.
+    Special tokens stay as they are, and each text between them is a text of its own, as llama.cpp has it."""
+
+    def __init__(self, model: SentencePieces, special: Collection[str]) -> None:
+        """special: the texts of special tokens."""
+        steps: list[normalizers.Normalizer] = []
+        self._charsmap = Charsmap(model.charsmap) if model.charsmap else None
+        if model.joins_spaces:
+            steps += [normalizers.Replace(Regex(ends), "") for ends in (r"\A +", r" +\z")]
+            steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        self._normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        self._start = SPACE if model.adds_space else ""
+        self._special = _any_of(special)
+        # What the user defined is not mapped.
+        own = [piece for piece, kind in zip(model.pieces, model.kinds, strict=True) if kind == USER_DEFINED and piece]
+        self._user_defined = _any_of(own) if model.charsmap else None
+
+    def __call__(self, text: str) -> str:
+        return _between(self._special, text, self._normalized)
+
+    def _normalized(self, text: str) -> str:
+        mapped = text if self._charsmap is None else _between(self._user_defined, text, self._charsmap)
+        normal: str = self._normalizer.normalize_str(mapped)
+        return self._start + normal if normal else ""
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
+    """A pattern with one group that finds them, the longest first; None where there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
+def _between(pattern: re.Pattern[str] | None, text: str, change: Callable[[str], str]) -> str:
+    """`text` with what lies between the matches changed."""
+    parts = [text] if pattern is None else pattern.split(text)
+    parts[::2] = [change(part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
@@ -161,6 +191,8 @@ def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
         raise ModelLoadError(
             f"{file}: {len(pieces)} pieces and model type {kind!r}; BPE and Unigram models are supported"
         )
+    if trainer.get(24, 0) or not normalizer.get(5, 1):
+        raise ModelLoadError(f"{file}: spaces behind words, and spaces that are not escaped, are not supported")
     charsmap = normalizer.get(2, b"")
     return SentencePieces(
         pieces,

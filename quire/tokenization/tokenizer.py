@@ -19,7 +19,14 @@ from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
 from quire.tokenization.pipeline_checks import check_charsmaps, check_growth
 from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktoken
-from quire.tokenization.sentencepiece import BPE, read_sentencepiece, sentencepiece_backend, special_pieces
+from quire.tokenization.sentencepiece import (
+    BPE,
+    SentencePieces,
+    TextNormalizer,
+    read_sentencepiece,
+    sentencepiece_backend,
+    special_pieces,
+)
 from quire.tokenization.vocabulary_limits import check_num_values, count_values, max_values
 from quire.utils.gguf import GGUFFile, find_gguf
 from quire.utils.model_files import file_bytes, read_model_file
@@ -48,7 +55,8 @@ class Tokenizer:
     """A loaded tokenizer. Safe to use from several threads; long encodings release the GIL but for the list of ids.
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
-    the usual one. name: what error messages call the tokenizer.
+    the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose texts
+    are normalised here.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         name: str = "tokenizer",
+        pieces: SentencePieces | None = None,
     ) -> None:
         # A tokenizer.json may carry the truncation of its training: prompts are never cut in silence.
         backend.no_truncation()
@@ -68,6 +77,8 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special = [token.content for token in added.values() if token.special]
+        self._normalize = None if pieces is None else TextNormalizer(pieces, special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -87,12 +98,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode`, for several texts, on several cores."""
+        # The batch call, even for one text: it lets other threads run, and it computes no offsets.
+        return [each.ids for each in self.encodings(texts, add_special_tokens)]
+
+    def encodings(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """As `encode_batch`, as the library has them."""
         for text in texts:
             check_unicode(text)
-        # The batch call, even for one text: it lets other threads run, and it computes no offsets.
         try:
             with panics_are_errors("the tokenizer"):
-                encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+                normal = texts if self._normalize is None else [self._normalize(text) for text in texts]
+                found: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
+                    normal, add_special_tokens=add_special_tokens
+                )
         except InternalError as error:
             if any(limit in str(error) for limit in PATTERN_LIMITS):
                 raise UserError(
@@ -101,7 +119,7 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{self.name} cannot encode the text: {_first_line(error)}") from None
-        return [encoding.ids for encoding in encodings]
+        return found
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole token sequence: what streaming the same tokens concatenates to.
@@ -185,6 +203,7 @@ def load_tokenizer(
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")
+    pieces: SentencePieces | None = None
     special_tokens = _special_tokens(config | read_optional_json(path / "special_tokens_map.json"))
     if _is_there(path / "tokenizer.json"):
         backend = _read_backend(path / "tokenizer.json", limit)
@@ -192,12 +211,12 @@ def load_tokenizer(
         with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
             backend = _byte_level_bpe(path, config, special_tokens, limit)
     elif (found := next((name for name in OTHER_FILES if _is_there(path / name)), None)) is not None:
-        backend, own = _read_other(path / found, config, limit)
+        backend, own, pieces = _read_other(path / found, config, limit)
         config = own | config
         special_tokens = _special_tokens(own) | special_tokens
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
         with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
-            backend, own = read_gguf_tokenizer(file, limit)
+            backend, own, pieces = read_gguf_tokenizer(file, limit)
         config = own | config
         special_tokens = _special_tokens(own) | special_tokens
     else:
@@ -210,7 +229,13 @@ def load_tokenizer(
     with _refusing(path, "has a tokenizer that cannot be used"):
         check_growth(backend)
         _apply_bos_eos(backend, config, special_tokens)
-        tokenizer = Tokenizer(backend, special_tokens=special_tokens, chat_templates=templates, name=str(path_or_id))
+        tokenizer = Tokenizer(
+            backend,
+            special_tokens=special_tokens,
+            chat_templates=templates,
+            name=str(path_or_id),
+            pieces=pieces,
+        )
         # Some mistakes show only when text is taken apart and put together: better here than in every request.
         with suppress(UserError):  # a vocabulary without a token for what it does not know
             tokenizer.decode(tokenizer.encode(SAMPLE))
@@ -273,17 +298,19 @@ def _byte_level_bpe(
     return backend
 
 
-def _read_other(file: Path, config: dict[str, Any], limit: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """One of OTHER_FILES, and what a tokenizer_config.json would say of it."""
+def _read_other(
+    file: Path, config: dict[str, Any], limit: int
+) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
+    """One of OTHER_FILES, what a tokenizer_config.json would say of it, and of sentencepiece's the model."""
     if file.name == TEKKEN_FILE:
         content = _read_vocabulary(file, limit)
         with _refusing(file, "is not a readable tokenizer"):
-            return read_tekken(json.loads(content), file)
+            return *read_tekken(json.loads(content), file), None
     content = read_model_file(file, MAX_SENTENCEPIECE_BYTES)
     with _refusing(file, "is not a readable tokenizer"):
         if file.name == TIKTOKEN_FILE:
             check_num_values(file, 2 * content.count(b"\n"), limit)
-            return read_tiktoken(content, file, config), {"add_bos_token": False}
+            return read_tiktoken(content, file, config), {"add_bos_token": False}, None
         model = read_sentencepiece(content, file)
         check_num_values(file, 2 * len(model.pieces), limit)
         backend = sentencepiece_backend(model)
@@ -291,10 +318,8 @@ def _read_other(file: Path, config: dict[str, Any], limit: int) -> tuple[tokeniz
             backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
             if backend.token_to_id(text) != token_id:
                 raise ModelLoadError(f"{file}: {shown(text)} cannot have the id {token_id} of added_tokens_decoder")
-        return backend, special_pieces(model) | {
-            "add_bos_token": model.model == BPE,
-            "add_eos_token": model.model != BPE,
-        }
+        own = {"add_bos_token": model.model == BPE, "add_eos_token": model.model != BPE}
+        return backend, special_pieces(model) | own, model
 
 
 def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executors",),
     ("engine",),
     (
+        "call_options",
         "offline_engine",
         "llm",
         "llm_engine",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.attention import tiles
-from quire.attention.interface import AttentionBatch, LayerAttention, LengthScale
+from quire.attention.interface import AttentionBatch, CacheScale, LayerAttention, LengthScale
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -248,10 +248,14 @@ def test_bfloat16_pages_and_queries() -> None:
     assert torch.equal(chunked.run(0, 7), out)
 
 
-@pytest.mark.parametrize("name", ["grouped", "window", "wide-values"])
-def test_pages_of_8_bit_floats(name: str) -> None:
-    """What is attended is what pages hold, rounded once; the bits are the same in chunks."""
-    layer = LAYERS[name]
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("grouped", CacheScale()), ("window", CacheScale(0.3, 2.0)), ("wide-values", CacheScale(7.7, 1.0))],
+)
+def test_pages_of_8_bit_floats(name: str, scale: CacheScale) -> None:
+    """What is attended is what pages hold, divided by the layer's scales and rounded once; the bits are the same in
+    chunks."""
+    layer = replace(LAYERS[name], cache_scale=scale)
     history = History.random(90, layer, seed=5)
     history.k[40, 0, 3] = 1e6
     pools = [Pool(layer, [history], page_dtype=torch.float8_e4m3fn) for _ in range(2)]
@@ -262,6 +266,10 @@ def test_pages_of_8_bit_floats(name: str) -> None:
         expected = paged_attention_dense(pools[0].pages, pools[0].tables[0], history.q.double(), 0, layer)
         torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-4)
     assert float(pools[0].pages.float().abs().amax()) == 448
+    block, place = int(pools[0].tables[0][5]), 89 % 16
+    page = pools[0].pages[block]
+    key = page[0, place] if page.dim() == 4 else page[place, :, : layer.head_dim]
+    assert torch.equal(key.float(), (history.k[89] / scale.key).to(torch.float8_e4m3fn).float())
 
 
 def test_pages_of_8_bit_floats_keep_what_is_not_finite() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import envs
 from quire.cli import doctor
 from quire.cli.doctor import TypicalStep, typical_steps
 from quire.cli.machine import Machine, find_machine
@@ -94,7 +95,7 @@ def test_a_governor_that_follows_the_load_is_none_to_change(run: Run) -> None:
     assert "No problems." in run(machine=replace(ROOMY, governor="intel_pstate: powersave"))[1]
 
 
-def test_this_machine_is_described(tmp_path: Path) -> None:
+def test_this_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_machine()
     assert found.cores >= 1
     assert [name for name, _ in found.rows()] == ["processor", "open files", "memory pages"]
@@ -106,7 +107,15 @@ def test_this_machine_is_described(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    monkeypatch.setattr(envs, "affinity_numbers", lambda: [0, 1, 2, 5])
+    assert find_machine(tmp_path).physical_cores is None
+    for number in (0, 1, 2, 5):
+        (tmp_path / f"sys/devices/system/cpu/cpu{number}/topology").mkdir(parents=True)
+        siblings = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"
+        siblings.write_text("2\n" if number == 2 else f"{number % 4},{number % 4 + 4}\n")
     made_up = find_machine(tmp_path)
+    assert (made_up.cores, made_up.physical_cores) == (4, 3)
+    assert dict(made_up.rows())["processor"].startswith("4 hardware threads of 3 cores, acpi")
     assert (made_up.huge_pages, made_up.governor) == ("never", "acpi-cpufreq: powersave")
     assert (made_up.cpu_quota, made_up.shared_memory) == (None, None)
 
@@ -173,7 +182,7 @@ def test_json_has_everything(run: Run) -> None:
             "TRITON_PTXAS_PATH names ptxas 13.1",
             0,
         ),
-        (("--quantization", "w8a8"), {"facts": PRESENT}, "w8a8, which multiplies integers, is not available", 1),
+        (("--kv-cache-dtype", "int8"), {"facts": PRESENT}, "kv_cache_dtype='int8' is not available", 1),
         (("no/such/model",), {}, "no/such/model", 1),
     ],
 )

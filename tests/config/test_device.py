@@ -177,14 +177,9 @@ def test_batch_invariant_needs_fences(model: str, machine: Machine) -> None:
 def test_what_a_device_cannot_do_yet(model: str, machine: Machine) -> None:
     machine()
     assert rejected(model, kv_cache_dtype="int8")[0] == "kv_cache_dtype"
-    assert rejected(model, quantization="w8a8")[0] == "quantization"
     assert rejected(model, matmul_precision="bfloat16")[0] == "matmul_precision"
     change(model, head_dim=320)
     assert "heads of 320" in rejected(model)[1]
-    change(model, head_dim=32, quantization_config=GPTQ)
-    param, message = rejected(model, quantization="w4a8")
-    assert (param, "w4a8" in message) == ("quantization", True)
-    assert resolved(model, quantization="w4a8", device="cpu").model.quantization is not None
 
 
 AMPERE = CudaDevice("NVIDIA A100", 80 * 2**30, (8, 0), 108)
@@ -194,7 +189,8 @@ def test_quantised_weights_and_what_they_are_multiplied_in(model: str, machine: 
     """Activations are rounded to FP8 by default where tensor cores multiply it, and the dtype names the other way."""
     machine()
     plain = change(model, torch_dtype="bfloat16")
-    assert resolved(plain, quantization="int4").device.matmul_precision == "bfloat16"
+    for method in ("int4", "w8a8"):
+        assert resolved(plain, quantization=method).device.matmul_precision == "bfloat16"
     assert resolved(plain, quantization="fp8").device.matmul_precision == "fp8"
     assert resolved(plain, quantization="fp8", matmul_precision="bfloat16").device.matmul_precision == "bfloat16"
     assert resolved(plain, quantization="fp8", dtype="float32").device.matmul_precision == "float32"
@@ -205,9 +201,10 @@ def test_quantised_weights_and_what_they_are_multiplied_in(model: str, machine: 
     assert resolved(plain, quantization="fp8").device.matmul_precision == "bfloat16"
     assert "8.9 on, and this device has 8.0" in rejected(plain, quantization="fp8", matmul_precision="fp8")[1]
     change(model, quantization_config=GPTQ)
-    quantization = resolved(model).model.quantization
-    assert quantization is not None
-    assert quantization.method == "int4"
+    for options, method in (({}, "int4"), ({"quantization": "w4a8"}, "w4a8")):
+        quantization = resolved(model, **options).model.quantization
+        assert quantization is not None
+        assert (quantization.method, quantization.rounds_activations) == (method, bool(options))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_options_reach_their_slices(model: str) -> None:
         scheduling_policy="priority",
         priority_seconds=2.5,
         num_threads=5,
+        output_window=0.5,
         seed=11,
     )
     assert (config.model.max_model_len, config.model.dtype) == (64, "bfloat16")
@@ -66,7 +67,7 @@ def test_options_reach_their_slices(model: str) -> None:
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 50)
     assert (config.scheduler.max_prefill_chunk, config.scheduler.queue_depth) == (20, 2)
     assert (config.scheduler.scheduling_policy, config.scheduler.priority_seconds) == ("priority", 2.5)
-    assert config.device.num_threads == 5
+    assert (config.device.num_threads, config.output_window) == (5, 0.5)
     assert (config.seed, config.load.seed) == (11, 11)
 
 
@@ -95,6 +96,9 @@ def test_options_reach_their_slices(model: str) -> None:
         ("priority_seconds", 0.0),
         ("priority_seconds", -1.0),
         ("priority_seconds", float("nan")),
+        ("output_window", -0.001),
+        ("output_window", 1.5),
+        ("output_window", float("nan")),
         ("num_threads", 0),
         ("dtype", "float64"),
         ("device", "cuda"),

@@ -57,6 +57,11 @@ class TestDocument:
         assert not re.search(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}[^\s'\"]*", html)
         assert "innerHTML" not in html, "what the document says is text"
 
+    def test_addresses_are_relative_for_proxies_that_take_a_path_off(self) -> None:
+        for page in (load_page(), load_reference()):
+            html = page.html.decode()
+            assert not re.search(r"""(?:href=|src=|fetch\(|ask\()["'`]/""", html)
+
     async def test_it_says_nothing_about_the_server(self, model_path: Path) -> None:
         settings = ServerSettings(served_model_name=["<b>&"], api_key=["key"])
         async with serving(model_path, settings) as served:

@@ -60,9 +60,16 @@ def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut
     assert longest_thought(token_ids, is_open) <= budget + len(END)
 
 
+def test_copies_go_their_own_ways() -> None:
+    constraint = BudgetConstraint(None, ThinkingBudget(0, START, END, is_open=False), VOCAB_SIZE)
+    first = constraint.matcher(ConstraintSpec(), START[:1])
+    second = first.copy()
+    assert first.accept(9)
+    assert second.accept(START[1])
+    assert (first.forced_token(), second.forced_token()) == (None, END[0])
+
+
 def test_what_it_does_not_go_with() -> None:
-    with pytest.raises(UserError, match="not supported with beam search"):
-        SamplingParams(thinking_token_budget=4, use_beam_search=True)
     with pytest.raises(UserError, match="at least -1"):
         SamplingParams(thinking_token_budget=-2)
-    assert not SamplingParams(thinking_token_budget=-1, use_beam_search=True).has_thinking_budget
+    assert not SamplingParams(thinking_token_budget=-1).has_thinking_budget

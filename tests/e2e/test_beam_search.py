@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.structured_output.compiler import start_matcher
+from quire.structured_output.grammar import write_grammar
+from quire.structured_output.vocabulary import make_vocabulary
 from tests.e2e.conftest import Variant, generate
 from tests.models.families import FAMILIES
 from tests.models.harness import random_prompts, randomize, save
@@ -49,7 +54,9 @@ def random_searches(number: int, vocab_size: int, seed: int) -> list[Search]:
     return searches
 
 
-def transformers_search(model: PreTrainedModel, prompt: list[int], search: Search) -> list[tuple[list[int], float]]:
+def transformers_search(
+    model: PreTrainedModel, prompt: list[int], search: Search, **options: Any
+) -> list[tuple[list[int], float]]:
     """(generated tokens, score) of each hypothesis. What stands behind an end token is padding."""
     ends = search["stop_token_ids"]
     with torch.inference_mode():
@@ -68,6 +75,7 @@ def transformers_search(model: PreTrainedModel, prompt: list[int], search: Searc
             pad_token_id=ends[0],
             return_dict_in_generate=True,
             output_scores=True,
+            **options,
         )
     hypotheses = []
     for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
@@ -122,6 +130,45 @@ def test_the_bundled_model_against_transformers(bundled_model_path: Path) -> Non
             for search in random_searches(15, llm.model_config.vocab_size, seed=5)
         ]
         assert_equal_searches(llm, model, prompts, searches)
+
+
+def test_constraints_against_transformers(bundled_model_path: Path) -> None:
+    """Whose beams may have the tokens that a matcher of their own allows, and the end behind a complete text."""
+    model = AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32).eval()
+    options = {"dtype": "float32", "max_model_len": 256, "num_blocks_override": 400, "num_threads": 1}
+    cases = [
+        ("[a-z]{2,6}( = [0-9]{1,3})?", 4, {}),
+        ("(True|False|None)", 3, {"length_penalty": 0.0}),
+        ("\\[([0-9],){0,4}[0-9]\\]", 5, {"early_stopping": "never"}),
+        ("[a-z_]+\\([a-z, ]*\\)", 3, {"repetition_penalty": 1.3, "length_penalty": 2.0}),
+    ]
+    with LLM(**options) as llm:
+        tokenizer, ends = llm.get_tokenizer(), list(llm.model_config.eos_token_ids)
+        vocabulary = make_vocabulary(llm.tokenizer, llm.model_config.vocab_size, ends)
+        for regex, width, fields in cases:
+            prompt = tokenizer.encode("x = ")
+            structured = StructuredOutputsParams(regex=regex)
+            params = SamplingParams(
+                use_beam_search=True, n=width, max_tokens=12, structured_outputs=structured, **fields
+            )
+            [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            start = start_matcher(vocabulary, write_grammar(structured))
+
+            def allowed(_: int, tokens: torch.Tensor, start: Any = start, num_before: int = len(prompt)) -> list[int]:
+                state = start.deep_copy()
+                for token in tokens[num_before:].tolist():
+                    state.consume_token(token)
+                bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+                return ends if state.is_stopped() else np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+
+            search = {"best_of": width, "n": width, "max_tokens": 12, "min_tokens": 0, "repetition_penalty": 1.0}
+            search |= {"length_penalty": 1.0, "early_stopping": False, "stop_token_ids": ends, **fields}
+            expected = transformers_search(model, prompt, search, prefix_allowed_tokens_fn=allowed)
+            assert [each.token_ids for each in output.outputs] == [tokens for tokens, _ in expected], regex
+            scores = [score for _, score in expected]
+            assert [each.score for each in output.outputs] == pytest.approx(scores, rel=1e-6, abs=2e-4)
+            for each in output.outputs:
+                assert (each.finish_reason == "stop") == bool(re.fullmatch(regex, each.text)), each.text
 
 
 # -- the same bits ------------------------------------------------------------------------------------------

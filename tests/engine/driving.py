@@ -25,15 +25,21 @@ def add(request_id: str, *, num_prompt_tokens: int = 5, max_tokens: int = 6) -> 
 def tokens_until_finished(client: EngineClient, *request_ids: str) -> dict[str, list[int]]:
     """Receive until every request has finished; its tokens."""
     tokens: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+    for update in updates_until_finished(client, *request_ids):
+        tokens[update.request_id] += update.new_token_ids
+    return tokens
+
+
+def updates_until_finished(client: EngineClient, *request_ids: str) -> list[SequenceUpdate]:
+    """Receive until every request has finished; what came."""
+    updates: list[SequenceUpdate] = []
     unfinished = set(request_ids)
     while unfinished:
         outputs = client.receive(30)
         assert outputs is not None, f"still waiting for {unfinished}"
-        for update in outputs.updates:
-            tokens[update.request_id] += update.new_token_ids
-            if update.finish_reason is not None:
-                unfinished.discard(update.request_id)
-    return tokens
+        updates += outputs.updates
+        unfinished -= {update.request_id for update in outputs.updates if update.finish_reason is not None}
+    return updates
 
 
 def first_update(client: EngineClient) -> SequenceUpdate:

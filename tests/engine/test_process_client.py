@@ -21,12 +21,13 @@ from quire import envs
 from quire.config.options import EngineOptions
 from quire.engine import long_prompts
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.messages import Abort
+from quire.engine.messages import Abort, AddRequest
+from quire.engine.output_window import MIN_SEQUENCES
 from quire.engine.process_client import ProcessClient
 from quire.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from quire.utils import child_process
 from quire.utils.runtime_directory import LAST_WORDS_FILE, PREFIX
-from tests.engine.driving import add, call, first_update, stats, tokens_until_finished
+from tests.engine.driving import add, call, first_update, stats, tokens_until_finished, updates_until_finished
 from tests.engine.scripts import start_script
 
 FAKES = "tests.fakes.factories:"
@@ -80,6 +81,28 @@ def test_a_prompt_that_is_sent_in_pieces_is_that_of_the_inline_core(
     tokens = tokens_until_finished(client, "long", "short")
     assert tokens == tokens_until_finished(inline, "long", "short")
     assert stats(client).prompt_tokens_total == 46
+
+
+def test_tokens_of_several_steps_come_at_once(options: EngineOptions) -> None:
+    names = [f"r{number}" for number in range(MIN_SEQUENCES)]
+    client = ProcessClient(msgspec.structs.replace(options, output_window=1.0), executor=FAKES + "plain")
+    inline = InProcessClient(options, executor=FAKES + "plain")
+    try:
+        for each in (client, inline):
+            each.send(*(add(name, max_tokens=7) for name in names))
+        updates = updates_until_finished(client, *names)
+        expected = tokens_until_finished(inline, *names)
+        for name in names:
+            mine = [update.new_token_ids for update in updates if update.request_id == name]
+            assert [token_id for some in mine for token_id in some] == expected[name]
+        first, *others = [update for update in updates if update.request_id == names[0]]
+        assert len(first.new_token_ids) == 1
+        assert len(others) < 6
+        alone = msgspec.structs.replace(add(names[0], max_tokens=7).request, each_step=True)
+        client.send(AddRequest(alone), *(add(name, max_tokens=7) for name in names[1:]))
+        assert all(len(update.new_token_ids) == 1 for update in updates_until_finished(client, *names))
+    finally:
+        client.shutdown()
 
 
 def test_messages_from_many_threads_all_arrive(client: ProcessClient) -> None:

@@ -34,7 +34,11 @@ FAKES = "tests.fakes.factories:"
 T = TypeVar("T")
 
 
-def fail(payload: bytes) -> bytes:
+def echo(session: int, payload: bytes) -> bytes:
+    return payload
+
+
+def fail(session: int, payload: bytes) -> bytes:
     raise ValueError("injected")
 
 
@@ -50,7 +54,7 @@ class Shared:
             InProcessClient(options, executor=FAKES + executor),
             directory,
             self.state.engine,
-            services={"echo": bytes, "broken": fail},
+            services={"echo": echo, "broken": fail},
             on_stats=self.seen.append,
             on_change=lambda: None,
         )
@@ -173,6 +177,40 @@ async def test_services_of_the_parent(shared: Shared) -> None:
         assert "was shut down" in str(await asyncio.wrap_future(receiving))
     with pytest.raises(EngineDeadError):
         await client.ask("echo", b"")
+
+
+async def test_a_session_asks_another_one(shared: Shared) -> None:
+    """Questions are answered as their answers come; of a session that fails, has ended or ends the answer is None."""
+    asker, asked = shared.open(), shared.open()
+    release = asyncio.Event()
+
+    async def answer(payload: bytes) -> bytes:
+        if payload == b"later":
+            await release.wait()
+        if payload == b"fail":
+            raise ValueError("injected")
+        return payload + b"!"
+
+    with ThreadPoolExecutor() as threads:
+        receiving = [threads.submit(wait_for_death, client) for client in (asker, asked)]
+        asked.answer_questions(answer)
+        later = asyncio.ensure_future(asker.ask_session(asked.session, b"later"))
+        assert await asker.ask_session(asked.session, b"now") == b"now!"
+        assert await asker.ask_session(asked.session, b"fail") is None
+        assert await asker.ask_session(99, b"absent") is None
+        assert not later.done()
+        release.set()
+        assert await later == b"later!"
+        release.clear()
+        later = asyncio.ensure_future(asker.ask_session(asked.session, b"later"))
+        assert await asker.ask_session(asked.session, b"now") == b"now!"
+        shared.engine.close_session(asked.session)
+        assert await later is None
+        shared.engine.shutdown()
+        assert "was shut down" in str(await asyncio.wrap_future(receiving[0]))
+        asked.shutdown()
+        await asyncio.wrap_future(receiving[1])
+        release.set()
 
 
 def test_all_sessions_hear_of_the_engines_death(options: EngineOptions, directory: RuntimeDirectory) -> None:

@@ -20,7 +20,7 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import NewSequence, PromptLogprobs, SequenceFork, SequenceSampling, StepPlan, StepResult
+from quire.step import Candidates, NewSequence, PromptLogprobs, SequenceFork, SequenceSampling, StepPlan, StepResult
 from tests.fakes.groups import Kind, first_read, layer_spec, read_by, written_by
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
 from tests.fakes.transfers import FakeWorkerConnector, copies
@@ -426,7 +426,7 @@ class FakeExecutor:
             else:
                 token_ids = [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
             if row.sampling.num_candidates:
-                result.candidates[index] = self._rule.candidates(row.sampling, known - row.num_prompt_tokens, state)
+                result.candidates[index] = self._candidates(index, row.sampling, known - row.num_prompt_tokens, state)
                 token_ids = [result.candidates[index].token_ids[0]]
             result.token_ids.append(token_ids)
             num_top = row.sampling.params.logprobs
@@ -458,6 +458,10 @@ class FakeExecutor:
         if self._verify:
             rows = len(self._rows)
             _require(rows <= self._max_num_seqs, f"{rows} rows exceed max_num_seqs {self._max_num_seqs}")
+
+    def _candidates(self, index: int, sampling: SequenceSampling, num_generated: int, state: int) -> Candidates:
+        """Of the sample `index`."""
+        return self._rule.candidates(sampling, num_generated, state)
 
     # Drafts.
 

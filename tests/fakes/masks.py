@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec
+from quire.decoding.masks import ConstraintSpec, mask_of
 from quire.errors import UserError
-from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.step import Candidates, SamplingInputs, SequenceSampling, StepPlan, StepResult
 from tests.fakes.executor import ContractViolationError, FakeExecutor
 
 VOCAB_SIZE = 97
@@ -106,6 +108,14 @@ class NumberMatcher:
             raise UserError("no token can come next", param="structured_outputs")
         return self._source.mask(self._text, self._token_ids)
 
+    def mask_of(self, *token_ids: int) -> bytes:
+        return mask_of(token_ids, -(-self._source.vocab_size // 32) * 4)
+
+    def copy(self) -> NumberMatcher:
+        found = copy.copy(self)
+        found._token_ids = list(self._token_ids)
+        return found
+
 
 class MaskingExecutor(FakeExecutor):
     """A FakeExecutor that samples a plan with masks when they come, and not a moment before: the next allowed token."""
@@ -147,9 +157,22 @@ class MaskingExecutor(FakeExecutor):
             future.set_exception(error)
         self._masks = {}
 
+    def _candidates(self, index: int, sampling: SequenceSampling, num_generated: int, state: int) -> Candidates:
+        mask = self._masks.get(index)
+        if mask is None:
+            return super()._candidates(index, sampling, num_generated, state)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        every = msgspec.structs.replace(sampling, num_candidates=self._vocab_size)
+        ranked = super()._candidates(index, every, num_generated, state)
+        allowed = [(token, score) for token, score in zip(ranked.token_ids, ranked.scores, strict=True) if bits[token]]
+        chosen = allowed[: sampling.num_candidates]
+        return Candidates([token for token, _ in chosen], [score for _, score in chosen])
+
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         super()._sample(plan, result)
         for index, mask in self._masks.items():
+            if index in result.candidates:
+                continue
             seq_id = plan.sample_seq_ids[index]
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
             [token_id] = result.token_ids[index]

@@ -53,6 +53,7 @@ FAMILIES_OF_VLLM: dict[str, tuple[str, set[str], str]] = {
     "request_inference_time_seconds": ("histogram", set(), LATENCIES),
     "request_prefill_time_seconds": ("histogram", set(), LATENCIES),
     "request_decode_time_seconds": ("histogram", set(), LATENCIES),
+    "request_num_preemptions": ("histogram", set(), "1 2 3 4 5 10 20"),
     "request_prefill_kv_computed_tokens": ("histogram", set(), LENGTHS),
 }
 """Of vLLM 0.33: name -> (type, labels besides model_name and engine, bucket bounds)."""

@@ -134,8 +134,11 @@ def test_times_of_a_request(metrics: EngineMetrics, clock: VirtualClock) -> None
     clock.advance(0.5)
     metrics.record_outputs([delta("r", [[6, 7]], first=1.0)])
     clock.advance(1.5)
-    metrics.record_outputs([delta("r", [[8]], reasons=["stop"], first=1.0)])
+    last = delta("r", [[8]], reasons=["stop"], first=1.0)
+    last.metrics.num_preemptions = 3
+    metrics.record_outputs([last])
     found = sums(metrics)
+    assert (found["request_num_preemptions_count"], found["request_num_preemptions_sum"]) == (1, 3)
     assert found["time_to_first_token_seconds_sum"] == 1.0
     assert (found["inter_token_latency_seconds_count"], found["inter_token_latency_seconds_sum"]) == (3, 2.0)
     assert found["request_queue_time_seconds_sum"] == 0.25

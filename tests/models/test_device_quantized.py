@@ -62,7 +62,11 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 def test_rounded_activations(tmp_path: Path) -> None:
-    """Near what the weights mean, and the same bits in any batch: a row's scale is its own."""
+    """Near what the weights mean, and the same in any batch: a row's scale is its own.
+
+    Not bit for bit: attention is torch's here, whose sums depend on the processor's BLAS. A row that shared its scale
+    would differ by as much as rounding does. (The bits of products are test_weight_formats'.)
+    """
     packed, _ = floats.write_pair(tmp_path, floats.FORMATS["fbgemm"])
     _, widened = load_device(packed)
     _, rounding = load_device(packed, rounds_activations=True)
@@ -71,7 +75,8 @@ def test_rounded_activations(tmp_path: Path) -> None:
     for logits, reference in zip(found, expected, strict=True):
         error = (logits - reference).abs().mean() / reference.abs().mean()
         assert 1e-3 < error < 0.3
-    assert torch.equal(logits_of(rounding, PROMPTS[1:])[0], found[1])
+    alone = logits_of(rounding, PROMPTS[1:])[0]
+    assert (alone - found[1]).abs().mean() < 0.1 * (found[1] - expected[1]).abs().mean()
 
 
 def test_an_engine_rounds_as_its_configuration_says(tmp_path: Path) -> None:

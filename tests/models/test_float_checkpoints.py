@@ -110,21 +110,62 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(na
         assert greedy(packed, attention_backend="torch") == expected
 
 
+def write_large_heads(directory: Path, names: str) -> Path:
+    """A model of which keys and values are thousands, with their scales in the tensors `layer.names`, of which {} is k
+    or v; without a {} one for both."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for first, second, factor in (("k_proj", "q_proj", 2.0**14), ("v_proj", "o_proj", 2.0**12)):
+            getattr(attention, first).weight.data *= factor
+            getattr(attention, second).weight.data /= factor
+    saved = save(model, directory)
+    with torch.inference_mode():
+        kept = model(torch.tensor([max(PROMPTS, key=len)])).past_key_values.layers
+    tensors = load_file(saved / "model.safetensors")
+    for index, layer in enumerate(kept):
+        amax = {"k": float(layer.keys.abs().max()), "v": float(layer.values.abs().max())}
+        assert min(amax.values()) > 1000
+        for part in "kv":
+            scale = (max(amax.values()) if "{}" not in names else amax[part]) / 300
+            tensors[f"model.layers.{index}.{names.format(part, part)}"] = torch.tensor([scale])
+    save_file(tensors, saved / "model.safetensors")
+    return saved
+
+
+def prompt_logprobs(directory: Path, **options: Any) -> torch.Tensor:
+    with LLM(model=directory, skip_tokenizer_init=True, dtype="float32", num_blocks_override=64, **options) as llm:
+        (output,) = llm.generate(
+            {"prompt_token_ids": max(PROMPTS, key=len)}, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        )
+        found = output.prompt_logprobs[1:]
+        ids = output.prompt_token_ids[1:]
+    return torch.tensor([each[token].logprob for each, token in zip(found, ids, strict=True)])
+
+
 @pytest.mark.parametrize(
-    "names", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.{}_proj.output_scale"]
+    ("names", "backend"),
+    [
+        ("self_attn.{}_scale", "native"),
+        ("self_attn.attn.{}_scale", "native"),
+        ("self_attn.{}_proj.{}_scale", "torch"),
+        ("self_attn.{}_proj.output_scale", "triton"),
+        ("self_attn.kv_scale", "torch"),
+    ],
 )
-def test_scales_of_the_kv_cache_are_left_out(names: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quantization, pack = FORMATS["float-quantized"]
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    packed, plain = write_pair(tmp_path, ({**quantization, "kv_cache_scheme": scheme}, pack))
-    tensors = load_file(packed / "model.safetensors")
-    for layer in range(2):
-        for head in "kv":
-            tensors[f"model.layers.{layer}.{names.format(head, head)}"] = torch.tensor([0.02])
-    save_file(tensors, packed / "model.safetensors")
+def test_scales_of_an_fp8_cache(names: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys and values of thousands, which are cut off at 448 without scales, are rounded as small ones are."""
+    saved = write_large_heads(tmp_path, names)
     with caplog.at_level(logging.INFO):
-        assert greedy(packed) == greedy_of_transformers(plain)
-    assert caplog.text.count("4 scales of an 8-bit KV cache are left out") == 1
+        expected = prompt_logprobs(saved, attention_backend=backend)
+    count = 4 if "{}" in names else 2
+    assert caplog.text.count(f"{count} scales of an 8-bit KV cache are left out: keys and values are kept in") == 1
+    scaled = prompt_logprobs(saved, attention_backend=backend, kv_cache_dtype="fp8")
+    tensors = load_file(saved / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "scale" not in k}, saved / "model.safetensors")
+    cut = prompt_logprobs(saved, attention_backend=backend, kv_cache_dtype="fp8")
+    errors = [float((found - expected).abs().mean()) for found in (scaled, cut)]
+    assert 0 < errors[0] < 0.2 * errors[1]
 
 
 def write_gpt_oss(tmp_path: Path) -> tuple[Path, Path]:

@@ -100,11 +100,6 @@ def test_an_unknown_constraint_is_refused() -> None:
     ("params", "message", "param"),
     [
         (
-            {"constraint": "5", "use_beam_search": True, "n": 2},
-            "a constraint masks single tokens: it takes no beam search",
-            "use_beam_search",
-        ),
-        (
             {"pooling": True, "use_beam_search": True, "n": 2},
             "a pooled request has no tokens: it takes no beam search",
             "use_beam_search",

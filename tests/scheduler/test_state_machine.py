@@ -86,7 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         priority=st.sampled_from([0, 0, 0, 1, -1, 3, -3]),
         timeout_s=st.sampled_from([None, None, None, None, None, 0.05, 0.2]),
-        constraint=st.sampled_from(["", "", "", "5", "70"]),
+        constraint=st.sampled_from(["", "", "5", "70", "70"]),
     )
     def add(self, family, shared, own, salt, n, greedy, stop, priority, **request) -> None:  # type: ignore[no-untyped-def]
         name = f"r{len(self.requests)}"
@@ -108,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_ends=st.sampled_from([0, 3, 20]),
         length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
         early_stopping=st.sampled_from([True, False, "never"]),
+        constraint=st.sampled_from(["", "", "5", "70"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add_beam_search(self, family, shared, own, n, spare, num_ends, **request) -> None:  # type: ignore[no-untyped-def]

@@ -216,8 +216,59 @@ def test_responses_are_gone_on_from_anywhere(pair: tuple[httpx.Client, httpx.Cli
     assert gone_on["usage"]["input_tokens"] > begun["usage"]["input_tokens"]
     assert second.delete(f"/v1/responses/{begun['id']}").json()["deleted"] is True
     assert first.get(f"/v1/responses/{begun['id']}").status_code == 404
-    refused = first.post("/v1/responses", json={"input": "=ab", "background": True})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+
+
+def begin_in_the_background(client: httpx.Client, text: str) -> str:
+    """Its id. The client hangs up."""
+    with client.stream("POST", "/v1/responses", json={"input": text, "background": True, "stream": True}) as stream:
+        return next(events_of(stream))["response"]["id"]
+
+
+def events_of(stream: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in stream.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def follow(client: httpx.Client, path: str, first: int) -> list[dict[str, Any]]:
+    with client.stream("GET", path, params={"stream": "true", "starting_after": str(first - 1)}) as stream:
+        assert stream.status_code == 200
+        return list(events_of(stream))
+
+
+def test_a_response_in_the_background_is_the_same_in_all_processes(
+    server: Process, pair: tuple[httpx.Client, httpx.Client]
+) -> None:
+    """Be it followed, continued, cancelled or deleted where it is not made."""
+    paths = []
+    for text in ("=ab", LONG, LONG):
+        with client_of(server.url) as client:
+            maker = process_of(server, client)
+            paths.append("/v1/responses/" + begin_in_the_background(client, text))
+        own, other = sorted(pair, key=lambda client: process_of(server, client) != maker)
+        found = other.get(paths[-1]).json()
+        assert (found["status"] in ("queued", "in_progress"), found["background"]) == (True, True)
+        assert other.get(paths[-1] + "/input_items").json()["data"][0]["content"][0]["text"] == text
+        if text == "=ab":
+            rest = follow(other, paths[0], 1)
+            assert rest[-1]["response"]["output"][0]["content"][0]["text"] == "ab"
+            assert [event["sequence_number"] for event in rest] == list(range(1, len(rest) + 1))
+            assert follow(own, paths[0], 1) == follow(other, paths[0], 1) == rest
+            name = paths[0].rpartition("/")[2]
+            body = {"input": "=cd", "previous_response_id": name, "max_output_tokens": 16}
+            assert other.post("/v1/responses", json=body).status_code == 200
+        elif paths[-1] == paths[1]:
+            body = {"input": "=cd", "previous_response_id": paths[1].rpartition("/")[2]}
+            assert "its end" in other.post("/v1/responses", json=body).json()["error"]["message"]
+            cancelled = other.post(paths[1] + "/cancel").json()
+            assert cancelled["status"] == "cancelled"
+            assert own.get(paths[1]).json() == other.get(paths[1]).json() == cancelled
+            assert follow(other, paths[1], 1)[-1]["response"] == cancelled
+            assert follow(other, paths[1], 1000) == []
+        else:
+            assert other.delete(paths[2]).json()["deleted"] is True
+            assert [client.get(paths[2]).status_code for client in pair] == [404, 404]
+    until(lambda: own.get("/load").json()["server_load"] == 0)
 
 
 @contextlib.contextmanager
@@ -274,6 +325,7 @@ async def test_a_killed_process_takes_its_own_requests_alone(model_path: Path, p
     process = Process(model_path, "very_slow", api_server_count=2, shutdown_timeout=1000).wait_ready()
     processes.append(process)
     async with async_clients(process.url, 3) as (first, second, third):
+        response = (await first.post("/v1/responses", json={"input": LONG, "background": True})).json()
         (_, lost), (head, kept) = await begun(first, LONG), await begun(second)
         victim, survivor = process.api_processes
         victim.kill()
@@ -282,6 +334,8 @@ async def test_a_killed_process_takes_its_own_requests_alone(model_path: Path, p
         assert head + await kept == COPIED
         while survivor == (newest := process.api_processes[0]) or newest.pid == victim.pid:
             await asyncio.sleep(0.02)
+        failed = (await third.get(f"/v1/responses/{response['id']}")).json()
+        assert (failed["status"], "has ended" in failed["error"]["message"]) == ("failed", True)
         while (await third.get("/load")).json()["server_load"]:
             await asyncio.sleep(0.02)
         idle = re.compile(r"^vllm:num_requests_running\{.*\} 0\.0$", re.MULTILINE)

@@ -149,10 +149,12 @@ async def test_cancelling_and_deleting(model_path: Path) -> None:
         await responses.delete(deleted.id)
         with pytest.raises(openai.NotFoundError):
             await responses.retrieve(deleted.id)
+        beyond = asyncio.ensure_future(responses.retrieve(name, stream=True, starting_after=10**6))
         answer = await responses.cancel(name)
         assert answer.status == "cancelled"
         assert answer.output_text.startswith("a")
         assert answer.output[0].status == "incomplete"
+        assert [event async for event in await beyond] == []
         assert await responses.retrieve(name) == answer
         assert await responses.cancel(name) == answer
         last = [event async for event in stream][-1]

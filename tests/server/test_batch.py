@@ -127,7 +127,10 @@ async def test_a_full_disk_ends_all(local: Served) -> None:
         (["-i", "IN", "-o", "IN"], "are the same file"),
         (["-i", "IN", "-o", "OUT", "--max-concurrency", "0"], "at least 1"),
         (["-i", "IN", "-o", "no/such/OUT"], "cannot open"),
-        (["-i", "IN"], "required"),
+        (["-i", "IN"], "two files are required"),
+        (["IN"], "two files are required"),
+        (["OUT", "-i", "IN"], "two files are required"),
+        (["IN", "OUT", "-o", "IN"], "two files are required"),
     ],
 )
 def test_wrong_use(
@@ -146,7 +149,7 @@ def test_wrong_use(
 def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(line(0, prompt="import os\n", temperature=0) + line(1, prompt="def f(", temperature=0, n=2))
-    assert main(["run-batch", "-i", str(source), "-o", str(target), "--num-blocks-override", "64"]) == 0
+    assert main(["run-batch", str(source), str(target), "--num-blocks-override", "64"]) == 0
     found = [json.loads(each) for each in target.read_text().splitlines()]
     assert [len(each["response"]["body"]["choices"]) for each in found] == [1, 2]
     assert "2 requests in" in capfd.readouterr().err

@@ -145,3 +145,18 @@ def test_bad_constraints_are_errors_that_name_the_field(client: openai.OpenAI, f
     assert caught.value.param == field
     assert "\n" not in caught.value.message
     assert client.completions.create(model="bundled", prompt=PROMPT, max_tokens=1).choices[0].text
+
+
+def test_beams_under_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 20, 300]}}, "required": ["a"]}
+    asked = {"model": "bundled", "max_tokens": 40, "n": 3}
+    structured = {"json": schema | {"additionalProperties": False}, "disable_any_whitespace": True}
+    beams = {"use_beam_search": True, "structured_outputs": structured}
+    found = client.completions.create(prompt=PROMPT, **asked, extra_body=beams).choices
+    messages = [{"role": "user", "content": PROMPT}]
+    found += client.chat.completions.create(messages=messages, **asked, extra_body=beams).choices
+    texts = [getattr(choice, "text", None) or choice.message.content for choice in found]
+    assert [choice.finish_reason for choice in found] == ["stop"] * 6
+    for half in (texts[:3], texts[3:]):
+        assert {json.loads(text)["a"] for text in half} <= {1, 20, 300}
+        assert len(set(half)) == 3

@@ -119,7 +119,8 @@ async def test_times_of_a_request(model_path: Path, route: str) -> None:
         assert times["tokens_per_second"] == pytest.approx(5000 / computing)
         assert (await ask(include_metrics=True, max_tokens=1))["metrics"]["mean_itl_ms"] is None
         assert (await ask(include_metrics=True, n=2))["metrics"] is None
-        assert (await ask()).get("metrics") is None
+        assert set((await ask())["metrics"]) == TIMES
+        assert (await ask(include_metrics=False)).get("metrics") is None
         stream = {"stream": True, "stream_options": {"include_usage": True}, "include_metrics": True}
         text = (await served.client.post(route, json={**prompt, "max_tokens": 5, **stream})).text
         events = chunks(text)

@@ -15,7 +15,7 @@ import pytest
 from quire.errors import UserError
 from quire.server.protocol.response_items import items_of
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.response_store import ResponseStore, StoredResponse
+from quire.server.response_store import Refusal, ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -210,6 +210,39 @@ def test_the_synchronous_store_is_bounded() -> None:
     assert (len(store), store.find_response("me", "too large")) == (1, None)
     assert store.remove("me", "large")
     assert (store.num_bytes, store.remove("me", "large")) == (0, False)
+
+
+async def test_the_store_knows_what_is_being_made() -> None:
+    def begun(maker: int, num_bytes: int = 2, events: list[bytes] | None = None) -> StoredResponse:
+        return StoredResponse(
+            b'{"status":"queued"}', b"[" + b" " * (num_bytes - 2) + b"]", 0, False, True, events, maker
+        )
+
+    store = ResponseStore(3, 1000)
+    assert store.begin("me", "a", begun(1)) is None
+    assert store.begin("me", "a", begun(2)) is Refusal.IN_USE
+    assert store.begin("me", "b", begun(2, 999)) is Refusal.NO_ROOM
+    assert [store.begin("me", name, begun(2, events=[])) for name in "bc"] == [None, None]
+    assert store.begin("me", "d", begun(1)) is Refusal.NO_ROOM
+    assert (store.find_response("me", "a"), len(store)) == (begun(1), 0)
+
+    made = StoredResponse(b"{}", b"[]", 0)
+    store.finish("me", "a", 2, made)  # not by its maker
+    assert len(store) == 0
+    store.finish("me", "a", 1, made)
+    assert (store.find_response("me", "a"), len(store)) == (made, 1)
+    assert store.remove("me", "b")
+    store.finish("me", "b", 2, made)  # deleted meanwhile
+    assert store.find_response("me", "b") is None
+
+    store.end_maker(2, "why")
+    lost = store.find_response("me", "c")
+    assert lost is not None
+    assert (msgspec.json.decode(lost.body)["status"], lost.maker, lost.can_continue) == ("failed", None, False)
+    [event] = [event async for event in lost.follow(7)]
+    data = msgspec.json.decode(event.partition(b"data: ")[2])
+    assert (data["type"], data["sequence_number"]) == ("response.failed", 7)
+    assert data["response"]["error"] == {"code": "server_error", "message": "why"}
 
 
 def to_chat(**fields: Any) -> dict[str, Any]:

@@ -171,7 +171,11 @@ async def test_openapi_describes_every_route(model_path: Path) -> None:
                 listed = paths.get(route.path, {}).get(method.lower(), {}).get("parameters", [])  # type: ignore[attr-defined]
                 assert {each["name"] for each in listed if each["in"] == "query"} == names, route
     async with serving(model_path) as served:
-        assert "/pause" not in (await served.client.get("/openapi.json")).json()["paths"]
+        document = (await served.client.get("/openapi.json")).json()
+        assert "/pause" not in document["paths"]
+        assert "servers" not in document
+    async with serving(model_path, ServerSettings(root_path="/llm/")) as served:
+        assert (await served.client.get("/llm/openapi.json")).json()["servers"] == [{"url": "/llm"}]
 
 
 async def test_openapi_says_where_a_key_is_asked_for(model_path: Path) -> None:

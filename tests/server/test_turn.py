@@ -91,6 +91,7 @@ async def test_responses(scripted: Served) -> None:
         assert kinds.count("response.output_item.done") == 4
         assert kinds.count("response.function_call_arguments.done") == 2
         assert "response.reasoning_text.done" in kinds
+        assert (whole.output[0].summary, [kind for kind in kinds if "summary" in kind]) == ([], [])
         # The stored turn is what comes before the next one.
         ScriptedAnswer.bodies.clear()
         await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
@@ -99,6 +100,29 @@ async def test_responses(scripted: Served) -> None:
         ]
         assert (assistant["content"], assistant["reasoning"]) == ("I call", "let me")
         assert [each["id"] for each in assistant["tool_calls"]] == ["call_a", "call_b"]
+
+
+async def test_thoughts_are_their_summary_where_one_is_asked_for(scripted: Served) -> None:
+    asked: Any = {"model": "tiny", "reasoning": {"summary": "auto"}}
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="k", max_retries=0) as client:
+        whole = await client.responses.create(input="a", **asked)
+        async with client.responses.stream(input="a", **asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        for item in (whole.output[0], final.output[0]):
+            assert ([part.text for part in item.summary], item.content[0].text) == (["let me"], "let me")
+        told = [event for event in events if event.type.startswith("response.reasoning_summary_")]
+        kinds = [event.type.removeprefix("response.reasoning_summary_") for event in told]
+        assert kinds == ["part.added", "text.delta", "text.delta", "text.done", "part.done"]
+        assert {(event.item_id, event.output_index, event.summary_index) for event in told} == {
+            (final.output[0].id, 0, 0)
+        }
+        assert "".join(event.delta for event in told[1:3]) == told[3].text == told[4].part.text == "let me"
+        ScriptedAnswer.bodies.clear()
+        await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
+        assert [each.to_dict().get("reasoning") for each in ScriptedAnswer.bodies[0].messages][1] == "let me"
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(model="tiny", input="b", reasoning={"summary": "short"})
 
 
 async def test_messages(scripted: Served) -> None:

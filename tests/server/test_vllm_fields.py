@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from quire.request import EngineRequest
 from quire.server.answer import with_defaults
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import RequestStruct
@@ -196,6 +197,25 @@ async def test_stream_interval(served: Served) -> None:
         mine = [piece for piece in pieces if piece["index"] == index]
         assert "".join(piece["text"] for piece in mine) == "abcdefghij"
         assert sum(len(piece["logprobs"]["tokens"]) for piece in mine) == 11
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_chunks_of_a_number_of_tokens_get_each_step_by_itself(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[bool] = []
+    record = served.context.metrics.record_request
+
+    def listen(request_id: str, request: EngineRequest, text: str | None) -> None:
+        heard.append(request.each_step)
+        record(request_id, request, text)
+
+    monkeypatch.setattr(served.context.metrics, "record_request", listen)
+    body: dict[str, Any] = {"prompt": "=ab", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    del body["messages" if path == "/v1/completions" else "prompt"]
+    for more in ({}, {"stream": True}, {"stream": True, "stream_interval": 1}, {"stream_interval": 4}):
+        assert (await served.client.post(path, json=body | more)).status_code == 200
+    assert heard == [False, False, True, False]
 
 
 async def test_tokens_named_by_their_ids(served: Served) -> None:

@@ -286,8 +286,20 @@ def test_it_begins_behind_its_mark(sampler: Sampler) -> None:
     for token in (7, 7, 7, 9, 7, 7):
         assert matcher.accept(token)
         assert matcher.mask() is None
+    other = matcher.copy()
+    assert other.accept(9)
     assert matcher.accept(8)
     assert not matcher.accept(7)
+    assert other.accept(7)
+
+
+def test_copies_go_their_own_ways(sampler: Sampler) -> None:
+    first = sampler.matcher(params(regex="ab|cd"))
+    second = first.copy()
+    [a], [c], [d] = (sampler.tokenizer.encode(text, add_special_tokens=False) for text in "acd")
+    assert (first.accept(a), second.accept(c)) == (True, True)
+    assert (first.accept(d), second.accept(d)) == (False, True)
+    assert second.is_finished
 
 
 def test_a_matcher_goes_on_from_tokens_that_another_engine_generated(sampler: Sampler) -> None:

@@ -66,16 +66,15 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def bpe_ids(text: str, pieces: list[str], scores: list[float], kinds: list[int], *, adds_space: bool) -> list[int]:
-    """What sentencepiece's BPE gives, with byte pieces for what is unknown."""
+    """What sentencepiece's BPE gives, with byte pieces for what is unknown. What is the user's joins nothing, and no
+    space is put behind it."""
     ids = {piece: token_id for token_id, piece in enumerate(pieces)}
     ranks = {piece: -score for piece, score, kind in zip(pieces, scores, kinds, strict=True) if kind == NORMAL}
     found: list[int] = []
-    for index, part in enumerate(text.split("\n\n")):
+    spaced = ((" " if adds_space and text else "") + text).replace(" ", SPACE)
+    for index, part in enumerate(spaced.split("\n\n")):
         found += [ids["\n\n"]] if index else []
-        if not part:
-            continue
-        spaced = (" " if adds_space else "") + part
-        for symbol in join_best(list(spaced.replace(" ", SPACE)), ranks):
+        for symbol in join_best(list(part), ranks):
             if symbol in ranks:
                 found.append(ids[symbol])
             else:
@@ -108,14 +107,59 @@ def unigram_ids(text: str, pieces: list[str], scores: list[float], unknown: int)
     return found[::-1]
 
 
-def to_proto(pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], model: int, **options: int) -> bytes:
-    """A `tokenizer.model`. options: add_dummy_prefix, remove_extra_whitespaces."""
+def mapped(text: str, rules: Mapping[str, str]) -> str:
+    """`text` with the longest key at each place replaced."""
+    found, place = "", 0
+    while place < len(text):
+        key = next((text[place:end] for end in range(len(text), place, -1) if text[place:end] in rules), text[place])
+        found += rules.get(key, key)
+        place += len(key)
+    return found
+
+
+def charsmap(rules: Mapping[str, str]) -> bytes:
+    """The table of a normalizer: a double array of darts-clone, each node put where its children's places are free."""
+    units, taken, bases, replacements = {0: 0}, {0}, {0}, b""
+    values = {}
+    for key, replacement in rules.items():
+        values[key.encode()] = len(replacements)
+        replacements += replacement.encode() + b"\0"
+
+    def place_children(node: int, prefix: bytes) -> None:
+        below = sorted({key[len(prefix)] for key in values if key.startswith(prefix) and key != prefix})
+        wanted = below if prefix not in values else [0, *below]
+        base = next(at for at in itertools.count() if at not in bases and not taken & {at ^ label for label in wanted})
+        bases.add(base)
+        taken.update(base ^ label for label in wanted)
+        units[node] |= (base ^ node) << 10 | (prefix in values) << 8
+        if prefix in values:
+            units[base] = values[prefix] | 1 << 31
+        for label in below:
+            units[base ^ label] = label
+            place_children(base ^ label, prefix + bytes([label]))
+
+    place_children(0, b"")
+    size = (max(units) // 256 + 1) * 256
+    index = struct.pack(f"<{size}I", *(units.get(place, 0) for place in range(size)))
+    return struct.pack("<I", len(index)) + index + replacements
+
+
+def to_proto(
+    pieces: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    model: int,
+    table: bytes = b"",
+    **options: int,
+) -> bytes:
+    """A `tokenizer.model`. table: of its normalizer. options: add_dummy_prefix, remove_extra_whitespaces ..."""
     data = b""
     for piece, score, kind in zip(pieces, scores, kinds, strict=True):
         data += field(1, field(1, piece.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + varint(kind))
     data += field(2, b"\x18" + varint(model))
-    numbers = {"add_dummy_prefix": 3, "remove_extra_whitespaces": 4}
-    return data + field(3, b"".join(varint(numbers[name] << 3) + varint(value) for name, value in options.items()))
+    numbers = {"add_dummy_prefix": 3, "remove_extra_whitespaces": 4, "escape_whitespaces": 5}
+    chosen = b"".join(varint(numbers[name] << 3) + varint(value) for name, value in options.items())
+    return data + field(3, chosen + (field(2, table) if table else b""))
 
 
 def field(number: int, content: bytes) -> bytes:

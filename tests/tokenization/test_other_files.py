@@ -18,7 +18,9 @@ from tests.fakes.gguf import FLOAT32, INT32, GGUFWriter, Typed, typed
 from tests.tokenization.build import CORPUS
 from tests.tokenization.reference_pieces import (
     bpe_ids,
+    charsmap,
     join_best,
+    mapped,
     random_texts,
     sentencepiece_vocabulary,
     to_proto,
@@ -65,7 +67,8 @@ def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> Non
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     if not adds_space:
         assert [tokenizer.decode(ids) for ids in found] == texts
-    assert tokenizer.encode("a<s>b</s>", False).count(1) == 1, "control pieces are read in a text"
+    a, b = (bpe_ids(text, PIECES, SCORES, KINDS, adds_space=adds_space) for text in ("a", " b"))
+    assert tokenizer.encode("a<s> b</s>", False) == [*a, 1, *b, 2], "control pieces are read in a text, and divide it"
 
 
 @pytest.mark.parametrize("source", ["gguf", "file"])
@@ -82,6 +85,37 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
     texts = [text for text in random_texts(10_000) if "\n\n" not in text]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids == [*unigram_ids(text.replace(" ", SPACE), PIECES, scores, 0), 2], text
+
+
+MARK = "\N{COMBINING ACUTE ACCENT}"
+RULES = {"\t": " ", "Ä": "A", f"a{MARK}": "á", "ab": "ba", f"ab{MARK}": "x", "日本": "n", "ß": "", "\n\n": "  ", "🙂": "::"}
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+@pytest.mark.parametrize("rules", [RULES, {key: RULES[key] for key in RULES if not key.isascii()}], ids=["all", "other"])
+def test_a_table_of_characters(tmp_path: Path, rules: dict[str, str], adds_space: bool) -> None:
+    """The longest sequence of the table is replaced, marks behind letters included; the user's pieces are not."""
+    table = charsmap(rules)
+    options = {"add_dummy_prefix": int(adds_space), "remove_extra_whitespaces": 0}
+    (tmp_path / "tokenizer.model").write_bytes(to_proto(PIECES, SCORES, KINDS, BPE, table, **options))
+    tokenizer = load_tokenizer(tmp_path)
+    texts = [text.replace("c", MARK).replace("e", "b") for text in random_texts(2000, seed=3)]
+    assert sum(mapped(text, rules) != text for text in texts) > 500
+    for text, ids in zip(texts, tokenizer.encode_batch(texts, False), strict=True):
+        plain = "\n\n".join(mapped(part, rules) for part in text.split("\n\n"))
+        assert ids == bpe_ids(plain, PIECES, SCORES, KINDS, adds_space=adds_space), text
+
+
+def test_what_the_user_defined_is_better_than_any_pieces(tmp_path: Path) -> None:
+    """Of a Unigram model; where two overlap in a run, scores decide, not the place. (As sentencepiece 0.2.3 has it.)"""
+    pieces = ["<unk>", "a", "b", "ab", "bab", "abab", "aa", SPACE]
+    scores = [0.0, -1.0, -1.0, -1.1, -1.2, 0.0, 0.0, -9.0]
+    kinds = [2, 1, 1, 1, 1, 4, 4, 1]
+    expected = {"abab": [5], "babab": [2, 5], "cabab": [0, 5], "aaa": [1, 6], "aab": [6, 2]}
+    options = {"add_dummy_prefix": 0, "remove_extra_whitespaces": 0}
+    (tmp_path / "tokenizer.model").write_bytes(to_proto(pieces, scores, kinds, UNIGRAM, **options))
+    tokenizer = load_tokenizer(tmp_path)
+    assert {text: tokenizer.encode(text, False) for text in expected} == expected
 
 
 def test_a_space_before_and_spaces_joined(tmp_path: Path) -> None:
@@ -191,6 +225,8 @@ PROTO = to_proto(PIECES, SCORES, KINDS, BPE)
         (to_proto(["<unk>"], [0.0], [2], 4), "BPE and Unigram models are supported"),
         (to_proto(["<unk>", "a" * 600], [0.0] * 2, [2, 1], BPE), "a piece has 600 characters"),
         (b"\x80" * 40, "a number of more than ten bytes"),
+        (to_proto(PIECES, SCORES, KINDS, BPE, escape_whitespaces=0), "are not supported"),
+        (to_proto(PIECES, SCORES, KINDS, BPE, b"\0\0\0\0"), "precompiled_charsmap has no index"),
     ],
 )
 def test_a_sentencepiece_model_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
@@ -119,6 +122,20 @@ def test_weights_are_sampled_everywhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert fingerprint(large) not in runs
     assert fingerprint(_changed(large, 5049)) != fingerprint(large)
     assert fingerprint(bytes(5051)) != fingerprint(large)
+
+
+def test_scales_of_an_fp8_cache_count(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bytes each: samples of a large file do not meet them."""
+    monkeypatch.setattr(cache_identity, "_weights", lambda model, load: {})
+    directory = Path(shutil.copytree(model_path, tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    found = []
+    for scale in (0.5, 0.25):
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(scale)
+        save_file(tensors, directory / "model.safetensors")
+        found.append([namespace(configured(directory, kv_cache_dtype=dtype)) for dtype in ("fp8", "bfloat16")])
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == found[1][1]
 
 
 def test_what_the_identity_holds_can_be_written_down(model_path: Path) -> None:

@@ -28,6 +28,7 @@ BOUND: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": [5, 9, 2], "max_tokens": 30, "constraint": "5"},
     "drawn twice": {"prompt": [3] * 21, "max_tokens": 20, "temperature": 1.0, "n": 2, "constraint": "7", "logprobs": 1},
     "forced": {"prompt": [4] * 6, "max_tokens": 30, "constraint": "70", "frequency_penalty": 0.4, "n": 2, "seed": 2},
+    "beams": {"prompt": [6, 2, 8], "max_tokens": 12, "use_beam_search": True, "n": 3, "constraint": "31"},
     "thinking": {
         "prompt": [8, 1],
         "max_tokens": 20,
@@ -107,8 +108,10 @@ def test_at_queue_depth_2_as_at_depth_1(
     ("preemption_mode", "queue_depth"), [("recompute", 1), ("recompute", 2), ("swap", 1), ("swap", 2)]
 )
 def test_preempted_and_aborted(make_client: Any, preemption_mode: str, queue_depth: int, platform: str) -> None:
-    """With one step in flight forced tokens are appended; the expected ones are sampled."""
-    expected = run(make_client(queue_depth=2), FREE | BOUND)
+    """Forced tokens are appended; for what is expected, each is sampled."""
+    plain = make_client(queue_depth=2)
+    plain.masks.tells_forced = False
+    expected = run(plain, FREE | BOUND)
     options = {"swap_space": "4MiB"} if preemption_mode == "swap" else {}
     client = make_client(queue_depth=queue_depth, num_blocks_override=33, preemption_mode=preemption_mode, **options)
     for name, request in (FREE | BOUND).items():

@@ -34,6 +34,8 @@ GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
     }
 )
 FLAGS: Mapping[str, VllmFlag] = MappingProxyType({entry.name: entry for group in GROUPS.values() for entry in group})
+KEYWORDS: Mapping[str, VllmFlag] = MappingProxyType({**FLAGS, **{entry.name: entry for entry in engine.KEYWORDS}})
+"""What `LLM` and `AsyncEngineArgs` may be given; the flags of servers have `is_keyword` False."""
 
 
 def translate(entry: VllmFlag, value: Any, spelled: str) -> tuple[dict[str, Any], str | None]:
@@ -61,7 +63,7 @@ def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tu
     found: dict[str, Any] = {}
     notes = []
     for name, value in keywords.items():
-        entry = FLAGS.get(name)
+        entry = KEYWORDS.get(name)
         if entry is None or not (entry.is_keyword or name in (*ours, *OF_SERVERS)):
             found[name] = value
             continue
@@ -70,17 +72,22 @@ def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tu
                 raise ConfigError(f"{name} is not supported: only the server traces requests", param=name)
             continue
         if name in OF_SERVERS or (entry.target is not None and entry.target not in (*ours, "hf_token")):
-            notes += [] if name in OF_SERVERS[:2] else [f"{name} has no effect: it is an option of servers"]
+            notes += (
+                [f"{name} has no effect: it is an option of servers"] if value and name not in OF_SERVERS[:2] else []
+            )
             continue
         if name == "dtype" and type(value).__module__ == "torch":
             value = str(value).removeprefix("torch.")
         more, note = translate(entry, value, name)
-        found |= more
+        found |= {target: ours for target, ours in more.items() if ours is not None}
         notes += [] if note is None else [note]
     return finish(found), notes
 
 
-OF_SERVERS = ("served_model_name", "enable_sleep_mode", "max_num_queued_reqs", "max_num_queued_tokens")
+OF_SERVERS = (
+    *("served_model_name", "enable_sleep_mode", "max_num_queued_reqs", "max_num_queued_tokens", "enable_log_requests"),
+    *("log_config_file", "shutdown_timeout", "tokens_only"),
+)
 """Keywords of `LLM` whose flags are the server's. The first two mean nothing to a program: its engine has no name, and
 `LLM.sleep` needs no permission."""
 TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
@@ -107,4 +114,15 @@ def _shown(value: Any) -> str:
     return "" if isinstance(value, bool | dict) else f"{value!r:.60} "
 
 
-__all__ = ["FLAGS", "GROUPS", "MEANT", "NOTED", "REFUSED", "VERSION", "VllmFlag", "translate", "translate_keywords"]
+__all__ = [
+    "FLAGS",
+    "GROUPS",
+    "KEYWORDS",
+    "MEANT",
+    "NOTED",
+    "REFUSED",
+    "VERSION",
+    "VllmFlag",
+    "translate",
+    "translate_keywords",
+]

@@ -67,6 +67,8 @@ MODEL: tuple[VllmFlag, ...] = (
     to("generation_config", "text"),
     to("override_generation_config", "json"),
     to("enable_sleep_mode", "flag", is_keyword=False),
+    noted("sleep_mode_offload_cudagraph", "flag", "graphs stay, or are captured again", False),
+    noted("sleep_preserve_parameter_names", "texts", "at level 2 all weights are read again", []),
     noted("enable_cumem_allocator", "flag", "sleep mode needs no allocator of its own", False),
     noted("enable_nccl_comm_suspend", "flag", "there is no NCCL", False),
     to("model_impl", "text", values={"vllm": "quire"}),
@@ -101,7 +103,12 @@ ATTENTION: tuple[VllmFlag, ...] = (
 
 CACHE: tuple[VllmFlag, ...] = (
     to("block_size", "int", why="a power of two"),
-    to("gpu_memory_utilization", "float", why="on a CPU the share of free memory for the KV cache"),
+    to(
+        "gpu_memory_utilization",
+        "float",
+        why="on a CPU the share of free memory for the KV cache",
+        short=("--device-memory-utilization",),
+    ),
     to("kv_cache_memory_bytes", "count", "kv_cache_memory"),
     to("kv_cache_dtype", "text", values={"float": "float32", "half": "float16"}),
     to("num_gpu_blocks_override", "int", "num_blocks_override"),
@@ -115,6 +122,8 @@ CACHE: tuple[VllmFlag, ...] = (
     noted("mamba_block_size", "int", STATES),
     noted("prefix_match_unit", "any", "prefixes match by whole blocks"),
     noted("mamba_cache_mode", "text", STATES),
+    noted("enable_mamba_shared_prefix_checkpoint", "flag", STATES, False),
+    noted("swa_bounded_replay", "flag", "a window's blocks are cached as others are", True),
     noted("replayssm_buffer_len", "int", STATES),
     noted("use_replayssm", "flag", STATES, False),
     noted("kv_offloading_size", "float", OFFLOAD),
@@ -154,3 +163,10 @@ MEDIA: tuple[VllmFlag, ...] = (
     noted("mm_ipc_gpu_memory_gb", "float", NO_MEDIA),
     noted("mm_device_do_normalize", "flag", NO_MEDIA, False),
 )
+
+KEYWORDS: tuple[VllmFlag, ...] = (
+    refused("model_weights", "text", "weights are read from where the model is", ""),
+    noted("enable_mm_processor_stats", "flag", NO_MEDIA, False),
+    noted("mamba_config", "json", STATES, {}),
+)
+"""Keywords of vLLM's `LLM` that are no flags."""

@@ -14,12 +14,16 @@ _CHAT: tuple[VllmFlag, ...] = (
     to("chat_template", "text", why="a file or the template itself; run in a sandbox"),
     to("chat_template_content_format", "text"),
     to("trust_request_chat_template", "flag"),
+    noted("trust_request_mm_kwargs", "flag", "only text is taken", False),
     to("default_chat_template_kwargs", "json"),
     to("response_role", "text"),
     to("return_tokens_as_token_ids", "flag"),
     to("enable_auto_tool_choice", "flag"),
     to("exclude_tools_when_tool_choice_none", "flag"),
     to("tool_call_parser", "text"),
+    refused(
+        "tool_strict_level", "text", "tool_choice and `strict` of each tool say what is held to its schema", "auto"
+    ),
     refused("tool_parser_plugin", "text", "no plugins are loaded", ""),
     refused("tool_server", "text", "the server calls no tools itself"),
     refused("log_config_file", "text", "QUIRE_LOG_LEVEL sets what the log has"),
@@ -29,6 +33,19 @@ _CHAT: tuple[VllmFlag, ...] = (
     to("enable_per_request_metrics", "flag"),
     so("enable_server_load_tracking", "flag", "/load always answers", True, False),
     to("enable_force_include_usage", "flag"),
+    noted(
+        "sse_keep_alive_interval",
+        "int",
+        "a stream has tokens alone: a proxy in front must wait as long as a request may queue",
+        0,
+    ),
+    noted(
+        "anthropic_disabled_thinking_effort",
+        "text",
+        "a chat template that can is told not to think",
+        "auto",
+        "none",
+    ),
     to("enable_tokenizer_info_endpoint", "flag"),
     noted("enable_log_outputs", "flag", "outputs are not logged", False),
     noted("enable_log_deltas", "flag", "outputs are not logged", True, False),
@@ -36,6 +53,7 @@ _CHAT: tuple[VllmFlag, ...] = (
     noted("cohere_format", "text", NO_COHERE, "cmd4"),
     noted("log_error_stack", "flag", "QUIRE_LOG_LEVEL=DEBUG logs stacks", False),
     refused("tokens_only", "flag", "texts are always served", False),
+    refused("enable_scale_out", "flag", "tokenising and computing are not served apart", False),
     noted("fingerprint_mode", "text", "system_fingerprint is the version", "full", "hash"),
     noted("fingerprint_value", "text", "system_fingerprint is the version"),
 )
@@ -84,6 +102,7 @@ _PROCESS: tuple[VllmFlag, ...] = (
     refused("headless", "flag", "all ranks run on this machine", False),
     to("api_server_count", "int", short=("-asc",)),
     refused("grpc", "flag", "HTTP is served", False),
+    refused("grpc_port", "int", "HTTP is served"),
     so("disable_log_requests", "flag", "requests are logged only with --enable-log-requests", True, False),
     noted("disable_frontend_multiprocessing", "flag", "the engine runs in a process of its own", False),
 )

@@ -40,7 +40,7 @@ async function connect() {
   const abort = new AbortController();
   link.abort = abort;
   try {
-    const response = await ask(`/debug/kv/events?rate=${RATE}`, { signal: abort.signal });
+    const response = await ask(`debug/kv/events?rate=${RATE}`, { signal: abort.signal });
     byId("key-form").hidden = true;
     for await (const data of eventsOf(response)) {
       const frame = JSON.parse(data);

@@ -44,7 +44,7 @@ async function runTrial() {
   let count = 0;
   say("waiting for the first token");
   try {
-    const response = await ask("/v1/completions", {
+    const response = await ask("v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(body),

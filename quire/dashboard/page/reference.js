@@ -57,7 +57,7 @@ function operation(path, method, description, schemas) {
 }
 
 async function show(key) {
-  const answer = await fetch("/openapi.json", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
+  const answer = await fetch("openapi.json", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
   byId("login").hidden = answer.status !== 401;
   if (!answer.ok) {
     byId("about").textContent = answer.status === 401 ? "This server asks for an API key." : `Status ${answer.status}`;

@@ -38,8 +38,8 @@ def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
     """`scale`, `cap` and `window` as the kernels take them."""
     log2_e = LOG2_E.value
     if layer.soft_cap is None:
-        return layer.scale * log2_e, 0.0, layer.window or 0
-    return 2 * layer.scale / layer.soft_cap * log2_e, layer.soft_cap * log2_e, layer.window or 0
+        return layer.stored_scale * log2_e, 0.0, layer.window or 0
+    return 2 * layer.stored_scale / layer.soft_cap * log2_e, layer.soft_cap * log2_e, layer.window or 0
 
 
 @triton.jit
@@ -260,13 +260,14 @@ def load_sinks(sinks, heads, SINKS: tl.constexpr):
 
 
 @triton.jit
-def normalised(maximum, total, values, sink):
-    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none."""
+def normalised(maximum, total, values, sink, value_scale):
+    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale: of
+    values as they are stored."""
     sink = sink * LOG2_E
     new_maximum = tl.maximum(maximum, sink)
     factor = tl.exp2(maximum - new_maximum)
     total = tl.fma(total, factor, tl.exp2(sink - new_maximum))
-    return values * (factor / total)[:, None]
+    return values * (factor / total * value_scale)[:, None]
 
 
 @triton.jit

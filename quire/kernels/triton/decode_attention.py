@@ -89,6 +89,7 @@ def _split_kernel(
     scale,
     cap,
     window,
+    value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -134,7 +135,7 @@ def _split_kernel(
                 # As the varlen kernel does: this turns -0 into 0.
                 nothing_maximum, nothing_total, nothing = no_keys(BLOCK_M, DIM)
                 maximum, total, values = merged(nothing_maximum, nothing_total, nothing, maximum, total, values)
-            values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS))
+            values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
             store_rows(out, out_stride, values, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
         else:
             place = ((sequence * NUM_KV_HEADS + kv_head).to(tl.int64) * capacity + split) * (TOKENS * GROUP)
@@ -165,6 +166,7 @@ def _merge_kernel(
     capacity,
     min_keys,
     window,
+    value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -208,7 +210,7 @@ def _merge_kernel(
                 tl.load(part_totals + at, mask=present & (one == 0), other=0.0),
                 tl.load(part_values + at[:, None] * HEAD_DIM + dims, mask=present & (dims < HEAD_DIM), other=0.0),
             )
-    values = normalised(maximum, total, values, load_sinks(sinks, query_head + one, SINKS))
+    values = normalised(maximum, total, values, load_sinks(sinks, query_head + one, SINKS), value_scale)
     at = (begin + token).to(tl.int64) * out_stride + query_head * HEAD_DIM
     tl.store(out + at + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -238,6 +240,7 @@ class SplitAttention:
             "part_totals": scratch.totals,
             "sinks": sinks,
             "window": window,
+            "value_scale": layer.cache_scale.value,
         }
         self._split = bind(
             _split_kernel,

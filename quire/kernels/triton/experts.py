@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import KINDS, activate
-from quire.kernels.triton.matmul import stored_tiles
+from quire.kernels.triton.matmul import Tiles, stored_tiles
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
 from quire.kernels.triton.weight_formats import StoredMatrix, product
@@ -152,13 +152,19 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size] of the activations' dtype, or None. rounds_activations: of matrices of e4m3, as `matmul` has it."""
+    and [E, size] of the activations' dtype, or None. rounds_activations: as `matmul` has it, of what can."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     rounds_activations: bool = False
+
+
+def _tiled(matrix: StoredMatrix, dtype: torch.dtype, rounds: bool) -> tuple[StoredMatrix, Tiles, bool]:
+    """The matrix, its tiles, and whether rows are rounded for it."""
+    rounds = rounds and matrix.multiplies_bytes
+    return matrix, stored_tiles(matrix, dtype, rounds_activations=rounds), rounds
 
 
 def apply_experts(
@@ -178,23 +184,20 @@ def apply_experts(
         return x.new_empty(0, size)
     num_experts, _, intermediate = matrices.down.shape
     top_k = routing.shape[1] // 2
-    rounds = matrices.rounds_activations
-    steps = [
-        (matrix, stored_tiles(matrix, x.dtype, rounds_activations=rounds))
-        for matrix in (matrices.gate_up, matrices.down)
-    ]
-    block_m = steps[0][1].block_m
+    both = matrices.gate_up, matrices.down
+    gate_up, down = (_tiled(matrix, x.dtype, matrices.rounds_activations) for matrix in both)
+    block_m = gate_up[1].block_m
     order = sort_by_expert(routing, num_experts, block_m)
     inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
     results = torch.empty(num_rows * top_k, size, dtype=torch.float32, device=x.device)
     shares = routing[:, top_k:]
-    for source, (matrix, tiles), bias, out, is_first in (
-        (x, steps[0], matrices.gate_up_bias, inner, True),
-        (inner, steps[1], matrices.down_bias, results, False),
+    for source, (matrix, tiles, rounds), bias, out, is_first in (
+        (x, gate_up, matrices.gate_up_bias, inner, True),
+        (inner, down, matrices.down_bias, results, False),
     ):
         assert tiles.block_m == block_m, "rows are sorted into tiles once"
         assert source.stride(1) == 1, "the elements of a row lie side by side"
-        rounded = round_rows(source, matrix.group_size) if rounds else None
+        rounded = round_rows(source, matrix) if rounds else None
         rows = source if rounded is None else rounded.codes
         launch(
             _experts_kernel,

@@ -4,7 +4,8 @@ Limits: the weights' bytes for few rows, 2 M N K operations on the tensor cores 
 split over K in another way, for another number of rows, and a row's last bits change with it; here one program adds up
 each result from the first k to the last, in tiles that depend on the matrix alone. That costs speed, so for matrices of
 floating point it is what `batch_invariant` asks for and not the default. Matrices of small numbers have this kernel
-alone: they are fewer bytes, and are widened in registers; or e4m3 rows are multiplied with e4m3 matrices as such.
+alone: they are fewer bytes, and are widened in registers; or rows of 8-bit numbers, e4m3 or integers, are multiplied
+with matrices of such numbers as they are.
 """
 
 from __future__ import annotations
@@ -135,12 +136,13 @@ def matmul(
 ) -> torch.Tensor:
     """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous, or
     stored. bias: [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype.
-    rounds_activations: as `round_rows` does, and e4m3 numbers are multiplied; of a matrix of e4m3. Returns [M, N]."""
+    rounds_activations: as `round_rows` does, and 8-bit numbers are multiplied as such; of a matrix that can
+    (`multiplies_bytes`). Returns [M, N]."""
     matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
     n = matrix.shape[1]
     out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if residual is None else residual
     if x.shape[0] > 0:
-        rounded = round_rows(x, matrix.group_size) if rounds_activations else None
+        rounded = round_rows(x, matrix) if rounds_activations else None
         _launch(x, rounded, matrix, bias, residual, out)
     return out
 

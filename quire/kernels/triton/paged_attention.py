@@ -83,6 +83,7 @@ def _varlen_kernel(
     out_stride,
     table_stride,
     scale,
+    value_scale,
     cap,
     window,
     NUM_KV_HEADS: tl.constexpr,
@@ -136,7 +137,7 @@ def _varlen_kernel(
             queries, maximum, total, values, pages, table, 0, last_position + 1, first_position, last_position,
             positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
         )  # fmt: skip
-    values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS))
+    values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
     store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
 
 
@@ -184,7 +185,14 @@ class VarlenAttention:
         scale, cap, window = score_constants(layer)
         self._launch = bind(
             _varlen_kernel,
-            {"pages": pages, "sinks": sinks, "scale": scale, "cap": cap, "window": window},
+            {
+                "pages": pages,
+                "sinks": sinks,
+                "scale": scale,
+                "value_scale": layer.cache_scale.value,
+                "cap": cap,
+                "window": window,
+            },
             **layer_constants(layer, sinks),
             BLOCK_SIZE=pages.shape[2],
             BLOCK_M=tiles.block_m,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.attention.interface import CacheScale
 from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
 from quire.layers.operations import HeadWeights, NormWeights
@@ -46,6 +47,14 @@ def _normed(part, scale, weight, dims, mask, NORM: tl.constexpr):
 
 
 @triton.jit
+def _stored(x, divisor, ELEMENT: tl.constexpr, SCALED: tl.constexpr):
+    """x, divided by `divisor` if SCALED, as pages have it."""
+    if SCALED:
+        x = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + divisor)
+    return to_cache(x, ELEMENT)
+
+
+@triton.jit
 def _write_heads(
     source,
     target,
@@ -54,15 +63,17 @@ def _write_heads(
     sin,
     weight,
     epsilon,
+    divisor,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Norm and rotation of heads, float32 throughout, rounded once. source, target, cos, sin: [rows] pointers to each
     head's first element and its token's first angle. HALF: elements of each rotated half; the rest of a head is not
-    rotated. All is loaded before any is stored, so that source and target may be one."""
+    rotated. SCALED: results are divided by `divisor`. All is loaded before any is stored, so that source and target may be one."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     squares = tl.zeros((inside.shape[0],), tl.float32)
     if HALF:
@@ -90,11 +101,12 @@ def _write_heads(
         turned_first = tl.fma(first, cosine, -(second * sine))
         turned_second = tl.fma(second, cosine, first * sine)
         first_to = target[:, None] + half[None, :]
-        tl.store(first_to, to_cache(turned_first, target.dtype.element_ty), mask=mask)
-        tl.store(first_to + HALF, to_cache(turned_second, target.dtype.element_ty), mask=mask)
+        tl.store(first_to, _stored(turned_first, divisor, target.dtype.element_ty, SCALED), mask=mask)
+        tl.store(first_to + HALF, _stored(turned_second, divisor, target.dtype.element_ty, SCALED), mask=mask)
     if REST:
         plain = _normed(plain, scale, weight, rest, rest < HEAD_DIM, NORM)
-        tl.store(target[:, None] + rest[None, :], to_cache(plain, target.dtype.element_ty), mask=rest_mask)
+        stored = _stored(plain, divisor, target.dtype.element_ty, SCALED)
+        tl.store(target[:, None] + rest[None, :], stored, mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -113,6 +125,8 @@ def _write_kernel(
     key_stride,
     value_stride,
     epsilon,
+    key_scale,
+    value_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -122,10 +136,12 @@ def _write_kernel(
     REST_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Program (TOKENS tokens, HEADS of their query, key or value heads). NUM_HEADS: 0 if queries stay as they are."""
+    """Program (TOKENS tokens, HEADS of their query, key or value heads). NUM_HEADS: 0 if queries stay as they are.
+    SCALED: keys and values are divided by their scales."""
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KEY_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     row = tl.arange(0, TOKENS * HEADS)
@@ -138,7 +154,7 @@ def _write_kernel(
         queries = query + token * query_stride + head * HEAD_DIM
         _write_heads(
             queries, queries, present & (head < NUM_HEADS), cos + token * HALF, sin + token * HALF, query_weight,
-            epsilon, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM,
+            epsilon, key_scale, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM, False,
         )  # fmt: skip
     else:
         slot = tl.load(slots + token, mask=present, other=-1)
@@ -148,7 +164,7 @@ def _write_kernel(
             _write_heads(
                 key + token * key_stride + head * HEAD_DIM, pages + (at * NUM_KV_HEADS + head) * HEAD_DIM,
                 (slot >= 0) & (head < NUM_KV_HEADS), cos + token * HALF, sin + token * HALF, key_weight,
-                epsilon, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM,
+                epsilon, key_scale, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, NORM, SCALED,
             )  # fmt: skip
         else:
             head = (part - QUERY_PARTS - KEY_PARTS) * HEADS + row % HEADS
@@ -156,7 +172,7 @@ def _write_kernel(
             mask = ((slot >= 0) & (head < NUM_KV_HEADS))[:, None] & (dims < HEAD_DIM)
             values = tl.load((value + token * value_stride + head * HEAD_DIM)[:, None] + dims, mask=mask)
             target = pages + ((at + BLOCK_SIZE) * NUM_KV_HEADS + head) * HEAD_DIM
-            tl.store(target[:, None] + dims, to_cache(values, pages.dtype.element_ty), mask=mask)
+            tl.store(target[:, None] + dims, _stored(values, value_scale, pages.dtype.element_ty, SCALED), mask=mask)
 
 
 class HeadPreparation:
@@ -166,6 +182,7 @@ class HeadPreparation:
     def __init__(self, heads: HeadWeights, pages: torch.Tensor, *, attends: bool = True, writes: bool = True) -> None:
         self._norms = (heads.query_norm, heads.key_norm)
         shape = heads.shape
+        self._scale = shape.cache_scale
         self._pages = pages
         self._num_heads, num_kv_heads = shape.num_heads * attends, shape.num_kv_heads * writes
         self._writes = writes
@@ -178,7 +195,7 @@ class HeadPreparation:
         if kernel is None:
             # Without norms and rotation queries are what they are to be.
             num_heads = self._num_heads if self._norms[0] is not None or rotation is not None else 0
-            kernel = _WriteKernel(self._pages, self._norms, num_heads, half, writes=self._writes)
+            kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale, writes=self._writes)
             self._kernels[half] = kernel
         query, key, value = qkv.split(self._sizes, 1)
         kernel.run(query, key, value, slots, rotation)
@@ -198,7 +215,7 @@ def prepare_heads(
 
 def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _WriteKernel(pages, (None, None), 0, 0).run(key.flatten(1), key.flatten(1), value.flatten(1), slots, None)
+    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).run(key.flatten(1), key.flatten(1), value.flatten(1), slots, None)
 
 
 class _WriteKernel:
@@ -211,6 +228,7 @@ class _WriteKernel:
         norms: tuple[NormWeights | None, NormWeights | None],
         num_heads: int,
         half: int,
+        scale: CacheScale,
         *,
         writes: bool = True,
     ) -> None:
@@ -232,6 +250,8 @@ class _WriteKernel:
                 "query_weight": pages if query_norm is None else query_norm.weight,
                 "key_weight": pages if key_norm is None else key_norm.weight,
                 "epsilon": 0.0 if query_norm is None else query_norm.epsilon,
+                "key_scale": scale.key,
+                "value_scale": scale.value,
             },
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -242,6 +262,7 @@ class _WriteKernel:
             REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
             DIM_BLOCK=triton.next_power_of_2(head_dim),
             NORM=query_norm is not None,
+            SCALED=scale != CacheScale(),
             TOKENS=self._tokens,
             HEADS=heads,
             num_warps=2,

@@ -1,4 +1,4 @@
-"""Activations rounded to e4m3 row by row, for products with weights in e4m3.
+"""Activations rounded to 8 bits row by row, e4m3 or integers, for products with weights of such numbers.
 
 Limit: the bytes, each element read twice (the second time from a cache) and written once as a byte. A row's scales
 depend on that row alone, so its bits do not depend on the batch.
@@ -13,16 +13,23 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.float8 import E4M3_LARGEST, e4m3_bits
-from quire.kernels.triton.runtime import INTERPRETED, blocks_of, launch, next_power_of_2
+from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, launch, next_power_of_2
+from quire.kernels.triton.weight_formats import StoredMatrix
 
 BLOCK = 4096
 """Elements that a program holds at once."""
+LARGEST = tl.constexpr(127.0)
+"""Of integers."""
+LEAST_PEAK = tl.constexpr(2.0**-119)
+"""127 over a smaller magnitude would overflow."""
+INFINITY_BITS = tl.constexpr(0x7F800000)
+"""Of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """x = codes * scales. codes: [T, K] float8_e4m3fn (in the interpreter their bits, uint8). scales: [T, groups]
-    float32."""
+    """x = codes * scales. codes: [T, K] int8, or float8_e4m3fn (in the interpreter the bits of these, uint8). scales:
+    [T, groups] float32; of integers one a row."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -51,7 +58,40 @@ def _round_kernel(x, codes, scales, width, x_stride, scale_stride, GROUP: tl.con
         tl.store(codes + row * width + at, e4m3_bits(quotient), mask=inside)
 
 
-def round_rows(x: torch.Tensor, group_size: int) -> RoundedRows:
+@triton.jit
+def _round_integers_kernel(x, codes, scales, width, x_stride, BLOCK: tl.constexpr):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    columns = tl.arange(0, BLOCK)
+    peaks = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, bound(width), BLOCK):
+        values = tl.load(x + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
+        # As bits magnitudes have the same order, infinity and NaN above all.
+        peaks = tl.maximum(peaks, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.zeros((1,), tl.int32) + tl.max(peaks, 0)
+    peak = bits.to(tl.float32, bitcast=True)
+    rounds = (bits < INFINITY_BITS) & (peak >= LEAST_PEAK)
+    scale = tl.div_rn(peak, tl.zeros((1,), tl.float32) + LARGEST)
+    scale = tl.where(rounds, scale, tl.where(bits < INFINITY_BITS, 0.0, float("nan")))
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    inverse = tl.div_rn(tl.zeros((1,), tl.float32) + LARGEST, tl.where(rounds, peak, 1.0))
+    for start in range(0, bound(width), BLOCK):
+        inside = start + columns < width
+        values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+        # Between product and sum a minimum, so that no compiler makes one operation of them.
+        quotient = tl.maximum(tl.minimum(tl.where(rounds, values, 0.0) * inverse, LARGEST), -LARGEST)
+        # From 1.5 * 2 ** 23 on float32 has steps of 1: to the nearest, ties to even.
+        whole = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        tl.store(codes + row * width + start + columns, whole.to(tl.int8), mask=inside)
+
+
+def round_rows(x: torch.Tensor, matrix: StoredMatrix) -> RoundedRows:
+    """x: [T, K], rows may lie apart, as a product with that matrix multiplies it: to e4m3 or to integers."""
+    return _round_to_integers(x) if matrix.is_integer else round_to_e4m3(x, matrix.group_size)
+
+
+def round_to_e4m3(x: torch.Tensor, group_size: int) -> RoundedRows:
     """x: [T, K], rows may lie apart. Each group of `group_size` elements of a row (0: the row) is divided by its
     largest magnitude / 448 and rounded to the nearest. What is not finite becomes NaN."""
     num_rows, width = x.shape
@@ -74,3 +114,24 @@ def round_rows(x: torch.Tensor, group_size: int) -> RoundedRows:
             num_warps=4,
         )
     return RoundedRows(codes if INTERPRETED else codes.view(torch.float8_e4m3fn), scales)
+
+
+def _round_to_integers(x: torch.Tensor) -> RoundedRows:
+    """Each row is multiplied with 127 over its largest magnitude and rounded to the nearest, ties to even, as on a CPU.
+    A row with what is not finite gets a scale that is not a number; one of all but zeros the scale 0."""
+    num_rows, width = x.shape
+    codes = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    if num_rows > 0:
+        launch(
+            _round_integers_kernel,
+            (num_rows,),
+            x,
+            codes,
+            scales,
+            width,
+            x.stride(0),
+            BLOCK=min(BLOCK, next_power_of_2(width)),
+            num_warps=4,
+        )
+    return RoundedRows(codes, scales)

@@ -22,7 +22,7 @@ PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6)
 PAIRED = 64
 """Input features of a run of bytes in paired formats: byte i of 32 has feature i in its lower half, i + 32 above."""
 LEAST_K = 16
-"""Input features that a product of matrix units takes at least; of e4m3 numbers and of a run's half twice as many."""
+"""Input features that a product of matrix units takes at least; of 8-bit numbers and of a run's half twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,13 @@ class StoredMatrix:
         return self.codes.shape[0], self.codes.shape[1], self.columns
 
     @property
-    def multiplies_e4m3(self) -> bool:
-        """Whether rows of e4m3 numbers can be multiplied with it as such."""
-        return self.kind == E4M3.value and self.group_size % (2 * LEAST_K) == 0
+    def is_integer(self) -> bool:
+        return self.kind in (I8.value, I4.value)
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether rows of numbers of 8 bits, e4m3 or integers as it has them, can be multiplied with it as such."""
+        return (self.kind == E4M3.value or self.is_integer) and self.group_size % (2 * LEAST_K) == 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -119,19 +123,21 @@ def _tile(
     GROUP: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """[features, rows] of a matrix in DTYPE, or as e4m3 numbers. from_row: [1, rows] pointers. pairs: of paired
-    formats the bytes, loaded before, of which `half` is read."""
+    """[features, rows] of a matrix in DTYPE, or ROUNDED as e4m3 numbers or int8. from_row: [1, rows] pointers. pairs:
+    of paired formats the bytes, loaded before, of which `half` is read."""
     inside = ks[:, None] < K
     if FORMAT <= E4M3:
         w = tl.load(from_row + ks[:, None], mask=inside, other=0.0)
         if FORMAT == E4M3 and not ROUNDED:
             w = widen_e4m3(w, DTYPE)
     elif FORMAT == I8:
-        w = tl.load(from_row + ks[:, None], mask=inside, other=0).to(tl.float32).to(DTYPE)
+        w = tl.load(from_row + ks[:, None], mask=inside, other=0)
+        if not ROUNDED:
+            w = w.to(tl.float32).to(DTYPE)
     else:
         codes = (pairs >> (4 * half)) & 0xF
         if FORMAT == I4:
-            w = codes.to(tl.float32).to(DTYPE)
+            w = codes.to(tl.int8) if ROUNDED else codes.to(tl.float32).to(DTYPE)
         elif FORMAT == MXFP4:
             w = _widen_e2m1(codes, DTYPE)
         else:
@@ -164,17 +170,20 @@ def product(
 ):
     """[BLOCK_M, BLOCK_N] float32: rows of x times rows of a StoredMatrix, added from the first k to the last.
 
-    x_rows: [BLOCK_M] pointers to the rows' first elements. ROUNDED: these are e4m3 numbers (or their bits), x_scales:
-    [BLOCK_M] pointers to the rows' first scales, one for each group of the matrix. share: [BLOCK_M] float32; SHARED: x
-    is multiplied with it. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before it is rounded.
+    x_rows: [BLOCK_M] pointers to the rows' first elements. ROUNDED: these are e4m3 numbers (or their bits), or int8 for
+    matrices of integers, whose sums are exact; x_scales: [BLOCK_M] pointers to the rows' first scales, of e4m3 numbers
+    one for each group of the matrix, of integers one for the row. share: [BLOCK_M] float32; SHARED: x is multiplied
+    with it. rows: [BLOCK_N] int64, counted through the stack. DTYPE: of x before it is rounded.
     """
     PAIRS: tl.constexpr = FORMAT >= I4
+    WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
+    SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
     HALVES: tl.constexpr = 2 if PAIRS else 1
     STEP: tl.constexpr = BLOCK_K // HALVES
     GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    sums = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32 if GROUPED else SUMS)
+    sums = tl.zeros((BLOCK_M,), SUMS)
     from_row = weight + rows[None, :] * ((K + 63) // 64 * 32 if PAIRS else K)
     scale_at = scales + rows * NUM_GROUPS if FORMAT != PLAIN else rows
     pairs = tl.zeros((STEP, BLOCK_N), tl.uint8) if PAIRS else rows
@@ -183,34 +192,40 @@ def product(
             pairs = tl.load(from_row + start // 2 + tl.arange(0, STEP)[:, None])
         for half in tl.static_range(HALVES):
             ks = start + half * STEP + tl.arange(0, STEP)
-            a = tl.load(x_rows[:, None] + ks[None, :], mask=ks[None, :] < K, other=0.0)
+            a = tl.load(x_rows[:, None] + ks[None, :], mask=ks[None, :] < K, other=0 if WHOLE else 0.0)
             if SHARED and not ROUNDED:
                 a = narrow(a.to(tl.float32) * share[:, None], DTYPE)
             w = _tile(from_row, pairs, scale_at, ks, half, DTYPE, K, FORMAT, GROUP, ROUNDED)
-            part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if GROUPED else total
-            part = _dot_e4m3(a, w, part, STEP) if ROUNDED else dot(a, w, part)
+            part = tl.zeros((BLOCK_M, BLOCK_N), SUMS) if GROUPED else total
+            if WHOLE:
+                part = tl.dot(a, w, part, out_dtype=tl.int32)
+            elif ROUNDED:
+                part = _dot_e4m3(a, w, part, STEP)
+            else:
+                part = dot(a, w, part)
             if GROUPED:
+                part = part.to(tl.float32)
                 group = (start + half * STEP) // GROUP
                 inside = group < NUM_GROUPS
                 scale = tl.load(scale_at + group, mask=inside, other=0)
                 scale = _exponent(scale) if FORMAT == MXFP4 else scale
-                if ROUNDED:
+                if ROUNDED and not WHOLE:
                     part = part * tl.load(x_scales + group)[:, None]
                 total = tl.fma(part, tl.broadcast_to(scale[None, :], part.shape), total)
                 if HAS_OFFSETS:
                     offset = tl.load(offsets + rows * NUM_GROUPS + group, mask=inside, other=0.0)
-                    total = _add_outer(total, tl.sum(a.to(tl.float32), 1), offset)
+                    total = _add_outer(total, tl.sum(a.to(SUMS), 1).to(tl.float32), offset)
             else:
                 total = part
                 if HAS_OFFSETS:
-                    sums += tl.sum(a.to(tl.float32), 1)
+                    sums += tl.sum(a.to(SUMS), 1)
     if FORMAT != PLAIN and not GROUPED:
         factor = tl.load(row_scales + rows) if FORMAT == NVFP4 else tl.load(scale_at)
-        total = total * factor[None, :]
+        total = total.to(tl.float32) * factor[None, :]
         if HAS_OFFSETS:
-            total = _add_outer(total, sums, tl.load(offsets + rows))
-        if ROUNDED:
-            total = total * tl.load(x_scales)[:, None]
+            total = _add_outer(total, sums.to(tl.float32), tl.load(offsets + rows))
+    if ROUNDED and (WHOLE or not GROUPED):
+        total = total * tl.load(x_scales)[:, None]
     if SHARED and ROUNDED:
         total = total * share[:, None]
     return total

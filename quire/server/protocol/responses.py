@@ -84,10 +84,10 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """summary: without effect, since the thoughts themselves are in the answer."""
+    """summary: whether the thoughts are in the answer as a summary, too. Whatever is asked for, it has all of them."""
 
     effort: ShortString | None = None
-    summary: ShortString | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"generate_summary", "context"})
 
@@ -180,11 +180,15 @@ class OutputText(msgspec.Struct, tag="output_text"):
     logprobs: list[Any] = []
 
 
+class SummaryText(msgspec.Struct, tag="summary_text"):
+    text: str
+
+
 class OutputReasoning(msgspec.Struct, tag="reasoning"):
     id: str
     content: list[ReasoningText]
     status: str
-    summary: list[Any] = []
+    summary: list[SummaryText] = []
 
 
 class OutputMessage(msgspec.Struct, tag="message"):

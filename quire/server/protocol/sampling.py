@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
-from quire.sampling_params import MOST_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from quire.sampling_params import MOST_LOGPROBS, UNAVAILABLE, RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.common import Int32, ShortString, TokenId
 from quire.server.protocol.structured import StructuredFields
 
@@ -49,7 +49,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
     spaces_between_special_tokens: bool = True
-    include_metrics: bool = False
+    include_metrics: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -88,4 +88,6 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
         return SamplingParams(**(given | more))
 
 
-_SAMPLING_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if name in SamplingParams.__struct_fields__)
+_SAMPLING_NAMES = tuple(
+    name for name in SamplingFields.__struct_fields__ if name in {*SamplingParams.__struct_fields__} - {*UNAVAILABLE}
+)

@@ -22,7 +22,8 @@ from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.models.weight_files import find_weights
+from quire.models.cache_scales import stored_cache_scales
+from quire.models.weight_files import WeightFiles, find_weights
 from quire.version import __version__
 
 WHOLE_FILE_BYTES = 64 * 2**20
@@ -51,6 +52,7 @@ def cache_namespace(
         "hf": _without(model.hf, _NOT_CONTENT_HF),
         "rope_length": _rope_length(model),
         "weights": _weights(model, load),
+        "cache_scales": _cache_scales(model, load),
         "computation": {"version": __version__, **_without(vars(device), _NOT_RESULT), **code},
         "layout": {
             "block_size": layout.block_size,
@@ -97,6 +99,14 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
         return {"dummy_seed": load.seed}
     files = find_weights(model.path, load.load_format)
     return {"files": [_fingerprint(path) for path in files.paths]}
+
+
+def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
+    """What elements of an fp8 cache are multiplied with: too few bytes for samples of a file to meet."""
+    if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
+        return {}
+    files = find_weights(model.path, load.load_format)
+    return stored_cache_scales(files) if isinstance(files, WeightFiles) else {}
 
 
 def _fingerprint(path: Path) -> str:

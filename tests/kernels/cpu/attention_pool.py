@@ -118,7 +118,9 @@ class NativePool:
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
-            scale=layer.scale,
+            scale=layer.stored_scale,
+            key_scale=layer.cache_scale.key,
+            value_scale=layer.cache_scale.value,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,
             chunked=layer.is_chunked,
@@ -219,7 +221,7 @@ class NativePool:
         kept = pages[blocks, :, positions % self.setting.block_size].repeat_interleave(
             layer.num_heads // layer.num_kv_heads, dim=2
         )
-        scores = torch.einsum("nhd,lhd->hnl", query.double(), kept[:, 0]) * layer.scale
+        scores = torch.einsum("nhd,lhd->hnl", query.double(), kept[:, 0]) * layer.stored_scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         own = start + torch.arange(len(query))
@@ -228,7 +230,9 @@ class NativePool:
             hidden |= positions < first_seen(own, layer.window, is_chunked=layer.is_chunked)[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
-        return torch.einsum("hnl,lhd->nhd", torch.softmax(with_sink, dim=-1)[..., :-1], kept[:, 1])
+        return torch.einsum("hnl,lhd->nhd", torch.softmax(with_sink, dim=-1)[..., :-1], kept[:, 1]) * (
+            layer.cache_scale.value
+        )
 
 
 def rotations(positions: torch.Tensor, rotary_dim: int) -> torch.Tensor:

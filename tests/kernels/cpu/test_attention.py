@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.attention.interface import CacheScale, LayerAttention
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native, paged_attention
@@ -160,6 +160,25 @@ def test_every_rounding_to_8_bit_floats(isa: str) -> None:
     expected = drawn.clamp(-448, 448).to(torch.float8_e4m3fn).double()
     assert torch.equal(kept[0], expected)
     assert torch.equal(kept[1], expected.flip(-1))
+
+
+@every_isa
+def test_8_bit_floats_with_scales_of_the_layer(isa: str) -> None:
+    """Keys and values are divided by theirs, in float32, and rounded once: large ones are not cut off."""
+    layer = replace(GROUPED, scale=GROUPED.scale / 3000, soft_cap=9.0, cache_scale=CacheScale(17.3, 0.0007))
+    history = History.random(150, layer, seed=8)
+    history.k *= 3000
+    history.v *= 0.03
+    setting, options = Setting(isa, 2, "fp8"), Options(sinks=torch.linspace(-2, 3, 6))
+    pool, chunks = (NativePool(layer, [150], setting, options) for _ in range(2))
+    out = pool.whole(history)
+    positions = torch.arange(150)
+    kept = pool.stored()[pool.tables[0].long()[positions // 16], :, positions % 16]
+    given = torch.stack((history.k / 17.3, history.v / 0.0007), dim=1)
+    assert 200 < float(given.abs().amax()) < 448
+    assert torch.equal(kept, given.to(torch.float8_e4m3fn).double())
+    pool.check(out, 0, history.q, 0, 1e-6)
+    assert torch.equal(chunks.whole(history, 41), out)
 
 
 @every_isa

@@ -209,8 +209,8 @@ def stored(kind: int, rows: int, columns: int, capability: int, count: int = 1) 
 
 
 def quantized_calls(capability: int) -> Calls:
-    """Products of quantised matrices, one by one and of experts; e4m3 numbers are multiplied as such where the card
-    does."""
+    """Products of quantised matrices, one by one and of experts; integers are multiplied as such as well, e4m3 numbers
+    where the card does."""
     kinds = [each.value for each in (E4M3, I8, I4, MXFP4, NVFP4)]
 
     def experts(kind: int, *, rounds: bool = False) -> torch.Tensor:
@@ -224,6 +224,12 @@ def quantized_calls(capability: int) -> Calls:
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
     calls += [partial(experts, kind) for kind in (PLAIN.value, *kinds)]
+    for kind in (I8.value, I4.value):
+        matrix = stored(kind, 4096, 4096, capability)
+        calls += [
+            partial(matmul, empty(8, 4096), matrix, rounds_activations=True),
+            partial(experts, kind, rounds=True),
+        ]
     if capability >= 89:
         matrix = stored(E4M3.value, 4096, 4096, capability)
         calls += [

@@ -138,6 +138,7 @@ class Case:
                 if stored.dtype == torch.uint8:
                     stored = stored.view(torch.float8_e4m3fn)
                 key, value = stored.double().repeat_interleave(group, dim=2).unbind(1)
+                key, value = key * layer.cache_scale.key, value * layer.cache_scale.value
                 scores = torch.einsum("hd,lhd->hl", query[starts[index] + token], key) * layer.scale
                 if layer.soft_cap is not None:
                     scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)

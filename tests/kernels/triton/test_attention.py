@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attention.interface import LayerAttention
+from quire.attention.interface import CacheScale, LayerAttention
 from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
 from tests.kernels.triton.attention_cases import Case, assert_equals_reference
 
@@ -33,6 +33,9 @@ CASES = {
     "head-256": partial(Case, layer(1, 1, 256), SEQUENCES, block_size=64),
     "other-pages": partial(Case, layer(), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float32),
     "float8-pages": partial(Case, layer(2, 1, 32), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.uint8),
+    "float8-scales": partial(
+        Case, layer(2, 1, 32, soft_cap=0.7, cache_scale=CacheScale(0.4, 2.5)), SEQUENCES, page_dtype=torch.uint8
+    ),
     "block-128": partial(Case, layer(), SEQUENCES, block_size=128),
     "block-4": partial(Case, layer(), SEQUENCES, block_size=4),
     "window": partial(Case, layer(window=10), SEQUENCES),

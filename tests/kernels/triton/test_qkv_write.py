@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.attention.interface import CacheScale, LayerAttention
 from quire.kernels import reference
 from quire.kernels.triton.qkv_write import prepare_heads, write_kv
 from quire.layers.operations import HeadWeights, NormWeights
@@ -118,9 +118,20 @@ def test_float8_pages_are_written_as_their_twin_does(device: torch.device) -> No
     expected, kept = torch.zeros(6, 2, 8, 3, 24).to(torch.float8_e4m3fn), SLOTS >= 0
     reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept], value[kept])
     write_kv(pages, slots, key.to(device), value.to(device))
+    assert_same_numbers(pages, expected, num_nan=3)
+    # With scales of the layer, as the torch back end divides by them.
+    shape = LayerAttention(0, 4, 3, 24, 1.0, cache_scale=CacheScale(0.37, 11.0))
+    qkv = torch.cat((torch.zeros(5, 96), key.flatten(1), value.flatten(1)), dim=1)
+    prepare_heads(HeadWeights(shape, None, None), qkv.to(device), None, pages, slots)
+    reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept] / 0.37, value[kept] / 11.0)
+    assert_same_numbers(pages, expected, num_nan=3)
+
+
+def assert_same_numbers(pages: torch.Tensor, expected: torch.Tensor, num_nan: int) -> None:
+    """pages: e4m3 bits. NaN has either sign."""
     bits = expected.view(torch.uint8)
     is_nan = (bits & 0x7F) == 0x7F
-    assert is_nan.sum() == 3
+    assert is_nan.sum() == num_nan
     assert torch.equal(torch.where(is_nan, bits & 0x7F, bits), torch.where(is_nan, pages.cpu() & 0x7F, pages.cpu()))
 
 

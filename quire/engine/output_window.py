@@ -1,0 +1,78 @@
+"""The outputs of short steps of many sequences are sent together: a message, and what it wakes, costs the front end
+about as much for one token of a sequence as for several."""
+
+from __future__ import annotations
+
+import math
+
+from quire.clock import Clock
+from quire.engine.messages import EngineOutputs
+from quire.outputs import SequenceUpdate
+
+MIN_SEQUENCES = 8
+"""A step of fewer sequences is sent at once: front ends keep up with it."""
+
+
+class OutputWindow:
+    """Holds tokens back for `seconds` at most, as far as the step before tells how long the next one takes; 0: not at
+    all. First tokens, ends, what callers asked for in single steps (EngineRequest.each_step) and everything with them
+    is sent at once."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._held: list[SequenceUpdate] = []
+        self._since = 0.0
+        """When the step with the first held tokens ended."""
+        self._last_end = -math.inf
+        """Of a step."""
+
+    def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
+        """Take the outputs of a step that has just ended. Returns what is to be sent: these, with what was held; None:
+        they are held too. goes_on: whether the next step begins at once."""
+        if not self._seconds:
+            return outputs
+        now = self._clock.now()
+        duration, self._last_end = now - self._last_end, now
+        since = self._since if self._held else now
+        in_time = now - since + duration <= self._seconds
+        is_held = goes_on and in_time and len(outputs.updates) >= MIN_SEQUENCES and _can_wait(outputs)
+        self._held = _joined(self._held, outputs.updates)
+        self._since = since
+        if is_held:
+            return None
+        outputs.updates = self.release()
+        return outputs
+
+    def release(self) -> list[SequenceUpdate]:
+        """What is held, which the caller sends."""
+        held, self._held = self._held, []
+        return held
+
+
+def _can_wait(outputs: EngineOutputs) -> bool:
+    if outputs.rejections or outputs.results:
+        return False
+    for update in outputs.updates:  # a loop, since it is asked of every token
+        if update.finish_reason is not None or update.prompt_logprobs is not None:
+            return False
+        if update.timing is not None and not update.timing.can_wait:
+            return False
+    return True
+
+
+def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+    """One list of both. Where they are of the same sequences, as in one step after the other, each later update has the
+    tokens of the earlier one in front of its own."""
+    if not held:
+        return updates
+    if len(held) != len(updates) or any(
+        before.request_id != after.request_id or before.index != after.index
+        for before, after in zip(held, updates, strict=True)
+    ):
+        return held + updates
+    for before, after in zip(held, updates, strict=True):
+        after.new_token_ids = before.new_token_ids + after.new_token_ids
+        if before.logprobs is not None:
+            after.logprobs = before.logprobs + (after.logprobs or [])
+    return updates

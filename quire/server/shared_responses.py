@@ -1,0 +1,113 @@
+"""The responses of several API processes, which their parent has: the messages by which they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from quire.engine.shared_client import SharedClient
+from quire.server.response_store import Refusal, ResponseStore, StoredResponse
+
+SERVICE = "responses"
+"""The parent's service that keeps responses."""
+
+
+class _Put(msgspec.Struct, tag="put"):
+    owner: str
+    response_id: str
+    response: StoredResponse
+
+
+class _Begin(msgspec.Struct, tag="begin"):
+    owner: str
+    response_id: str
+    response: StoredResponse
+
+
+class _Finish(msgspec.Struct, tag="finish"):
+    owner: str
+    response_id: str
+    response: StoredResponse
+
+
+class _Find(msgspec.Struct, tag="find"):
+    owner: str
+    response_id: str
+
+
+class _Remove(msgspec.Struct, tag="remove"):
+    owner: str
+    response_id: str
+
+
+_Message = _Put | _Begin | _Finish | _Find | _Remove
+
+
+class ParentsResponses:
+    """Responses that the parent of this process has. Raises what `SharedClient.ask` raises."""
+
+    def __init__(self, client: SharedClient) -> None:
+        self._client = client
+        self.maker = client.session
+
+    async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        await self._ask(_Put(owner, response_id, response))
+
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+        answer = await self._ask(_Begin(owner, response_id, response))
+        return msgspec.msgpack.decode(answer, type=Refusal | None)
+
+    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        await self._ask(_Finish(owner, response_id, response))
+
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+        answer = await self._ask(_Find(owner, response_id))
+        return msgspec.msgpack.decode(answer, type=StoredResponse | None)
+
+    async def remove(self, owner: str, response_id: str) -> bool:
+        return msgspec.msgpack.decode(await self._ask(_Remove(owner, response_id)), type=bool)
+
+    async def ask(self, maker: int, question: bytes) -> bytes | None:
+        return await self._client.ask_session(maker, question)
+
+    def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+        self._client.answer_questions(answer)
+
+    async def _ask(self, message: _Message) -> bytes:
+        return await self._client.ask(SERVICE, msgspec.msgpack.encode(message))
+
+
+class ResponseService:
+    """The parent's half. Its methods are called by several threads."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._ended: set[int] = set()
+
+    def answer(self, session: int, message: bytes) -> bytes:
+        """What a message of ParentsResponses is answered with."""
+        result: StoredResponse | Refusal | bool | None = None
+        decoded = msgspec.msgpack.decode(message, type=_Message)
+        with self._lock:
+            match decoded:
+                case _Put(owner, response_id, response):
+                    self._store.put(owner, response_id, response)
+                case _Begin(owner, response_id, response):
+                    if session not in self._ended:  # else nothing would ever end it
+                        result = self._store.begin(owner, response_id, response)
+                case _Finish(owner, response_id, response):
+                    self._store.finish(owner, response_id, session, response)
+                case _Find(owner, response_id):
+                    result = self._store.find_response(owner, response_id)
+                case _Remove(owner, response_id):
+                    result = self._store.remove(owner, response_id)
+        return msgspec.msgpack.encode(result)
+
+    def end_session(self, session: int) -> None:
+        """The process of a session has ended: what it was making has failed."""
+        with self._lock:
+            self._ended.add(session)
+            self._store.end_maker(session, "the process that was making the response has ended")
