@@ -131,6 +131,7 @@ void digit_tile(const Tile& tile) {
               low_sum = (vi)_mm512_dpbusd_epi32((__m512i)low_sum, (__m512i)low_quads[quad], four);
               high_sum = (vi)_mm512_dpbusd_epi32((__m512i)high_sum, (__m512i)high_quads[quad], four);
             }
+        if (soon == tile.prefetch_end) soon = tile.prefetch_next;
         prefetch_line(tile, soon);
         prefetch_line(tile, soon + tile.prefetch_step);
       }

@@ -199,15 +199,18 @@ struct Stream {
   const std::byte* at;
   int64_t step;
   bool far;
+  const std::byte* end;  // behind it `next` follows: null for never
+  const std::byte* next;
 };
 
-// What pass `pass` of `passes` asks for: its part of `bytes` from `after` on, which the passes that follow read. A cold
-// panel was not asked for: its first pass asks for what lies just ahead of its reading.
+// What pass `pass` of `passes` over `own` bytes asks for: its part of `bytes` from `after` on, which the passes that follow read. A cold
+// panel was not asked for: its first pass asks for what lies just ahead of its reading, and at its end for `after`.
 template <class Method>
-Stream stream_of(const std::byte* panel, const std::byte* after, int64_t bytes, int64_t panels, int64_t pass,
+Stream stream_of(const std::byte* panel, int64_t own, const std::byte* after, int64_t bytes, int64_t panels, int64_t pass,
                  int64_t passes, bool is_cold) {
-  if (is_cold) return {panel + Method::kPrefetchAhead, 64, false};
-  return {after + bytes * pass / passes, 64 * panels / passes, true};
+  if (!is_cold) return {after + bytes * pass / passes, 64 * panels / passes, true, nullptr, nullptr};
+  if (own > Method::kPrefetchAhead) return {panel + Method::kPrefetchAhead, 64, false, panel + own, after};
+  return {after + Method::kPrefetchAhead - own, 64, false, nullptr, nullptr};
 }
 
 // A tile over one panel. x: its packed rows. expect(row, rows) is called before they are multiplied, finish(sums,
@@ -234,6 +237,8 @@ void multiply_tile(const PackedWeight& weight, const Plan& plan, int64_t num_row
   call.prefetch = stream.at;
   call.prefetch_step = stream.step;
   call.prefetch_far = stream.far;
+  call.prefetch_end = stream.end;
+  call.prefetch_next = stream.next;
   call.widened = widened;
   call.is_widened = is_widened;
   expect(row, rows);
@@ -251,7 +256,7 @@ void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_ro
   std::byte* widened = end - first > 1 ? scratch + kWidenedOffset : nullptr;
   const std::byte* data = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
   for (int64_t tile = first; tile < end; ++tile, x += plan.tile_bytes) {
-    const Stream stream = stream_of<Method>(data, after, plan.panel_bytes, 1, tile - first - is_cold,
+    const Stream stream = stream_of<Method>(data, plan.panel_bytes, after, plan.panel_bytes, 1, tile - first - is_cold,
                                             end - first - is_cold, is_cold && tile == first);
     multiply_tile<Method>(weight, plan, num_rows, x, panel, tile, stream, widened, tile > first, expect, done);
   }
@@ -276,7 +281,7 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
     for (int64_t i = 0; i < group.count; ++i) {
       const int64_t panel = group.first + i;
       const Stream stream = stream_of<Method>(
-          data + panel * plan.panel_bytes, data + next.first * plan.panel_bytes, next.count * plan.panel_bytes,
+          data + panel * plan.panel_bytes, plan.panel_bytes, data + next.first * plan.panel_bytes, next.count * plan.panel_bytes,
           next.count, (tile - first - is_cold) * group.count + i, passes, is_cold && tile == first);
       multiply_tile<Method>(
           weight, plan, step.rows, packed + tile * plan.tile_bytes, panel, tile, stream, widened, tile > first,

@@ -22,6 +22,8 @@ struct Tile {
   float* out;                 // [rows][32]
   const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
   int64_t prefetch_step;
+  const std::byte* prefetch_end;   // where the prefetching goes on at prefetch_next: behind a cold panel, else null
+  const std::byte* prefetch_next;
   bool prefetch_far;          // it is a panel away: into the L2 cache, where it does not push out what is being used
   std::byte* widened;         // kWidenedBytes, for what a method computes of the panel: null for a single tile
   bool is_widened;            // the tile before was multiplied by the same panel, with the same `widened`
