@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("--matmul-precision", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
     machine = Machine(arguments.isa, arguments.threads, arguments.matmul_precision)
+    torch.set_num_threads(1)  # its other threads would spin on the runs' cores after drawing rows
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     read = machine.limits()[READ]
     print(f"{machine.runtime}; shares of: the read loop and one expert after the other; of a prompt, a dense MLP")
