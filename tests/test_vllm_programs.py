@@ -332,6 +332,12 @@ def test_an_asynchronous_engine_of_gathered_arguments() -> None:
             assert await engine.is_paused()
             await engine.resume_generation()
             assert not await engine.is_paused()
+            last = SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+            cut: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {"truncate_prompt_tokens": 2}}
+            [output] = [output async for output in engine.generate(PROMPTS[0], last, "cut", **cut)]
+            assert len(output.prompt_token_ids) == 2
+            with pytest.raises(UserError, match="lora_request is not supported"):
+                engine.generate(PROMPTS[0], last, "adapted", lora_request="a")  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=4, temperature=0.0, output_kind=RequestOutputKind.DELTA)
             pieces = [
                 completion.text

@@ -25,8 +25,8 @@ OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 class Machine:
     """cores: of the affinity mask, as the system counts them: the threads of one core are several. physical_cores: what
     they are threads of. cpu_quota: cores' worth of time that control groups allow. open_files: the hard limit, None:
-    none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never; governor: of the first
-    core, "driver: governor". None where the system does not say."""
+    none. shared_memory: bytes of /dev/shm, None: not there. huge_pages: always, madvise or never; governor: of the
+    first core, "driver: governor". None where the system does not say."""
 
     cores: int
     cpu_quota: float | None

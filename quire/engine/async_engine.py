@@ -14,11 +14,12 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.call_options import PoolingOptions, truncation_of
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
@@ -229,11 +230,13 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         cache_salt: str = "",
         priority: int = 0,
         part: RequestPart | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`, or what `sampling_params.output_kind` says; `delta`
         as in OutputProcessor.add.
 
-        priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn.
+        priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn. options: see
+        PoolingOptions.
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
@@ -241,6 +244,8 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
         sleeps, and QuireError while draining.
         """
+        if options:
+            sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
         process = partial(self._process, prompt, sampling_params, cache_salt, priority)
         kind = getattr(
             sampling_params, "output_kind", None

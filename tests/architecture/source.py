@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "beam_search_params",
         "deferral",
         "pooling_params",
+        "call_options",
         "pooling_outputs",
         "request",
         "step",
@@ -32,7 +33,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executors",),
     ("engine",),
     (
-        "call_options",
         "offline_engine",
         "llm",
         "llm_engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_key_given_twice_keeps_the_priorities_of_the_file(key_file: Path) -> N
     assert client is not None
     assert client.priorities == (-5, 5)
     assert keys.anyone is None
+
+
+def test_a_key_is_compared_with_every_key_in_constant_time(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a key stands nor how much of it is right makes a difference: digests, all of them, each time."""
+    keys = KeyRing.of(ServerSettings(api_key=["first", "second"], api_key_file=str(key_file)))
+    compared: list[tuple[int, int]] = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append((len(known), len(given)))
+        return known == given
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for given, is_known in ((b"first", True), (b"plain", True), (b"firs", False), (b"x" * 5000, False)):
+        assert (keys.find(given) is not None) == is_known
+        assert compared == [(32, 32)] * 5
+        compared.clear()
 
 
 def test_without_keys_anyone_is_a_client() -> None:
