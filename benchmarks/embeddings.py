@@ -1,9 +1,10 @@
 """Texts to vectors beside other engines: python -m benchmarks.embeddings MODEL [--python PEERS_PYTHON] ...
 
 256 texts of 4 to 200 words, through sentence-transformers (torch) and ONNX Runtime in float32 and through Quire in
-float32, int8 and w8a8, in turns, with the same threads, tokenisation included. Prints the seconds, the ratio to
-Quire's and how far the vectors lie from sentence-transformers'. The peers run in an environment of their own:
-`python benchmarks/peers/install.py embedders` makes it.
+float32, int8 and w8a8, in turns, with the same threads, tokenisation included. Prints the seconds, and those of the
+processor (all threads', waiting ones' included: with one thread other processes disturb them least), their ratios to
+Quire's in float32 and how far the vectors lie from sentence-transformers'. The peers run in an environment of their
+own: `python benchmarks/peers/install.py embedders` makes it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,14 @@ def make_texts(seed: int = 0) -> list[str]:
     return [" ".join(f"w{draw.randrange(NUM_WORDS)}" for _ in range(length)) for length in lengths]
 
 
+class Run(NamedTuple):
+    """cpu_seconds: of all threads of the engine's process."""
+
+    seconds: float
+    cpu_seconds: float
+    vectors: list[list[float]]
+
+
 class Peer:
     """One engine in a process of its own."""
 
@@ -46,12 +55,13 @@ class Peer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.version = self._answer()["version"]
 
-    def run(self) -> tuple[float, list[list[float]]]:
+    def run(self) -> Run:
         assert self._process.stdin is not None
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
         answer = self._answer()
-        return answer["seconds"], answer.get("vectors", [])
+        seconds, cpu_seconds = answer["seconds"]
+        return Run(seconds, cpu_seconds, answer.get("vectors", []))
 
     def close(self) -> None:
         self._process.terminate()
@@ -65,11 +75,12 @@ class Peer:
         return json.loads(line)
 
 
-def quire_run(llm: LLM, texts: list[str]) -> Callable[[], tuple[float, list[list[float]]]]:
-    def run() -> tuple[float, list[list[float]]]:
-        started = time.perf_counter()
+def quire_run(llm: LLM, texts: list[str]) -> Callable[[], Run]:
+    def run() -> Run:
+        started, used = time.perf_counter(), time.process_time()
         outputs = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
-        return time.perf_counter() - started, [output.outputs.embedding for output in outputs]
+        taken = time.perf_counter() - started, time.process_time() - used
+        return Run(*taken, [output.outputs.embedding for output in outputs])
 
     return run
 
@@ -92,20 +103,25 @@ def main() -> int:
         }
         runs = {f"{name} {peer.version}": peer.run for name, peer in peers.items()}
         runs |= {name: quire_run(llm, texts) for name, llm in llms.items()}
-        vectors = {name: np.array(run()[1]) for name, run in runs.items()}  # also warms up
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        vectors = {name: np.array(run().vectors) for name, run in runs.items()}  # also warms up
+        taken: dict[str, list[Run]] = {name: [] for name in runs}
         for _ in range(arguments.rounds):
             for name, run in runs.items():
-                seconds[name].append(run()[0])
+                taken[name].append(run())
         for peer in peers.values():
             peer.close()
         for llm in llms.values():
             llm.shutdown()
-    reference, ours = next(iter(vectors.values())), min(seconds["quire"])
-    for name, times in seconds.items():
+    reference = next(iter(vectors.values()))
+    least = {
+        name: [min(column) for column in zip(*((run.seconds, run.cpu_seconds) for run in done), strict=True)]
+        for name, done in taken.items()
+    }
+    for name, (seconds, cpu_seconds) in least.items():
         error, cosine = np.abs(vectors[name] - reference).max(), (vectors[name] * reference).sum(1).min()
+        ratios = [own / ours for own, ours in zip(least[name], least["quire"], strict=True)]
         print(
-            f"{name:<30} {min(times):7.3f} s (median {statistics.median(times):.3f}) {min(times) / ours:5.2f} x, "
+            f"{name:<30} {seconds:7.3f} s {ratios[0]:5.2f} x, of the processor {cpu_seconds:.3f} s {ratios[1]:5.2f} x, "
             f"largest difference {error:.1e}  least cosine {cosine:.5f}"
         )
     return 0

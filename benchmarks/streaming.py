@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import selectors
@@ -49,11 +50,13 @@ BODY_BYTES = 8_000_000
 WARM_STREAM_SECONDS = 1.0
 STREAM_TOKENS = 5000
 """Half a minute, in which the large body is answered."""
+LONE_STREAM_TOKENS = 1000
+MOST_BODY_ROUNDS = 3
 LONG_CONTEXT = 8_000_000
 LONG_CONTEXT_OPTIONS: dict[str, Any] = {
     "hf_overrides": {"max_position_embeddings": LONG_CONTEXT},
     "num_blocks_override": LONG_CONTEXT // 16 + 64,
-    "max_num_batched_tokens": 2**18,
+    "max_num_batched_tokens": 2**14,
 }
 TICK_SECONDS = 0.0005
 TEXT = "def add(first, second):\n    return first + second\n"
@@ -312,8 +315,9 @@ def body(arguments: argparse.Namespace) -> None:
     with serving(LONG_CONTEXT_OPTIONS, "steady") as server:
         for name, num_messages in (("nothing else", 0), (f"a chat history of {BODY_BYTES} bytes", len(messages))):
             gaps = []
-            for _ in range(arguments.rounds):
-                stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=STREAM_TOKENS, ignore_eos=True, stream=True)
+            num_tokens = STREAM_TOKENS if num_messages else LONE_STREAM_TOKENS
+            for _ in range(min(arguments.rounds, MOST_BODY_ROUNDS)):
+                stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=num_tokens, ignore_eos=True, stream=True)
                 running = Running(server.port, [stream])
                 time.sleep(WARM_STREAM_SECONDS)
                 if num_messages:
@@ -348,6 +352,8 @@ async def _holds(requests: list[bytes]) -> list[float]:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(TICK_SECONDS)
+        gc.collect()
+        gc.freeze()  # as `serve` does
         watching = asyncio.ensure_future(watch())
         for request in requests:
             longest = 0.0

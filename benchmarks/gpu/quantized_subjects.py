@@ -19,7 +19,7 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.runtime import INTERPRETED
-from quire.kernels.triton.weight_formats import E4M3, I4, MXFP4, PAIRED, StoredMatrix
+from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, PAIRED, StoredMatrix
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import LatentSpec
 
@@ -30,6 +30,8 @@ BLOCK = 128
 """Columns that share a scale of e4m3 numbers."""
 GROUP = 32
 """Of four bits."""
+FORMATS = (("fp8", E4M3.value, 8), ("int8", I8.value, 8), ("int4", I4.value, 4), ("mxfp4", MXFP4.value, 4))
+"""Names, kinds and bits of a weight."""
 DECODES = (Batch(64, 1, 4096), Batch(8, 1, 32768))
 
 
@@ -65,14 +67,15 @@ class QuantizedSubjects:
         yield from self.latents()
 
     def products(self) -> Iterator[Subject]:
-        """The gate and up matrix. The limit counts operations at the peak of bfloat16, which FP8 products exceed."""
+        """The gate and up matrix. The limit counts operations at the peak of bfloat16, which products of 8-bit numbers
+        exceed. With rounded activations int8 is w8a8, int4 w4a8."""
         n, k = 2 * self._shape.intermediate, self._shape.hidden
         for count in PRODUCT_ROWS:
             t = max(1, count // self._scale)
-            for name, kind, bits in (("fp8", E4M3.value, 8), ("int4", I4.value, 4), ("mxfp4", MXFP4.value, 4)):
+            for name, kind, bits in FORMATS:
                 work = Work(n * k * bits / 8 + t * (n + k) * self._shape.itemsize, 2.0 * t * n * k)
                 variants = {"triton": partial(self._product, t, n, k, kind, False)}
-                if kind == E4M3.value:
+                if kind != MXFP4.value:
                     variants["rounded activations"] = partial(self._product, t, n, k, kind, True)
                 yield Subject(f"{name} product gate_up", f"{count} tokens", work, variants)
 
@@ -81,16 +84,18 @@ class QuantizedSubjects:
         return lambda: matmul(x, matrix, rounds_activations=rounds)
 
     def experts(self) -> Iterator[Subject]:
-        """Gate, up and down of all experts, each with as many rows as another."""
+        """Gate, up and down of all experts, each with as many rows as another. Integers as w8a8 and w4a8 alone."""
         mixture = self._mixture
         for rows in EXPERT_ROWS:
             pairs = max(1, rows // self._scale) * mixture.num_experts
             weights = 3 * mixture.num_experts * mixture.size * mixture.intermediate
             moved = pairs * (mixture.size + 2 * mixture.intermediate) * self._shape.itemsize + 4 * pairs * mixture.size
             operations = 6.0 * pairs * mixture.size * mixture.intermediate
-            for name, kind, bits in (("bf16", None, 16), ("fp8", E4M3.value, 8), ("mxfp4", MXFP4.value, 4)):
-                variants = {"triton": partial(self._experts, pairs, kind, False)}
-                if kind == E4M3.value:
+            for name, kind, bits in (("bf16", None, 16), *FORMATS):
+                variants = {}
+                if kind not in (I8.value, I4.value):
+                    variants["triton"] = partial(self._experts, pairs, kind, False)
+                if kind not in (None, MXFP4.value):
                     variants["rounded activations"] = partial(self._experts, pairs, kind, True)
                 work = Work(weights * bits / 8 + moved, operations)
                 yield Subject(f"{name} experts", f"{rows} rows an expert", work, variants)
@@ -153,13 +158,16 @@ class QuantizedSubjects:
             group_size = BLOCK if columns > BLOCK else 0
             scales = torch.ones(count, rows, -(-columns // BLOCK), device=self._device)
             return StoredMatrix(kind, columns, codes.view(torch.uint8) if INTERPRETED else codes, scales, group_size)
+        if kind == I8.value:
+            codes = torch.randint(-127, 128, (count, rows, columns), dtype=torch.int8, device=self._device)
+            return StoredMatrix(kind, columns, codes, torch.full((count, rows, 1), 0.01, device=self._device))
         size = count, rows, -(-columns // PAIRED) * PAIRED // 2
         codes = torch.randint(256, size, dtype=torch.uint8, device=self._device)
         groups = count, rows, -(-columns // GROUP)
         if kind == MXFP4.value:
             scale_codes = torch.randint(120, 128, groups, dtype=torch.uint8, device=self._device)
             return StoredMatrix(kind, columns, codes, scale_codes, GROUP)
-        scales = torch.ones(groups, device=self._device)
+        scales = torch.full(groups, 0.01, device=self._device)
         return StoredMatrix(kind, columns, codes, scales, GROUP, -8 * scales)
 
     def _random(self, *shape: int) -> torch.Tensor:

@@ -71,13 +71,13 @@ def kernels(found: Sequence[Record], kernel: str, variant: str = "triton") -> li
 
 
 def least_share(
-    *names: str, only: Sequence[str] | None = None, but: Sequence[str] = ()
+    *names: str, variant: str = "triton", only: Sequence[str] | None = None, but: Sequence[str] = ()
 ) -> Callable[[Sequence[Record]], Value]:
-    """The worst share of its limit that a case of these kernels reached. only: cases that count (None: all). but: that
-    do not."""
+    """The worst share of its limit that a case of these kernels reached in one way. only: cases that count (None: all).
+    but: that do not."""
 
     def value(found: Sequence[Record]) -> Value:
-        cases = [record for name in names for record in kernels(found, name) if "share" in record]
+        cases = [record for name in names for record in kernels(found, name, variant) if "share" in record]
         counted = [r for r in cases if (only is None or r["case"] in only) and r["case"] not in but]
         return min((record["share"] for record in counted), default=None)
 
@@ -88,12 +88,14 @@ def seconds_by_case(found: Sequence[Record], kernel: str, variant: str = "triton
     return {record["case"]: record["seconds"] for record in kernels(found, kernel, variant) if "seconds" in record}
 
 
-def longer(kernel: str, variant: str, than: str) -> Callable[[Sequence[Record]], Value]:
-    """Median over the cases of a kernel: by how much one variant takes longer than another."""
+def longer(
+    kernel: str, variant: str, than: str, only: Sequence[str] | None = None
+) -> Callable[[Sequence[Record]], Value]:
+    """Median over the cases of a kernel: by how much one variant takes longer than another. only: as least_share."""
 
     def value(found: Sequence[Record]) -> Value:
         one, other = seconds_by_case(found, kernel, variant), seconds_by_case(found, kernel, than)
-        ratios = [one[case] / other[case] - 1 for case in one if case in other]
+        ratios = [one[case] / other[case] - 1 for case in one if case in other and (only is None or case in only)]
         return median(ratios) if ratios else None
 
     return value
@@ -235,6 +237,26 @@ TARGETS = (
         -0.1,
         "the row of round_rows beside the product; promotion of sums",
         at_most=True,
+    ),
+    Target(
+        "w8a8, 8192 tokens, against widened int8 >= 30 % faster",
+        longer("int8 product gate_up", "rounded activations", "triton", only=("8192 tokens",)),
+        -0.3,
+        "64 rows a program of _matmul_kernel leave half of the integer products' rate: larger tiles",
+        at_most=True,
+    ),
+    Target(
+        "w4a8, 8192 tokens, against widened int4: not slower",
+        longer("int4 product gate_up", "rounded activations", "triton", only=("8192 tokens",)),
+        0.0,
+        "int32 sums of each group of 32 become float32: sums of offsets as one product, larger groups",
+        at_most=True,
+    ),
+    Target(
+        "w8a8 product of one token >= 70 % of bandwidth",
+        least_share("int8 product gate_up", variant="rounded activations", only=("1 tokens",)),
+        0.7,
+        "the launch of round_rows beside the product; narrower tiles",
     ),
     Target(
         "Qwen3-8B, batch 1 >= 85 % of the weights' bandwidth",

@@ -1,7 +1,7 @@
 """Scales that a checkpoint brings for an 8-bit KV cache: one for a layer's keys, one for its values.
 
-compressed-tensors (`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM give them different names, and mean the
-same: what is stored is divided by the scale. A cache of e4m3 numbers is written so; other caches need no scales.
+compressed-tensors (`kv_cache_scheme`), ModelOpt (`kv_cache_quant_algo`) and vLLM give them different names, and mean
+the same: what is stored is divided by the scale. A cache of e4m3 numbers is written so; others need no scales.
 """
 
 from __future__ import annotations

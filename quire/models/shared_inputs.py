@@ -29,6 +29,9 @@ class SharedInput:
         self._compute = compute
         self._x: torch.Tensor | None = None
         self._results: Sequence[torch.Tensor] = ()
+        self._parts: list[torch.Tensor] = []
+        """What is taken at each place, for tensors of the shape `_shape`."""
+        self._shape: Sequence[int] = ()
         self._columns: list[Columns] = []
         self._left: set[int] = set()
 
@@ -39,26 +42,36 @@ class SharedInput:
 
     def put(self, x: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
         """x is kept, so that no other tensor comes to lie at its address before all results are taken."""
-        self._x, self._results = x, results
+        self._x, self._results, self._parts = x, results, []
         self._left = set(range(len(self._columns)))
 
     def take(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]"""
+        """[..., width], as x is [..., features]."""
         kept = self._x
         if kept is None or place not in self._left or not (x is kept or _are_same(x, kept)):
             self.put(x, self._compute(x.reshape(-1, x.shape[-1])))
+        shape = x.shape[:-1]
+        if not self._parts or shape != self._shape:
+            self._parts, self._shape = self._divided(shape), shape
+        part = self._parts[place]
         self._left.discard(place)
-        columns = self._columns[place]
-        result = self._results[columns.result]
         if not self._left:
             self.forget()
-        if columns.width is not None:
-            result = result[:, columns.start : columns.start + columns.width]
-        return result.contiguous() if columns.is_whole else result
+        return part
 
     def forget(self) -> None:
-        self._x, self._results = None, ()
+        self._x, self._results, self._parts = None, (), []
         self._left.clear()
+
+    def _divided(self, shape: Sequence[int]) -> list[torch.Tensor]:
+        results = [result.view(*shape, result.shape[-1]) for result in self._results]
+        parts = []
+        for columns in self._columns:
+            part = results[columns.result]
+            if columns.width is not None:
+                part = part.narrow(-1, columns.start, columns.width)
+            parts.append(part.contiguous() if columns.is_whole else part)
+        return parts
 
 
 def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -67,27 +80,28 @@ def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 class Taker(nn.Module):
-    """In the place of a module whose result is computed with others'."""
+    """In the place of a module whose result is computed with others'. Called without torch's search for hooks, of which
+    it has none: that takes as long as what it does."""
 
     def __init__(self, shared: SharedInput, columns: Columns) -> None:
         super().__init__()
         self._shared = shared
         self._place = shared.add(columns)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shared.take(self._place, x).view(*x.shape[:-1], -1)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shared.take(self._place, x)
 
 
 class Producer(nn.Module):
     """In the place of a module whose result others compute from: they are computed with it. compute: its result, then
-    theirs."""
+    theirs. Called as `Taker` is."""
 
     def __init__(self, compute: Compute, shared: SharedInput | None) -> None:
         super().__init__()
         self._compute = compute
         self._shared = shared
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, *others = self._compute(x.reshape(-1, x.shape[-1]))
         result = own.contiguous().view(x.shape)
         if self._shared is not None:

@@ -281,13 +281,12 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     if num_tokens == 1 or row < width or key.shape != value.shape or key.shape[3] != head_dim:
         return None
     strides = head_dim, row, 1
-    if any(heads.stride()[1:] != strides for heads in (query, key, value)):
+    if not query.stride()[1:] == key.stride()[1:] == value.stride()[1:] == strides:
         return None
-    storage, start = query.untyped_storage().data_ptr(), query.storage_offset()
-    starts = start, start + num_heads * head_dim, start + (num_heads + num_kv_heads) * head_dim
-    for heads, expected in zip((query, key, value), starts, strict=True):
-        if heads.untyped_storage().data_ptr() != storage or heads.storage_offset() != expected:
-            return None
+    # Between the first two rows of the query lies memory of its own alone.
+    start, size = query.data_ptr(), query.element_size() * head_dim
+    if key.data_ptr() != start + num_heads * size or value.data_ptr() != key.data_ptr() + num_kv_heads * size:
+        return None
     return query.as_strided((num_tokens, width), (row, 1))
 
 

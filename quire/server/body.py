@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +13,7 @@ from fastapi import Request
 
 from quire.errors import UserError
 from quire.server.errors import ApiError, invalid_request
-from quire.server.fields import check_fields, coerce, join
+from quire.server.fields import check_fields, coerce, hints, join, structs_in
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -25,6 +26,8 @@ PIECE_BYTES = 64 * 1024
 CONTAINER_LEVELS = 4
 """A chat's: the body, its messages, a message, its parts."""
 PEEK_BYTES = 64
+MIN_LONG_LIST = 256
+"""Entries of a list inside an object, for which it is worth a call to make each by itself."""
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _MISSING_FIELD = "Object missing required field `"
@@ -70,14 +73,17 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
     """Decode JSON into `kind`; `parse_fields` with the rest."""
-    return parse_fields(_decode_object(body), kind, strict=strict)
+    return parse_fields(_decode_object(body), kind, strict=strict, is_long=len(body) > SHORT_BODY_BYTES)
 
 
-def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+def parse_fields(
+    fields: dict[str, Any], kind: type[T], *, strict: bool = False, is_long: bool = False
+) -> tuple[T, list[str]]:
     """Convert a decoded object into `kind`. Fields that are null count as absent. Returns the unknown fields, too, as
     `check_fields` does.
 
     strict: unknown fields are errors, and numbers must be numbers. Otherwise values are coerced as `coerce` says.
+    is_long: objects of lists are made one by one: no other thread runs while msgspec converts.
 
     Raises ApiError (400) for near misses of a known field (the name suggested), fields that are not supported and
     wrong types, with the field as `param`; UserError where the struct's own checks fail.
@@ -86,13 +92,38 @@ def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False)
     unknown = check_fields(fields, kind, strict=strict)
     try:
         try:
-            return msgspec.convert(fields, kind, str_keys=True), unknown
+            return _convert(fields, kind, in_pieces=is_long), unknown
         except msgspec.ValidationError as error:
             if strict or isinstance(error.__cause__, UserError):
                 raise
-        return msgspec.convert(coerce(fields, kind), kind, str_keys=True), unknown
+        return _convert(coerce(fields, kind), kind, in_pieces=is_long), unknown
     except msgspec.ValidationError as error:
         raise _explain(error) from None
+
+
+def _convert(fields: dict[str, Any], kind: type[T], *, in_pieces: bool) -> T:
+    if in_pieces:
+        with contextlib.suppress(msgspec.ValidationError):  # found again below, with its path
+            fields = {name: _entries_made(value, hints(kind).get(name), 0) for name, value in fields.items()}
+    return msgspec.convert(fields, kind, str_keys=True)
+
+
+def _entries_made(value: Any, hint: Any, min_entries: int) -> Any:
+    """`value`, with the structs made in place where it is a list of at least `min_entries` that by its type `hint` has
+    structs of one kind; their own long lists first."""
+    if not isinstance(value, list) or len(value) < min_entries or len(found := structs_in(hint)) != 1:
+        return value
+    (kind,) = found
+    inner = {name: inner for name, inner in hints(kind).items() if structs_in(inner)}
+
+    def make(entry: dict[str, Any]) -> Any:
+        longer = {name: _entries_made(entry[name], inner[name], MIN_LONG_LIST) for name in inner.keys() & entry.keys()}
+        return msgspec.convert({**entry, **longer}, kind, str_keys=True)
+
+    for index, entry in enumerate(value):
+        if isinstance(entry, dict):
+            value[index] = make(entry)
+    return value
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The table of characters of a sentencepiece model: which sequences become which, such as full-width letters usual ones.
+"""The table of characters of a sentencepiece model: which sequences become which, as full-width letters usual ones.
 
 At each place of a text the longest sequence that the table has is replaced; a character that begins none stays. The
 `tokenizers` library has the same table (`Precompiled`), but looks up whole user-perceived characters first and loses

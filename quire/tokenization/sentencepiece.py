@@ -3,9 +3,9 @@
 Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 2, Gemma), Unigram takes the pieces
 whose scores add up to the most (T5). The `tokenizers` library computes both, of texts that `TextNormalizer` has
 prepared. Its BPE takes a list of pairs, the best first: they are the ways in which a piece is two others, in the order
-of the pieces' scores. (sentencepiece prefers the first of two places where the same piece can be made; the list prefers
-one of the pairs. That makes a difference only where both overlap, inside runs of one repeated text. Of two ways to cut a
-text whose scores add up to the same, the rounding of its 32-bit sums takes one; here sums have 64 bits.)
+of the pieces' scores. (sentencepiece prefers the first of two places where the same piece can be made; the list
+prefers one of the pairs. That makes a difference only where both overlap, inside runs of one repeated text. Of two ways
+to cut a text whose scores add up to the same, the rounding of its 32-bit sums takes one; here sums have 64 bits.)
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SentencePieces:
 
 
 def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
-    """The pipeline that splits texts of a `TextNormalizer`, and joins them, as sentencepiece does. Raises ModelLoadError
-    for a model that is contradictory, and whatever the library raises for one that it cannot use."""
+    """The pipeline that splits texts of a `TextNormalizer`, and joins them, as sentencepiece does. Raises
+    ModelLoadError for a model that is contradictory, and whatever the library raises for one that it cannot use."""
     pieces, kinds = model.pieces, model.kinds
     if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
         raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")

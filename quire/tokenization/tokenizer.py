@@ -55,8 +55,8 @@ class Tokenizer:
     """A loaded tokenizer. Safe to use from several threads; long encodings release the GIL but for the list of ids.
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
-    the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose texts
-    are normalised here.
+    the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose
+    texts are normalised here.
     """
 
     def __init__(

@@ -113,6 +113,7 @@ def test_ranks_have_a_short_flag() -> None:
 
 def test_model_may_be_positional_or_a_flag_but_not_two_different_ones() -> None:
     assert options("--model", "a").model == options("a").model == options("a", "--model", "a").model == "a"
+    assert options("-hf", "org/repo-GGUF:Q4_K_M").model == "org/repo-GGUF:Q4_K_M"
     with pytest.raises(UserError, match="give one"):
         options("a", "--model", "b")
 

@@ -55,8 +55,9 @@ class _Row:
     rejected: list[tuple[int, int]] = field(default_factory=list)
     """(number of a step, drafts of it that were rejected)"""
 
-    def extend_chain(self) -> None:
-        for position in range(len(self.chain), len(self.token_ids)):
+    def extend_chain(self, end: int) -> None:
+        """Up to the token before position `end`: a step does the work of its own tokens."""
+        for position in range(len(self.chain), end):
             self.chain.append(mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
 
 
@@ -349,7 +350,7 @@ class FakeExecutor:
             f"sequence {seq_id} computes up to {end} of {known} tokens and {len(row.drafts)} drafts",
         )
         row.token_ids += row.drafts
-        row.extend_chain()
+        row.extend_chain(end)
         del row.token_ids[known:]
         if self._verify:
             for group in range(self._num_groups):
@@ -501,7 +502,7 @@ class FakeExecutor:
         row = self._row(seq_id)
         ahead = replace(row, token_ids=list(row.token_ids), chain=list(row.chain))
         for _ in range(count):
-            ahead.extend_chain()
+            ahead.extend_chain(len(ahead.token_ids))
             ahead.token_ids.append(
                 self._rule.pick(row.sampling, ahead.token_ids, row.num_prompt_tokens, ahead.chain[-1])
             )

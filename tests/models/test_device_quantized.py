@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,28 @@ def test_rounded_activations(tmp_path: Path) -> None:
         assert 1e-3 < error < 0.3
     alone = logits_of(rounding, PROMPTS[1:])[0]
     assert (alone - found[1]).abs().mean() < 0.1 * (found[1] - expected[1]).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout", "asked"),
+    [
+        (integers.compressed("int-quantized", integers.CHANNEL, integers.TOKEN), "int-quantized", None),
+        (integers.FORMATS["gptq-act-order"][0], "gptq-act-order", "w4a8"),
+    ],
+)
+def test_activations_rounded_to_integers(
+    quantization: dict[str, Any], layout: str, asked: str | None, tmp_path: Path
+) -> None:
+    """A device rounds what the CPU's kernels round, and as they do."""
+    packed, plain = integers.write_pair(tmp_path, tiny_llama(), quantization, *integers.FORMATS[layout][1:])
+    found, native = (
+        floats.prompt_logprobs(packed, attention_backend=backend, quantization=asked)
+        for backend in ("triton", "native")
+    )
+    widened = floats.prompt_logprobs(plain, attention_backend="torch")
+    rounding = float((native - widened).abs().mean())
+    assert rounding > 1e-4
+    assert float((found - native).abs().mean()) < 0.1 * rounding
 
 
 def test_an_engine_rounds_as_its_configuration_says(tmp_path: Path) -> None:

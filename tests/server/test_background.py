@@ -7,9 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from quire.errors import InternalError
+from quire.server.background import Progress
+from quire.server.background_elsewhere import ResponseElsewhere
+from quire.server.errors import ApiError
+from quire.server.response_store import OwnResponses, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -169,3 +175,45 @@ async def test_nothing_is_made_in_the_background_without_a_store(model_path: Pat
     ):
         with pytest.raises(openai.BadRequestError, match="max-stored-responses"):
             await client.responses.create(model="tiny", input="a", background=True)
+
+
+class OtherProcess(OwnResponses):
+    """A store whose `answers` are what the maker of a response says, in order; then it has ended."""
+
+    def __init__(self, begun: StoredResponse, *answers: Progress) -> None:
+        self.found: StoredResponse | None = begun
+        self.answers = list(answers)
+
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self.found
+
+    async def ask(self, maker: int, question: bytes) -> bytes | None:
+        if self.answers:
+            return msgspec.msgpack.encode(self.answers.pop(0))
+        assert self.found is not None
+        self.found = self.found.lost("why")
+        return None
+
+
+async def test_a_response_whose_maker_dies() -> None:
+    begun = StoredResponse(b'{"status":"queued"}', b"[]", 0, False, True, [], maker=2)
+    store = OtherProcess(begun, Progress([b"0", b"1"], has_ended=False), Progress([], has_ended=False))
+    elsewhere = ResponseElsewhere(store, "me", "resp_1", begun)
+    *events, last = [event async for event in elsewhere.follow(0)]
+    assert events == [b"0", b"1"]
+    assert last.startswith(b'event: response.failed\ndata: {"type":"response.failed","sequence_number":2,')
+    assert msgspec.json.decode(await ResponseElsewhere(OtherProcess(begun), "me", "resp_1", begun).body())["error"]
+    with pytest.raises(ApiError, match="resp_1"):
+        await ResponseElsewhere(Silent(None), "me", "resp_1", begun).body()
+    with pytest.raises(InternalError, match="did not answer"):
+        await ResponseElsewhere(Silent(begun), "me", "resp_1", begun).cancel()
+
+
+class Silent(OwnResponses):
+    """A store with `found`, whose maker answers nothing."""
+
+    def __init__(self, found: StoredResponse | None) -> None:
+        self.found = found
+
+    async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self.found

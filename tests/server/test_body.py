@@ -16,6 +16,7 @@ from quire.server.body import parse_body
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.messages import ChatMessage
 from quire.server.protocol.tokenize import TokenizeRequest
 from tests.server.conftest import Served
 
@@ -249,6 +250,36 @@ def test_a_large_body_is_decoded_piece_by_piece_to_the_same(monkeypatch: pytest.
         assert max(pieces) < len(text) / 2
     for wrong in (b'{"messages": [{"role": "user"}, {"role" "user"}]}', b'{"messages": ["abc", "\xff", "abc"]}'):
         assert failure(wrong, ChatRequest).detail.code in ("invalid_json", "invalid_utf8")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, {"role": "user", "content": "c", "x": 1}],
+        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": 3}]}],
+        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": "a"}, {"role": "user"}, 7],
+        [{"role": "user", "content": "a", "name": "n"}, 7],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}, {"role": ""}],
+        [],
+        "no list",
+    ],
+)
+def test_a_long_body_is_converted_piece_by_piece_to_the_same(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = msgspec.json.encode({"messages": messages, "max_tokens": "4", "stop": ["a", "b"]})
+
+    def outcome() -> Any:
+        try:
+            return parse_body(body, ChatRequest)
+        except ApiError as error:
+            return error.status, error.detail
+
+    monkeypatch.setattr(body_module, "MIN_LONG_LIST", 1)
+    whole, converted, convert = outcome(), [], msgspec.convert
+    monkeypatch.setattr(body_module, "SHORT_BODY_BYTES", 8)
+    monkeypatch.setattr(msgspec, "convert", lambda *args, **more: converted.append(args[1]) or convert(*args, **more))
+    assert outcome() == whole
+    assert (ChatMessage in converted) == (isinstance(messages, list) and bool(messages))
 
 
 async def test_only_short_bodies_are_parsed_on_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,13 @@ def to_proto(
     table: bytes = b"",
     **options: int,
 ) -> bytes:
-    """A `tokenizer.model`. table: of its normalizer. options: add_dummy_prefix, remove_extra_whitespaces ..."""
+    """A `tokenizer.model`. table: of its normalizer. options: of it, add_dummy_prefix and so on, or
+    treat_whitespace_as_suffix."""
     data = b""
     for piece, score, kind in zip(pieces, scores, kinds, strict=True):
         data += field(1, field(1, piece.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + varint(kind))
-    data += field(2, b"\x18" + varint(model))
+    suffix = options.pop("treat_whitespace_as_suffix", 0)
+    data += field(2, b"\x18" + varint(model) + varint(24 << 3) + varint(suffix))
     numbers = {"add_dummy_prefix": 3, "remove_extra_whitespaces": 4, "escape_whitespaces": 5}
     chosen = b"".join(varint(numbers[name] << 3) + varint(value) for name, value in options.items())
     return data + field(3, chosen + (field(2, table) if table else b""))

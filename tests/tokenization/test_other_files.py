@@ -88,11 +88,23 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
 
 
 MARK = "\N{COMBINING ACUTE ACCENT}"
-RULES = {"\t": " ", "Ä": "A", f"a{MARK}": "á", "ab": "ba", f"ab{MARK}": "x", "日本": "n", "ß": "", "\n\n": "  ", "🙂": "::"}
+RULES = {
+    "\t": " ",
+    "Ä": "A",
+    f"a{MARK}": "á",
+    "ab": "ba",
+    f"ab{MARK}": "x",
+    "日本": "n",
+    "ß": "",
+    "\n\n": "  ",
+    "🙂": "::",
+}
 
 
 @pytest.mark.parametrize("adds_space", [True, False])
-@pytest.mark.parametrize("rules", [RULES, {key: RULES[key] for key in RULES if not key.isascii()}], ids=["all", "other"])
+@pytest.mark.parametrize(
+    "rules", [RULES, {key: RULES[key] for key in RULES if not key.isascii()}], ids=["all", "other"]
+)
 def test_a_table_of_characters(tmp_path: Path, rules: dict[str, str], adds_space: bool) -> None:
     """The longest sequence of the table is replaced, marks behind letters included; the user's pieces are not."""
     table = charsmap(rules)
@@ -226,6 +238,7 @@ PROTO = to_proto(PIECES, SCORES, KINDS, BPE)
         (to_proto(["<unk>", "a" * 600], [0.0] * 2, [2, 1], BPE), "a piece has 600 characters"),
         (b"\x80" * 40, "a number of more than ten bytes"),
         (to_proto(PIECES, SCORES, KINDS, BPE, escape_whitespaces=0), "are not supported"),
+        (to_proto(PIECES, SCORES, KINDS, BPE, treat_whitespace_as_suffix=1), "are not supported"),
         (to_proto(PIECES, SCORES, KINDS, BPE, b"\0\0\0\0"), "precompiled_charsmap has no index"),
     ],
 )

@@ -73,7 +73,8 @@ def _write_heads(
 ):
     """Norm and rotation of heads, float32 throughout, rounded once. source, target, cos, sin: [rows] pointers to each
     head's first element and its token's first angle. HALF: elements of each rotated half; the rest of a head is not
-    rotated. SCALED: results are divided by `divisor`. All is loaded before any is stored, so that source and target may be one."""
+    rotated. SCALED: results are divided by `divisor`. All is loaded before any is stored, so that source and target may
+    be one."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     squares = tl.zeros((inside.shape[0],), tl.float32)
     if HALF:
@@ -215,7 +216,9 @@ def prepare_heads(
 
 def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).run(key.flatten(1), key.flatten(1), value.flatten(1), slots, None)
+    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).run(
+        key.flatten(1), key.flatten(1), value.flatten(1), slots, None
+    )
 
 
 class _WriteKernel:

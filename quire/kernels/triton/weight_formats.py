@@ -101,9 +101,14 @@ def _exponent(codes):
 
 
 @triton.jit
-def _dot_e4m3(a, b, accumulator, PARTIAL: tl.constexpr):
-    """PARTIAL: products that the tensor cores may add up at less than float32's precision."""
-    if INTERPRETED:
+def _add_products(a, b, accumulator, ROUNDED: tl.constexpr, PARTIAL: tl.constexpr):
+    """accumulator + a @ b: of int8 to int32; of e4m3 numbers (ROUNDED); as `dot`. PARTIAL: products of e4m3 numbers
+    that the tensor cores may add up at less than float32's precision."""
+    if accumulator.dtype == tl.int32:
+        total = tl.dot(a, b, accumulator, out_dtype=tl.int32)
+    elif not ROUNDED:
+        total = dot(a, b, accumulator)
+    elif INTERPRETED:
         total = dot(widen_e4m3(a, tl.float32), widen_e4m3(b, tl.float32), accumulator)
     else:
         total = tl.dot(a, b, accumulator, max_num_imprecise_acc=PARTIAL)
@@ -197,12 +202,7 @@ def product(
                 a = narrow(a.to(tl.float32) * share[:, None], DTYPE)
             w = _tile(from_row, pairs, scale_at, ks, half, DTYPE, K, FORMAT, GROUP, ROUNDED)
             part = tl.zeros((BLOCK_M, BLOCK_N), SUMS) if GROUPED else total
-            if WHOLE:
-                part = tl.dot(a, w, part, out_dtype=tl.int32)
-            elif ROUNDED:
-                part = _dot_e4m3(a, w, part, STEP)
-            else:
-                part = dot(a, w, part)
+            part = _add_products(a, w, part, ROUNDED, STEP)
             if GROUPED:
                 part = part.to(tl.float32)
                 group = (start + half * STEP) // GROUP

@@ -17,7 +17,7 @@ MAX_MESSAGES = 4096
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class ContentPart(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True, gc=False):
     """A part of a message. Only parts with a text are supported; the others are known so that they can be named."""
 
     type: str | None = None
@@ -53,14 +53,14 @@ class ContentPart(msgspec.Struct, frozen=True):
         return text
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
+class CalledFunction(msgspec.Struct, frozen=True, gc=False):
     """arguments: JSON of an object, or the object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class MessageToolCall(msgspec.Struct, frozen=True):
+class MessageToolCall(msgspec.Struct, frozen=True, gc=False):
     """A call that the assistant made in an earlier turn."""
 
     function: CalledFunction
@@ -78,7 +78,7 @@ class MessageToolCall(msgspec.Struct, frozen=True):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     """One message. What servers add to their answers (`refusal`, `annotations`, ...) may come back, without effect.
 
     role: any that the template knows. reasoning, reasoning_content: two names of the assistant's thoughts.

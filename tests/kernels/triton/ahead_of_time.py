@@ -37,7 +37,7 @@ from triton.runtime.driver import driver
 
 from quire import envs
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
-from quire.attention.interface import LayerAttention
+from quire.attention.interface import CacheScale, LayerAttention
 from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.activation import activation
@@ -349,7 +349,7 @@ def attention_calls(capability: int) -> Calls:
     float8 = torch.float8_e4m3fn if capability >= 89 else torch.uint8
     plain = [
         attention_call(QWEN3_8B, capability, 512),
-        attention_call(QWEN3_8B, capability, 512, page_dtype=float8),
+        attention_call(replace(QWEN3_8B, cache_scale=CacheScale(0.5, 2.0)), capability, 512, page_dtype=float8),
         latent_call(capability, 1, page_dtype=float8),
     ]
     if capability < 90:

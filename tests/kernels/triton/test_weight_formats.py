@@ -186,7 +186,9 @@ def test_products_of_integers(make: Make, columns: int, device: torch.device) ->
     expected = wide @ meaning[0].T + bias.double() + residual.double()
     result = matmul(x.float(), matrix, bias, residual.clone(), rounds_activations=True)
     assert_near(result, expected, roundings=1.2, scale=4.0)
-    assert torch.equal(matmul(x[5:7].float(), matrix, bias, residual[5:7].clone(), rounds_activations=True), result[5:7])
+    assert torch.equal(
+        matmul(x[5:7].float(), matrix, bias, residual[5:7].clone(), rounds_activations=True), result[5:7]
+    )
     x[65, 3] = torch.nan
     assert matmul(x, matrix, rounds_activations=True).isnan().any(1).tolist() == [False] * 65 + [True]
 
