@@ -60,7 +60,8 @@ class Peer:
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
         answer = self._answer()
-        return Run(*answer["seconds"], answer.get("vectors", []))
+        seconds, cpu_seconds = answer["seconds"]
+        return Run(seconds, cpu_seconds, answer.get("vectors", []))
 
     def close(self) -> None:
         self._process.terminate()

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "linear_bf16.h"
+#include "linear_digits.h"
 #include "linear_driver.h"
 #include "linear_experts.h"
 #include "linear_heads.h"
@@ -31,6 +32,10 @@ QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[may
                               const Use& use) {
 #if defined(QUIRE_BF16_DOT)
   if (multiplies_bf16(weight, precision)) return use(Bf16Pairs{});
+#endif
+#if defined(QUIRE_DOT_BYTES)
+  if (multiplies_digits(weight))
+    return precision == MatmulPrecision::kBFloat16 ? use(DigitRows<2>{}) : use(DigitRows<3>{});
 #endif
   return use(Panels{});
 }

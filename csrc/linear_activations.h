@@ -162,11 +162,13 @@ struct RowScale {
   float inverse;  // 0: all values are rounded to 0
 };
 
-// Largest magnitude / 127, by the bit patterns: they are ordered as the magnitudes are, infinity and NaN above all.
-inline RowScale row_scale(const float* x, int64_t count) {
+// Largest magnitude / 127, by the bit patterns: they are ordered as the magnitudes are, infinity and NaN above all. Asks
+// for the row that comes next, `stride` further: rows of a prompt come from far caches, faster than one after the other.
+inline RowScale row_scale(const float* x, int64_t count, int64_t stride) {
   vi largest = {};
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t k = 0; k < whole; k += kLanes) {
+    __builtin_prefetch(x + stride + k);
     const vi bits = load_as<vi>(x + k) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
@@ -174,8 +176,12 @@ inline RowScale row_scale(const float* x, int64_t count) {
     vi bits = bit_cast<vi>(load_some(x + whole, count - whole)) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
+#if defined(__AVX512F__)
+  const int32_t top = _mm512_reduce_max_epi32((__m512i)largest);
+#else
   int32_t top = 0;
   for (int lane = 0; lane < kLanes; ++lane) top = largest[lane] > top ? largest[lane] : top;
+#endif
   if (top >= 0x7f800000) return {__builtin_nanf(""), 0.0f};
   const float magnitude = bit_cast<float>(top);
   if (magnitude < 0x1p-119f) return {0.0f, 0.0f};  // 127 / magnitude would overflow
@@ -202,20 +208,6 @@ inline int32_t round_values(const float* x, int64_t count, float inverse, int8_t
   return total;
 }
 
-// Four rounded values as the tiles of `type` read them.
-QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values, [[maybe_unused]] WeightType type) {
-#if defined(QUIRE_DOT_PAIRS)
-  out[0] = static_cast<uint16_t>(values[0]) | static_cast<uint32_t>(static_cast<uint16_t>(values[2])) << 16;
-  out[1] = static_cast<uint16_t>(values[1]) | static_cast<uint32_t>(static_cast<uint16_t>(values[3])) << 16;
-#else
-  std::memcpy(out, values, 4);
-#if defined(QUIRE_DOT_BYTES)
-  // vpdpbusd takes one side unsigned: with int8 weights that is x, moved up by 128 (the tile takes it off again).
-  if (type == WeightType::kI8) *out ^= 0x80808080u;
-#endif
-#endif
-}
-
 #if defined(QUIRE_BF16_DOT)
 // `count` values to the nearest bfloat16. What follows them up to whole vectors becomes 0.
 inline void round_row(const float* x, int64_t count, uint16_t* out) {
@@ -230,43 +222,93 @@ inline bool multiplies_bf16(const PackedWeight& weight, MatmulPrecision precisio
   return precision == MatmulPrecision::kBFloat16 && weight.type == WeightType::kBF16;
 }
 
-// `count` rounded values (a multiple of 4) of four rows, `row_bytes` apart, to four places of a tile.
-inline void store_four_rows(uint32_t* out, int64_t pitch, const int8_t* values, int64_t row_bytes, int64_t count,
-                            WeightType type) {
-  int64_t k = 0;
-#if !defined(QUIRE_DOT_PAIRS)
-  for (; k + 16 <= count; k += 16) {
-    v4 part[4];
-    for (int i = 0; i < 4; ++i) {
-      typedef uint32_t u4 __attribute__((vector_size(16)));
-      u4 words = load_as<u4>(values + i * row_bytes + k);
 #if defined(QUIRE_DOT_BYTES)
-      if (type == WeightType::kI8) words ^= 0x80808080u;
-#endif
-      part[i] = bit_cast<v4>(words);
-    }
-    transpose(part[0], part[1], part[2], part[3]);
-    for (int i = 0; i < 4; ++i) std::memcpy(out + (k / 4 + i) * pitch, &part[i], sizeof(v4));
-  }
-#endif
-  for (; k < count; k += 4)
-    for (int i = 0; i < 4; ++i)
-      store_quad(out + k / 4 * pitch * kWordsPerQuad + i * kWordsPerQuad, values + i * row_bytes + k, type);
+
+// vpdpbusd takes one side unsigned: with int8 weights that is x, moved up by 128 (the tile takes it off again).
+QUIRE_INLINE __m512i as_multiplied(__m512i values, WeightType type) {
+  return type == WeightType::kI8 ? values ^ _mm512_set1_epi32(static_cast<int32_t>(0x80808080u)) : values;
 }
 
+QUIRE_INLINE vi rounded_lanes(const float* x, int64_t left, float inverse) {
+  const vf values = left >= kLanes ? load(x) : (vf)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << left) - 1), x);
+  return (vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(values * broadcast(inverse)));
+}
+
+// `count` values of up to four rows into the places of as many rows of a tile, `padded` of each, and adds up each row's.
+// With a pitch of 1 there is one row.
+inline void round_rows(const float* const (&rows)[4], const RowScale (&scale)[4], int64_t count, int64_t padded,
+                       WeightType type, int64_t pitch, uint32_t* out, int32_t (&sums)[4]) {
+  __m512i sum = _mm512_setzero_si512();  // of four rows in each quarter; of one row in every lane
+  const __m512i ones = _mm512_set1_epi32(0x01010101);
+  for (int64_t k = 0; k < padded; k += kLanes, out += kLanes / 4 * pitch) {
+    const int64_t left = count - k < 0 ? 0 : count - k, quads = (padded - k) / 4;
+    const auto first = (__m512i)rounded_lanes(rows[0] + k, left, scale[0].inverse);
+    __m512i bytes;  // a quarter has four values of each row, or all has four values of a row
+    if (pitch == 1) {
+      bytes = _mm512_castsi128_si512(_mm512_maskz_cvtepi32_epi8(0xffff, first));
+      sum = _mm512_dpbusd_epi32(sum, ones, _mm512_zextsi128_si512(_mm512_castsi512_si128(bytes)));
+      const __m128i given = _mm512_castsi512_si128(as_multiplied(bytes, type));
+      std::memcpy(out, &given, static_cast<std::size_t>(quads < 4 ? quads : 4) * 4);
+      continue;
+    }
+    const auto second = (__m512i)rounded_lanes(rows[1] + k, left, scale[1].inverse);
+    const auto third = (__m512i)rounded_lanes(rows[2] + k, left, scale[2].inverse);
+    const auto fourth = (__m512i)rounded_lanes(rows[3] + k, left, scale[3].inverse);
+    bytes = _mm512_packs_epi16(_mm512_packs_epi32(first, second), _mm512_packs_epi32(third, fourth));
+    sum = _mm512_dpbusd_epi32(sum, ones, bytes);
+    bytes = as_multiplied(bytes, type);
+    const __m128i quarters[4] = {_mm512_castsi512_si128(bytes), _mm512_extracti32x4_epi32(bytes, 1),
+                                 _mm512_extracti32x4_epi32(bytes, 2), _mm512_extracti32x4_epi32(bytes, 3)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      if (i < quads) std::memcpy(out + i * pitch, &quarters[i], sizeof(__m128i));
+  }
+  const auto lanes = (vi)sum;
+  if (pitch == 1)
+    sums[0] += _mm512_reduce_add_epi32(sum);
+  else
+    for (int row = 0; row < 4; ++row) sums[row] += lanes[row] + lanes[row + 4] + lanes[row + 8] + lanes[row + 12];
+}
+
+#else
+
+// Four rounded values as the tiles read them.
+QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values) {
+#if defined(QUIRE_DOT_PAIRS)
+  out[0] = static_cast<uint16_t>(values[0]) | static_cast<uint32_t>(static_cast<uint16_t>(values[2])) << 16;
+  out[1] = static_cast<uint16_t>(values[1]) | static_cast<uint32_t>(static_cast<uint16_t>(values[3])) << 16;
+#else
+  std::memcpy(out, values, 4);
+#endif
+}
+
+inline void round_rows(const float* const (&rows)[4], const RowScale (&scale)[4], int64_t count, int64_t padded,
+                       WeightType, int64_t pitch, uint32_t* out, int32_t (&sums)[4]) {
+  alignas(64) int8_t rounded[kChunk + kLanes] = {};
+  const int64_t height = pitch == 1 ? 1 : 4;
+  for (int64_t row = 0; row < height; ++row) {
+    for (int64_t pad = rounded_up(count, kLanes); pad < padded; ++pad) rounded[pad] = 0;
+    sums[row] += round_values(rows[row], count, scale[row].inverse, rounded);
+    for (int64_t k = 0; k < padded; k += 4)
+      store_quad(out + (k / 4 * pitch + row) * kWordsPerQuad, rounded + k);
+  }
+}
+
+#endif
+
 inline void round_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
-  constexpr int64_t kRowBytes = kChunk + kLanes;
   const TileLayout layout = tile_layout(weight);
   float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
   float* scales = reinterpret_cast<float*>(tile + layout.scales_offset);
   const int64_t groups = num_groups(weight), pitch = row_pitch(rows), align = group_alignment(weight.type);
-  alignas(64) float buffer[kChunk];
-  alignas(64) int8_t rounded[4 * kRowBytes] = {};
+  alignas(64) float buffer[4][kChunk];
   for (int64_t base = 0; base < rows; base += 4) {
     const int64_t height = rows - base < 4 ? rows - base : 4;
     RowScale scale[4];
-    for (int64_t i = 0; i < height; ++i) {
-      scale[i] = row_scale(x + (base + i) * stride, weight.in_features);
+    const float* row[4];  // the last one also stands for those that only fill the tile
+    for (int64_t i = 0; i < 4; ++i) {
+      row[i] = x + (base + (i < height ? i : height - 1)) * stride;
+      scale[i] = i < height ? row_scale(row[i], weight.in_features, stride) : scale[height - 1];
       scales[base + i] = scale[i].scale;
     }
     uint32_t* out = reinterpret_cast<uint32_t*>(tile) + base * kWordsPerQuad;
@@ -277,17 +319,10 @@ inline void round_tile(const PackedWeight& weight, const float* x, int64_t strid
       for (int64_t k = 0; k < padded; k += kChunk) {
         const int64_t count = length - k < kChunk ? length - k : kChunk;
         const int64_t end = padded - k < kChunk ? padded - k : kChunk;
-        for (int64_t i = 0; i < height; ++i) {
-          int8_t* row = rounded + i * kRowBytes;
-          for (int64_t pad = rounded_up(count, kLanes); pad < end; ++pad) row[pad] = 0;
-          const float* values = x + (base + i) * stride;
-          sum[i] += round_values(contiguous(values, weight.column_order, first + k, count, buffer), count,
-                                 scale[i].inverse, row);
-        }
-        if (pitch == 1)
-          for (int64_t i = 0; i < end; i += 4) store_quad(out + i / 4 * kWordsPerQuad, rounded + i, weight.type);
-        else
-          store_four_rows(out, pitch, rounded, kRowBytes, end, weight.type);
+        const float* values[4];
+        for (int64_t i = 0; i < 4; ++i)
+          values[i] = i < height ? contiguous(row[i], weight.column_order, first + k, count, buffer[i]) : values[height - 1];
+        round_rows(values, scale, count, end, weight.type, pitch, out, sum);
         out += end / 4 * pitch * kWordsPerQuad;
       }
       if (weight.offsets)

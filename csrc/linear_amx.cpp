@@ -55,7 +55,7 @@ struct AmxMethod {
     alignas(64) int8_t rounded[kChunk + kLanes];
     for (int64_t row = 0; row < rows; ++row) {
       const float* values = x + row * stride;
-      const RowScale scale = row_scale(values, weight.in_features);
+      const RowScale scale = row_scale(values, weight.in_features, stride);
       scales[row] = scale.scale;
       std::byte* out = memory + row * kStep;
       for (int64_t group = 0; group < num_groups(weight); ++group) {

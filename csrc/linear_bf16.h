@@ -13,7 +13,7 @@ namespace {
 
 template <int kRows>
 void bf16_tile(const Tile& tile) {
-  constexpr int64_t kPitch = pitch_of(kRows);
+  constexpr int64_t kPitch = pitch_of(kRows), kAhead = 1536;
   const int64_t depth = tile.weight->in_features;
   for (int part = 0; part < kParts; ++part) {
     vf low[kRows], high[kRows];
@@ -23,6 +23,11 @@ void bf16_tile(const Tile& tile) {
     const std::byte* soon = tile.prefetch;
     const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
     for (int64_t k = 0; k < depth; k += 2) {
+      if constexpr (kRows > 8) {  // of a prompt: what the L1 cache does not hold of a panel and its rows comes in time
+        __builtin_prefetch(x + kAhead / 4, 0, 3);
+        __builtin_prefetch(panel + kAhead, 0, 3);
+        __builtin_prefetch(panel + kAhead + 64, 0, 3);
+      }
       const vu w_low = load_as<vu>(panel), w_high = load_as<vu>(panel + 64);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
@@ -68,31 +73,82 @@ struct Bf16Pairs {
   }
 
   static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
-    constexpr int64_t kRowValues = kChunk + kLanes;
     const int64_t depth = weight.in_features, pitch = row_pitch(rows);
-    alignas(64) float buffer[kChunk];
-    alignas(64) uint16_t rounded[4 * kRowValues] = {};
     for (int64_t base = 0; base < rows; base += 4) {
       const int64_t height = rows - base < 4 ? rows - base : 4;
       std::byte* out = memory + base * 4;
-      for (int64_t k = 0; k < depth; k += kChunk) {
-        const int64_t count = depth - k < kChunk ? depth - k : kChunk, end = rounded_up(count, 8);
-        for (int64_t i = 0; i < height; ++i) {
-          const float* from = contiguous(x + (base + i) * stride, weight.column_order, k, count, buffer);
-          round_row(from, count, rounded + i * kRowValues);
-        }
-        if (pitch == 1)
-          std::memcpy(out, rounded, static_cast<std::size_t>(end) * 2);
-        else
-          store_four_rows(out, pitch, rounded, kRowValues, end);
-        out += end * 2 * pitch;
-      }
+      int64_t k = 0;
+#if defined(__AVX512BF16__)
+      if (pitch > 1 && weight.column_order == nullptr) k = pack_whole(x, stride, base, rows, depth, pitch, out);
+#endif
+      pack_from(weight, x + base * stride, stride, height, k, pitch, out + k * 2 * pitch);
     }
   }
 
   static void multiply(const Tile& tile, int64_t rows) { kBf16PairTiles[rows - 1](tile); }
 
  private:
+#if defined(__AVX512BF16__)
+  // Four rows from `base` on, 2 * kLanes values at a time as long as there are as many: how many values it did. What
+  // fills a tile up is not looked at, so that its last row stands for it.
+  static int64_t pack_whole(const float* x, int64_t stride, int64_t base, int64_t rows, int64_t depth, int64_t pitch,
+                            std::byte* out) {
+    const float *row[4], *later[4];
+    for (int64_t i = 0; i < 4; ++i) {
+      row[i] = x + (base + i < rows ? base + i : rows - 1) * stride;
+      later[i] = row[i] + 4 * stride;  // rows lie too far apart for the processor to guess the next ones
+    }
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= depth; k += 2 * kLanes) {
+      __m512i words[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        __builtin_prefetch(later[i] + k, 0, 3);
+        __builtin_prefetch(later[i] + k + kLanes, 0, 3);
+        words[i] = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(row[i] + k + kLanes), (__m512)load(row[i] + k));
+      }
+      const __m512i ab_low = _mm512_unpacklo_epi32(words[0], words[1]), ab_high = _mm512_unpackhi_epi32(words[0], words[1]);
+      const __m512i cd_low = _mm512_unpacklo_epi32(words[2], words[3]), cd_high = _mm512_unpackhi_epi32(words[2], words[3]);
+      // Each has a pair of k in each quarter: a, a + 4, a + 8, a + 12.
+      store_quarters(out, 4 * pitch * 4, _mm512_unpacklo_epi64(ab_low, cd_low));
+      store_quarters(out + pitch * 4, 4 * pitch * 4, _mm512_unpackhi_epi64(ab_low, cd_low));
+      store_quarters(out + 2 * pitch * 4, 4 * pitch * 4, _mm512_unpacklo_epi64(ab_high, cd_high));
+      store_quarters(out + 3 * pitch * 4, 4 * pitch * 4, _mm512_unpackhi_epi64(ab_high, cd_high));
+      out += kLanes * pitch * 4;
+    }
+    return k;
+  }
+
+  static QUIRE_INLINE void store_quarters(std::byte* out, int64_t apart, __m512i words) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(words));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + apart), _mm512_extracti32x4_epi32(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * apart), _mm512_extracti32x4_epi32(words, 2));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * apart), _mm512_extracti32x4_epi32(words, 3));
+  }
+#endif
+
+  // At most four rows, their values from k on.
+  static void pack_from(const PackedWeight& weight, const float* x, int64_t stride, int64_t height, int64_t k,
+                        int64_t pitch, std::byte* out) {
+    constexpr int64_t kRowValues = kChunk + kLanes;
+    const int64_t depth = weight.in_features;
+    if (k >= depth) return;
+    alignas(64) float buffer[kChunk];
+    alignas(64) uint16_t rounded[4 * kRowValues] = {};
+    for (; k < depth; k += kChunk) {
+      const int64_t count = depth - k < kChunk ? depth - k : kChunk, end = rounded_up(count, 8);
+      for (int64_t i = 0; i < height; ++i) {
+        const float* from = contiguous(x + i * stride, weight.column_order, k, count, buffer);
+        round_row(from, count, rounded + i * kRowValues);
+      }
+      if (pitch == 1)
+        std::memcpy(out, rounded, static_cast<std::size_t>(end) * 2);
+      else
+        store_four_rows(out, pitch, rounded, kRowValues, end);
+      out += end * 2 * pitch;
+    }
+  }
+
   // `count` values (a multiple of 8) of four rows, `apart` from one another, to four places of a tile.
   static void store_four_rows(std::byte* out, int64_t pitch, const uint16_t* rows, int64_t apart, int64_t count) {
     for (int64_t pair = 0; pair < count / 2; pair += 4) {

@@ -403,11 +403,13 @@ void rounded_tile(const Tile& tile) {
 const TileKernel kF32Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F32)};
 const TileKernel kBF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, BF16)};
 const TileKernel kF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F16)};
+const TileKernel kE4M3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, E4M3)};
+#if !defined(QUIRE_DOT_BYTES)  // else linear_digits.h multiplies them
 const TileKernel kI8Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I8)};
 const TileKernel kI4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I4)};
-const TileKernel kE4M3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, E4M3)};
 const TileKernel kMXFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, MXFP4)};
 const TileKernel kNVFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, NVFP4)};
+#endif
 const TileKernel kRoundedI8Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI8)};
 const TileKernel kRoundedI4Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI4)};
 
@@ -420,16 +422,25 @@ inline const TileKernel* tile_kernels(const PackedWeight& weight) {
       return kBF16Tiles;
     case WeightType::kF16:
       return kF16Tiles;
+    case WeightType::kE4M3:
+      return kE4M3Tiles;
+#if defined(QUIRE_DOT_BYTES)
+    case WeightType::kI8:
+      return kRoundedI8Tiles;
+    case WeightType::kI4:
+      return kRoundedI4Tiles;
+    default:
+      break;
+#else
     case WeightType::kI8:
       return weight.integer_activations ? kRoundedI8Tiles : kI8Tiles;
     case WeightType::kI4:
       return weight.integer_activations ? kRoundedI4Tiles : kI4Tiles;
-    case WeightType::kE4M3:
-      return kE4M3Tiles;
     case WeightType::kMXFP4:
       return kMXFP4Tiles;
     case WeightType::kNVFP4:
       return kNVFP4Tiles;
+#endif
   }
   __builtin_unreachable();
 }

@@ -124,10 +124,34 @@ def add_flags(parser: argparse.ArgumentParser, entries: Iterable[VllmFlag], pref
         )
 
 
+class _Flag(argparse.BooleanOptionalAction):
+    """--x, --no-x, and for --enable-x also --disable-x, for --disable-x also --enable-x."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, **more)
+        self._negative = tuple(text for text in map(_opposite, option_strings) if text is not None)
+        self.option_strings = [*self.option_strings, *self._negative]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string in self._negative:
+            setattr(namespace, self.dest, False)
+        else:
+            super().__call__(parser, namespace, values, option_string)
+
+
+def _opposite(flag: str) -> str | None:
+    """The flag that turns `flag` off, unless it is another one of the table."""
+    for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+        if flag.startswith(one):
+            found = other + flag.removeprefix(one)
+            return None if found.removeprefix("--").replace("-", "_") in FLAGS else found
+    return None
+
+
 def _action(entry: VllmFlag) -> dict[str, Any]:
     """Keyword arguments of add_argument for a flag's values."""
     kinds: Mapping[str, dict[str, Any]] = {
-        "flag": {"action": argparse.BooleanOptionalAction},
+        "flag": {"action": _Flag},
         "int": {"type": _or_none(int), "metavar": "N"},
         "float": {"type": _or_none(float), "metavar": "X"},
         "text": {"type": _or_none(str), "metavar": "TEXT"},

@@ -47,10 +47,10 @@ class DeviceConfig:
     the CPU) or "triton" (Triton kernels: on "cuda", or on "cpu" in Triton's interpreter, for tests).
     cpu_isa: instruction set that the native kernels are held to, "auto" for the best one.
     matmul_precision: what activations are rounded to before they multiply weights, keys or values that are stored in
-    bfloat16, and on a CPU with AMX quantised weights too: "float32" (they are not), "bfloat16", or "auto": what the
-    CPU multiplies faster, which the native kernels find out when they start. Plain operators and devices multiply in
-    the model's dtype, which it then is; or devices multiply weights in FP8 with activations that are rounded to it,
-    row by row: "fp8".
+    bfloat16, and quantised weights (to 14 bits or more without AMX): "float32" (they are not), "bfloat16", or "auto":
+    what the CPU multiplies faster, which the native kernels find out when they start. Plain operators and devices
+    multiply in the model's dtype, which it then is; or devices multiply weights in FP8 with activations that are
+    rounded to it, row by row: "fp8".
     cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens that graphs are captured for,
     ascending; empty without graphs. batch_invariant: whether a row's bits may depend on nothing but its own tokens; the
     CPU back ends know nothing else.

@@ -191,7 +191,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, device: str) -> str:
     """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
     every engine on a GPU does with them, not for weights that are cast to it here; and for GGUF files, which do not say
-    what they were made of: on a CPU with AMX their quantised weights, rounded more than that, are then concerned."""
+    what they were made of: their quantised weights, rounded more than that, are then concerned."""
     asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
     if backend == "triton":
         return device_precision(asked, model, device)

@@ -379,7 +379,8 @@ class InputProcessor:
                 raise UserError(f"{param} must hold integers, not {token_id!r}", param=param)
             if not 0 <= token_id < self.vocab_size:
                 raise UserError(
-                    f"{param}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})", param=param
+                    f"{param}: {token_id} is not a token id: out of vocabulary (0 to {self.vocab_size - 1})",
+                    param=param,
                 )
 
     def _resolve_seed(self, seed: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,22 @@ MAX_LITERAL = 65_536
 MAX_DEPTH = 32
 """Brackets inside brackets of such an argument."""
 MAX_SCHEMA_DEPTH = 16
+_STRING = re.compile(r"""(\\.|'{3}.*?'{3}|"{3}.*?"{3})|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+"""A string of Python; group 1: an escape outside strings, or a string in triple quotes."""
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_IN_STRING = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 _NAMES = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_ALIASES = {
+    "str": "string",
+    "bool": "boolean",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "list": "array",
+    "tuple": "array",
+    "dict": "object",
+}
+"""Types of Python and C that schemas name in place of JSON's."""
 
 
 def json_string(text: str) -> str:
@@ -49,7 +65,8 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
         return set()
     found: set[str] = set()
     kind = schema.get("type")
-    found.update(str(each) for each in (kind if isinstance(kind, list) else [kind]) if each is not None)
+    kinds = [str(each) for each in (kind if isinstance(kind, list) else [kind]) if each is not None]
+    found.update(_ALIASES.get(each, each) for each in kinds)
     for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else ():
@@ -95,6 +112,15 @@ def coerced(text: str, schema: Any) -> str:
     return json_string(text)
 
 
+def object_members(text: str) -> dict[str, str] | None:
+    """The members of the object that a JSON text holds, each as JSON; None for any other text."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        return {name: dumped(member) for name, member in value.items()} if isinstance(value, dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
 def python_literal(text: str) -> Any:
     """The value of a Python literal: numbers, strings, lists, tuples, sets and dicts of them, and JSON's names. Nothing
     is evaluated. Raises ValueError for anything else, and for what is too long or too deep."""
@@ -103,10 +129,23 @@ def python_literal(text: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
-            tree = ast.parse(text.strip(), mode="eval")
+            tree = ast.parse(_one_line_strings(text.strip()), mode="eval")
         return _value(tree.body)
     except (SyntaxError, MemoryError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a literal: {type(error).__name__}") from None
+
+
+def _one_line_strings(text: str) -> str:
+    """`text` with control characters inside its strings escaped, which Python does not take there as they are."""
+    if not _CONTROL.search(text):
+        return text
+    return _STRING.sub(
+        lambda string: _IN_STRING.sub(_escaped_control, string[0]) if string[1] is None else string[0], text
+    )
+
+
+def _escaped_control(found: re.Match[str]) -> str:
+    return found[0] if len(found[0]) == 2 else f"\\x{ord(found[0]):02x}"
 
 
 def too_deep(text: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire.parsers.call_forms import Form, Schemas, call_objects, in_text, section_calls, tag
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Sink, Steps, TextReader, discard
+from quire.parsers.reasoning import Break
 
 NAME_KEYS = frozenset({"name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
@@ -32,8 +33,8 @@ def copy_value(reader: TextReader, sink: Sink) -> Steps[None]:
         yield from reader.scan(_SCALAR_END, sink)
 
 
-def _copy_nested(reader: TextReader, sink: Sink) -> Steps[None]:
-    depth = 0
+def _copy_nested(reader: TextReader, sink: Sink, depth: int = 0) -> Steps[None]:
+    """depth: brackets that are open already."""
     while True:
         mark = yield from reader.scan(_STRUCTURE, sink)
         if mark in ("", "<"):
@@ -197,19 +198,25 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
             break
     if is_list and mark == "]":
         yield from reader.take()
-        return ""
+        return "" if found else raw + "]"
     return "" if found else raw
 
 
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
-    call needs no marker. arguments: the key under which models write them; both are read."""
+    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. arguments: the
+    key under which models write them; both are read."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
     is_bare: bool = False
+    is_anywhere: bool = False
     arguments: str = "arguments"
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return tuple(Break(start, ("{", "[")) for start in self.starts)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -220,22 +227,38 @@ class JsonFormat:
         return in_text([tag(start, content, (*self.ends, "")) for start in self.starts], parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
+        is_anywhere = self.is_anywhere and bool(output.schemas)
         if self.is_bare:
-            yield from self._block(reader, output, "")
-        starts = Markers(*self.starts)
+            output.content((yield from reader.space()))
+            if not is_anywhere or (yield from reader.peek()) != "{":
+                yield from self._block(reader, output, "")
+        starts = Markers(*self.starts, "{") if is_anywhere else Markers(*self.starts)
         while True:
             start = yield from reader.until(starts, output.content)
             if start is None:
                 return
-            yield from self._block(reader, output, start)
+            if start == "{":
+                reader.unread(start)
+                yield from self._object(reader, output)
+            else:
+                yield from self._block(reader, output, start)
+
+    def _object(self, reader: TextReader, output: Output) -> Steps[None]:
+        """An object in the midst of text: calls, or all of it as content."""
+        before = output.num_calls
+        left = yield from copy_calls(reader, output, is_bare=True)
+        output.content(left)
+        if output.num_calls == before and not left.endswith("}"):
+            yield from _copy_nested(reader, output.content, depth=1)
 
     def _block(self, reader: TextReader, output: Output, start: str) -> Steps[None]:
         before = output.num_calls
         left = yield from copy_calls(reader, output, not start)
-        if output.num_calls == before:
+        is_empty = bool(start) and "".join(left.split()) == "[]"
+        if output.num_calls == before and not is_empty:
             output.content(start + left)
             return
-        output.content(left)
+        output.content("" if is_empty else left)
         space = yield from reader.space()
         for end in self.ends:
             if (yield from reader.take_if(end)):
@@ -283,6 +306,10 @@ class SectionFormat:
     call: str
     separator: str
     call_end: str
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return (Break(self.section, (self.call,)),)
 
     @property
     def markers(self) -> tuple[str, str, str, str, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.parsers.json_calls import copy_calls, copy_value
 from quire.parsers.output import Output, OutputDelta, call_id
 from quire.parsers.reader import Steps, TextReader
-from quire.parsers.reasoning import ThinkFormat, Thought
+from quire.parsers.reasoning import Break, ThinkFormat, Thought
 
 Program = Callable[[TextReader, Output], Steps[None]]
 """Reads an output from behind its reasoning to its end."""
@@ -19,8 +19,8 @@ class OutputParser:
     text was cut into pieces, so the parse of a whole output is one piece and `finish`.
 
     answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
-    thought: where the prompt left the model. schemas: tool name -> JSON schema of its parameters. max_calls: None: any
-    number of them.
+    breaks: what ends reasoning, too. thought: where the prompt left the model. schemas: tool name ->
+    JSON schema of its parameters. max_calls: None: any number of them.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class OutputParser:
         answer: Program,
         reasoning: ThinkFormat | None = None,
         *,
+        breaks: Sequence[Break] = (),
         thought: Thought = Thought.FREE,
         schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = call_id,
@@ -35,7 +36,8 @@ class OutputParser:
     ) -> None:
         self._reader = TextReader()
         self._output = Output(schemas, new_id, max_calls)
-        self._steps = self._read(answer, reasoning, thought)
+        thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks)
+        self._steps = self._read(answer, thoughts)
         self._is_done = False
         self._advance()
 
@@ -48,11 +50,10 @@ class OutputParser:
         """What is certain with this text; is_last: and what was held back, because nothing follows."""
         if text:
             self._reader.push(text)
-        if is_last:
-            self._reader.end()
-        if text or is_last:
             self._advance()
         if is_last:
+            self._reader.end()
+            self._advance()
             self._output.finish()
         return self._output.take()
 
@@ -60,9 +61,9 @@ class OutputParser:
         """What was held back. Nothing is fed afterwards."""
         return self.feed("", is_last=True)
 
-    def _read(self, answer: Program, reasoning: ThinkFormat | None, thought: Thought) -> Steps[None]:
-        if reasoning is not None:
-            yield from reasoning.parse(self._reader, self._output, thought)
+    def _read(self, answer: Program, thoughts: Steps[None] | None) -> Steps[None]:
+        if thoughts is not None:
+            yield from thoughts
         yield from answer(self._reader, self._output)
         yield from self._reader.rest(self._output.content)
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from quire.parsers.arguments import dumped, json_string, parameter_names, python_literal
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Steps, TextReader
+from quire.parsers.reasoning import Break
 
 _NAME = re.compile(r"[\w.-]*")
 _SPECIAL = re.compile(r"""["'\[\](){},]""")
 _IN_SINGLE, _IN_DOUBLE = re.compile(r"['\\]"), re.compile(r'["\\]')
 _KEYWORD = re.compile(r"\s*([^\W\d]\w*)\s*=(?!=)")
+_PADDED = re.compile(r"\s*-?0[0-9]{1,15}\s*")
+"""A number with zeros before it, which is no literal of Python."""
 _CLOSING = frozenset(")]}")
 
 
@@ -28,6 +31,10 @@ class PythonicFormat:
     end: str = ""
     is_bare: bool = True
     has_brackets: bool = True
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return (Break(self.start, ("[",) if self.has_brackets else ()),) if self.start else ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -53,7 +60,11 @@ class PythonicFormat:
             if not (yield from reader.take_if("[")):
                 output.content(raw)
                 return
-            raw += "["
+            raw += "[" + (yield from reader.space())
+            if start == self.start and self.end and (yield from reader.take_if("]")):
+                yield from reader.space()
+                yield from reader.take_if(self.end)
+                return
         first = output.num_calls
         while True:
             left = yield from self._call(reader, output)
@@ -140,6 +151,8 @@ def _string(reader: TextReader, quote: str, parts: list[str]) -> Steps[None]:
 
 
 def _json_of(text: str) -> str:
+    if _PADDED.fullmatch(text):
+        return str(int(text))
     try:
         return dumped(python_literal(text))
     except ValueError:

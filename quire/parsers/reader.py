@@ -8,7 +8,7 @@ not depend on them. Each character is looked at a bounded number of times.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,6 +16,8 @@ Steps = Generator[None, None, T]
 """Pauses at each yield until the reader has more text, or its end; returns T."""
 Sink = Callable[[str], None]
 
+MAX_PEEK = 128
+"""Characters that `sees_behind` looks at."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -111,6 +113,20 @@ class TextReader:
             if there == literal or self.is_ended or not literal.startswith(there):
                 return there == literal
             yield
+
+    def sees_behind(self, literal: str, follows: Sequence[str]) -> Steps[bool]:
+        """Whether `literal`, which comes next, has one of `follows` behind it and some white space; all stay unread."""
+        count = len(literal)
+        while True:
+            count += 1
+            text = yield from self.peek(count)
+            there = text[len(literal) :].lstrip()
+            if there.startswith(tuple(follows)):
+                return True
+            if len(text) < count or count > len(literal) + MAX_PEEK:
+                return False
+            if there and not any(each.startswith(there) for each in follows):
+                return False
 
     def space(self) -> Steps[str]:
         """Read white space; return it."""

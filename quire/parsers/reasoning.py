@@ -20,14 +20,21 @@ class Thought(Enum):
 
 
 @dataclass(frozen=True)
+class Break:
+    """A mark that begins calls, which ends reasoning that the model left open, if one of `follows` stands behind it
+    (and white space); (): whatever follows. A model may speak of the mark in its thoughts."""
+
+    mark: str
+    follows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ThinkFormat:
-    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so.
-    breaks: marks of what follows, which end reasoning as well."""
+    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     is_open: bool = False
-    breaks: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -47,7 +54,7 @@ class ThinkFormat:
             return Thought.CLOSED
         return Thought.OPEN if self.is_open else Thought.FREE
 
-    def parse(self, reader: TextReader, output: Output, thought: Thought) -> Steps[None]:
+    def parse(self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break] = ()) -> Steps[None]:
         """Reads up to the end of the reasoning."""
         if thought is Thought.CLOSED:
             return
@@ -61,10 +68,14 @@ class ThinkFormat:
                 output.content(space)
                 return
             output.reasoning(space)
-        mark = yield from reader.until(Markers(*self.ends, *self.breaks), output.reasoning)
-        if mark in self.breaks:
+        follows = {each.mark: each.follows for each in breaks}
+        marks = Markers(*self.ends, *follows)
+        while (mark := (yield from reader.until(marks, output.reasoning))) in follows:
             assert mark is not None
             reader.unread(mark)
+            if not follows[mark] or (yield from reader.sees_behind(mark, follows[mark])):
+                return
+            output.reasoning((yield from reader.take(len(mark))))
 
 
 class ReasoningCounter:

@@ -13,7 +13,7 @@ from quire.parsers.json_calls import JsonFormat, SectionFormat, parse_mistral
 from quire.parsers.output import Output, call_id, short_call_id
 from quire.parsers.pythonic import PythonicFormat
 from quire.parsers.reader import Steps, TextReader
-from quire.parsers.reasoning import ThinkFormat
+from quire.parsers.reasoning import Break, ThinkFormat
 from quire.parsers.xml_calls import PairFormat, TagFormat
 
 NONE = "none"
@@ -25,6 +25,7 @@ class ToolFormat:
     """How a family of models writes calls.
 
     markers: texts of the format, which may be special tokens. has_reasoning: the format has reasoning of its own.
+    breaks: what ends reasoning that the model left open.
     held: the constraint of an answer that may call tools with these schemas, several or one at most
     (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. forced: the same of an
     answer that is a call, in a format with channels.
@@ -34,30 +35,37 @@ class ToolFormat:
     markers: tuple[str, ...]
     new_id: Callable[[], str] = call_id
     has_reasoning: bool = False
+    breaks: tuple[Break, ...] = ()
     held: Callable[[Schemas, bool], Form] | None = None
     forced: Callable[[Schemas], Form] | None = None
 
 
 def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat) -> ToolFormat:
+    held = None
     if isinstance(form, SectionFormat) or (isinstance(form, JsonFormat) and not form.is_bare):
-        return ToolFormat(form.parse, form.markers, held=form.held)
-    return ToolFormat(form.parse, form.markers)
+        held = form.held
+    return ToolFormat(form.parse, form.markers, breaks=form.breaks, held=held)
+
+
+_WRAPPERS = frozenset({"arguments", "input"})
 
 
 def _dsml(section: str) -> ToolFormat:
     bar = "｜DSML｜"
     names = f"<{bar}{section}>", f"</{bar}{section}>", f"<{bar}invoke name=", f"</{bar}invoke>"
-    form = TagFormat(*names, f"<{bar}parameter name=", f"</{bar}parameter>")
-    return ToolFormat(form.parse, (*form.markers, bar))
+    form = TagFormat(*names, f"<{bar}parameter name=", f"</{bar}parameter>", is_bare=True, wrappers=_WRAPPERS)
+    return ToolFormat(form.parse, (*form.markers, bar), breaks=form.breaks)
 
 
 def _functions(section: str) -> ToolFormat:
     section_tags = f"<{section}>", f"</{section}>"
-    return _of(TagFormat(*section_tags, "<function=", "</function>", "<parameter=", "</parameter>", is_bare=True))
+    return _of(
+        TagFormat(*section_tags, "<function=", "</function>", "<parameter=", "</parameter>", is_bare=True, trims=True)
+    )
 
 
 _HERMES = _of(JsonFormat(("<tool_call>",), ("</tool_call>",)))
-_LLAMA_JSON = _of(JsonFormat(("<|python_tag|>",), is_bare=True))
+_LLAMA_JSON = _of(JsonFormat(("<|python_tag|>",), is_bare=True, is_anywhere=True))
 _DEEPSEEK = _of(
     SectionFormat(
         "<｜tool▁calls▁begin｜>",
@@ -111,7 +119,13 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "</parameter>",
         )
     ),
-    "mistral": ToolFormat(parse_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id, held=mistral_calls),
+    "mistral": ToolFormat(
+        parse_mistral,
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        short_call_id,
+        breaks=(Break("[TOOL_CALLS]"),),
+        held=mistral_calls,
+    ),
     "olmo3": _of(PythonicFormat("<function_calls>", "</function_calls>", is_bare=False, has_brackets=False)),
     "openai": ToolFormat(
         parse_harmony,
@@ -145,7 +159,7 @@ REASONING_FORMATS: dict[str, ThinkFormat] = {
         ("Here is my response:", "Here's my response:"),
     ),
     "holo2": _THINK,
-    "kimi_k2": ThinkFormat(breaks=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": _THINK,
     "minimax_m2": _THINK_OPEN,
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "nemotron_v3": _THINK,
@@ -157,8 +171,10 @@ REASONING_FORMATS: dict[str, ThinkFormat] = {
     "step3p5": _THINK_OPEN,
 }
 
-_TOOL_SIGNS: tuple[tuple[str, str], ...] = (
+_TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
+    ("]<]minimax[>[", None),
     ("｜DSML｜tool_calls", "deepseek_v4"),
+    ("dsml_token + 'tool_calls>", "deepseek_v4"),
     ("｜DSML｜", "deepseek_v32"),
     ("<｜tool▁sep｜>", "deepseek_v31"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -171,16 +187,18 @@ _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "llama4_pythonic"),
     ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
     ("[func_name1(", "pythonic"),
     ('{"name": function name', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
     ("<|plugin|>", "internlm"),
     ("<|tool|>", "phi4_mini_json"),
+    ("functools[", "phi4_mini_json"),
     ("<tool_calls>", "jamba"),
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
 )
-"""(text in a chat template, the parser of the models that have it), the most certain first."""
+"""(text in a chat template, the parser of the models that have it or None), the most certain first."""
 _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),

@@ -10,10 +10,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from quire.parsers.arguments import coerced, escaped, is_text, json_string, parameter_schema
+from quire.parsers.arguments import (
+    coerced,
+    escaped,
+    is_text,
+    json_string,
+    object_members,
+    parameter_names,
+    parameter_schema,
+    types_of,
+)
 from quire.parsers.json_calls import copy_value
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Steps, TextReader, discard
+from quire.parsers.reasoning import Break
 
 _HEADER = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s"']*))(?:\s+string\s*=\s*"(true|false)")?""")
 
@@ -33,20 +43,35 @@ class _Arguments:
         self._output.arguments(f"{self._separator}{json_string(name)}: ")
         self._separator = ", "
 
+    def lacks(self, name: str) -> bool:
+        """Whether the tool says which parameters it has, and has none of this name."""
+        return bool(parameter_names(self._schema)) and self.schema(name) is None
+
+    def unwrap(self, name: str, text: str) -> None:
+        """The members of the object `text` as arguments; one argument `name` where it is no object."""
+        members = object_members(text)
+        for key, member in ({name: coerced(text, None)} if members is None else members).items():
+            self.key(key)
+            self._output.arguments(member)
+
     def close(self) -> None:
         self._output.arguments("{}" if self._separator == "{" else "}")
 
 
 class _StringValue:
-    """A string's text as JSON, while it comes. One line feed at either end belongs to the tags."""
+    """A string's text as JSON, while it comes. trims: one line feed at either end belongs to the tags."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, *, trims: bool) -> None:
         self._output = output
+        self._trims = trims
         self._is_first = True
         self._has_line_feed = False
         output.arguments('"')
 
     def add(self, text: str) -> None:
+        if not self._trims:
+            self._output.arguments(escaped(text))
+            return
         if self._is_first:
             self._is_first = False
             text = text.removeprefix("\n")
@@ -73,6 +98,14 @@ class TagFormat:
     parameter_end: str
     is_bare: bool = False
     """A call may stand outside a section."""
+    trims: bool = False
+    """Values stand on lines of their own."""
+    wrappers: frozenset[str] = frozenset()
+    """Names of a parameter that models put all arguments into, as an object, where the tool has no such parameter."""
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return (Break(self.section, (self.call,)),)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -100,6 +133,8 @@ class TagFormat:
             mark = yield from self._enter(reader, output)
             while mark == self.call:
                 yield from self._call(reader, output)
+                if (yield from reader.sees(self.section)):
+                    break
                 mark = yield from reader.until(inside, discard)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
@@ -123,17 +158,17 @@ class TagFormat:
             yield from copy_value(reader, output.arguments)
             yield from reader.until(Markers(self.call_end), discard)
             return
-        marks = Markers(self.parameter, self.call_end, self.section_end)
+        marks = Markers(self.parameter, self.call_end, self.section_end, self.section)
         while True:
             mark = yield from reader.until(marks, discard)
             if mark == self.parameter:
                 mark = yield from self._parameter(reader, output, arguments)
-            if mark in (self.call_end, self.section_end):
-                if mark == self.section_end:
-                    reader.unread(mark)
-                arguments.close()
-                return
             if mark is None:
+                return
+            if mark in (self.section_end, self.section, self.parameter):
+                reader.unread(mark)
+            if mark in (self.call_end, self.section_end, self.section):
+                arguments.close()
                 return
 
     def _header(self, reader: TextReader, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
@@ -147,25 +182,42 @@ class TagFormat:
         return (found[1] or found[2] or found[3] or "").strip(), found[4]
 
     def _parameter(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[str | None]:
-        """Returns the tag that ended the value, or None at the end of the text."""
+        """Returns the tag that ended the value (the next parameter's, where its own is missing), None at the end of the
+        text."""
         header = yield from self._header(reader, [])
         if header is None:
             return None
         name, is_string = header
         schema = arguments.schema(name)
-        ends = Markers(self.parameter_end, self.call_end)
-        arguments.key(name)
-        if is_string == "true" or (is_string is None and is_text(schema, default=True)):
-            value = _StringValue(output)
+        ends = Markers(self.parameter_end, self.parameter, self.call_end)
+        wraps = name in self.wrappers and arguments.lacks(name)
+        if not wraps:
+            arguments.key(name)
+        if not wraps and _comes_as_text(is_string, schema):
+            value = _StringValue(output, trims=self.trims)
             mark = yield from reader.until(ends, value.add, drops_part=True)
             if mark is not None:
                 value.close()
             return mark
         parts: list[str] = []
         mark = yield from reader.until(ends, parts.append)
-        text = "".join(parts).removeprefix("\n").removesuffix("\n")
-        output.arguments(coerced(text, schema) if mark is not None else "")
+        text = "".join(parts)
+        if self.trims:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if mark is not None and wraps:
+            arguments.unwrap(name, text)
+        elif mark is not None:
+            output.arguments(coerced(text, schema))
         return mark
+
+
+def _comes_as_text(is_string: str | None, schema: Any) -> bool:
+    """Whether a value is a string from its first character. is_string: what its tag says, if it does; the schema counts
+    more."""
+    if is_string == "true":
+        types = types_of(schema)
+        return not types or "string" in types
+    return is_string is None and is_text(schema, default=True)
 
 
 @dataclass(frozen=True)
@@ -178,6 +230,10 @@ class PairFormat:
     key_end: str = "</arg_key>"
     value: str = "<arg_value>"
     value_end: str = "</arg_value>"
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return (Break(self.start),)
 
     @property
     def markers(self) -> tuple[str, ...]:

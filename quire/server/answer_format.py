@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
@@ -170,9 +171,11 @@ class AnswerFormat:
 
     def _new_parser(self) -> OutputParser:
         tools = self._formats.tools
+        is_free = self._mode == "auto" and not (self._is_held or self._calls_or_answers)
         return OutputParser(
             self._program(),
             None if self._reasons_itself else self._formats.reasoning,
+            breaks=tools.breaks if tools is not None and is_free else (),
             thought=self._thought,
             schemas={tool.function.name: tool.function.parameters for tool in self._tools},
             new_id=tools.new_id if tools is not None else call_id,
@@ -294,7 +297,7 @@ class ChoiceText:
             content=None if not content and (calls or reasoning) else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
-            tool_calls=[] if has_functions else calls,
+            tool_calls=calls if calls and not has_functions else UNSET,
             function_call=calls[0].function if has_functions and calls else None,
         )
 

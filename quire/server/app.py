@@ -40,7 +40,7 @@ from quire.server.request_log import RequestLog
 from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
-from quire.server.site import HostRules, RootPath, SiteGuard
+from quire.server.site import ANY, HostRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
 from quire.utils.shared_numbers import Numbers
@@ -184,7 +184,9 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    hosts = HostRules(settings.host, settings.allowed_hosts)
+    # No page reaches a Unix socket, and clients call it by any name.
+    names = settings.allowed_hosts or ([ANY] if settings.uds is not None else [])
+    hosts = HostRules(settings.host, names)
     app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)
     app.add_middleware(CountingMiddleware, counter=counter)
     if settings.root_path:

@@ -109,7 +109,7 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
 
 
 async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse:
-    params = body.params(dimensions=body.dimensions, normalize=body.normalize)
+    params = body.params(dimensions=body.dimensions, normalize=body.normalizes)
     outputs = await _run(context, body, params, await _texts(context, body))
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [EmbeddingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
@@ -119,7 +119,7 @@ async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> Embeddi
 async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse:
     if body.task is not None:
         _check_task(context, body.task)
-    params = body.params(dimensions=body.dimensions, normalize=body.normalize, use_activation=body.use_activation)
+    params = body.params(dimensions=body.dimensions, normalize=body.normalize)
     outputs = await _run(context, body, params, await _texts(context, body))
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [PoolingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
@@ -127,7 +127,7 @@ async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingRespo
 
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
-    params, labels = body.params(use_activation=body.use_activation), context.engine.pooling.labels
+    params, labels = body.params(), context.engine.pooling.labels
     outputs = await _run(context, body, params, await _texts(context, body))
     scores = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [
@@ -137,7 +137,7 @@ async def _classify(context: ServerContext, body: ClassificationRequest) -> Clas
 
 
 async def _score(context: ServerContext, body: ScoreRequest) -> ScoreResponse:
-    params = body.params(use_activation=body.use_activation)
+    params = body.params()
     scores, outputs = await _scores(context, body, params, body.firsts, body.seconds)
     data = [ScoreItem(index, score) for index, score in enumerate(scores)]
     return _listed(ScoreResponse, "score", context, body, outputs, data)
@@ -175,7 +175,7 @@ async def _run(
 ) -> list[RequestOutput]:
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
     all of them."""
-    charge, salt = Charge(context.metrics), client_salt(None)
+    charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
 

@@ -44,7 +44,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
-        (quire/server/site.py); "*.example.com" stands for all names under it, "*" for any.
+        (quire/server/site.py); "*.example.com" stands for all names under it, "*" for any, which is the default on a
+        Unix socket.
     keep_alive_timeout, header_timeout, body_timeout, write_timeout: seconds that a client may take to begin a request,
         to send its head, to send its body, and to read some of its answer.
     max_total_body_size: bytes of all bodies that are being received (quire/server/json_bodies.py).

@@ -32,7 +32,8 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
             tokens = await engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
         strings = None
         if body.return_token_strs:
-            strings = await engine.off_loop(len(tokens), lambda: [tokenizer.token_text(token) for token in tokens])
+            entry = tokenizer.backend.id_to_token
+            strings = await engine.off_loop(len(tokens), lambda: [entry(token) or "" for token in tokens])
         return json_response(TokenizeResponse(len(tokens), longest, tokens, strings))
 
     @app.post("/detokenize")

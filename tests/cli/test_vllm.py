@@ -147,6 +147,9 @@ def test_values_that_ask_for_nothing_are_taken_without_a_word(entry: VllmFlag) -
         ("--async-scheduling", {"queue_depth": 2}),
         ("--no-async-scheduling", {"queue_depth": 1}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--disable-prefix-caching --enable-prefix-caching", {"enable_prefix_caching": True}),
+        ("--device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--swap-space 2.5", {"swap_space": 2.5, "preemption_mode": "auto"}),
         ("--swap-space 0", {}),
         ("--swap-space 4 --preemption-mode swap", {"swap_space": 4.0, "preemption_mode": "swap"}),
@@ -162,6 +165,11 @@ def test_values(line: str, options: dict[str, Any]) -> None:
     read = read_line(["some/model", *line.split()])
     assert read.options == {"model": "some/model", **options}
     assert read.notes == []
+
+
+def test_either_word_of_a_flag_for_settings() -> None:
+    assert read_line(["m", "--enable-fastapi-docs"]).settings["disable_fastapi_docs"] is False
+    assert read_line(["m", "--disable-per-request-metrics"]).settings["enable_per_request_metrics"] is False
 
 
 def test_keys_of_json_flags_join_the_json() -> None:

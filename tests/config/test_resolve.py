@@ -236,7 +236,7 @@ def test_names_of_8_bit_floats_for_the_cache(model: str) -> None:
         ("float32", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, "bfloat16"),
         ("float32", {"kv_cache_dtype": "bfloat16", "matmul_precision": "bfloat16"}, "bfloat16"),
         ("float32", {"matmul_precision": "bfloat16"}, None),  # nothing is stored in it
-        ("float32", {"matmul_precision": "bfloat16", "quantization": "int8"}, "bfloat16"),  # AMX widens to it
+        ("float32", {"matmul_precision": "bfloat16", "quantization": "int8"}, "bfloat16"),  # concerns those
         ("bfloat16", {"attention_backend": "torch"}, "float32"),
         ("bfloat16", {"attention_backend": "torch", "dtype": "bfloat16"}, "bfloat16"),
         ("bfloat16", {"attention_backend": "torch", "matmul_precision": "bfloat16"}, None),

@@ -86,7 +86,11 @@ def test_the_callers_list_is_not_kept(processor: InputProcessor) -> None:
         ([], "the prompt is empty", "prompt"),
         ({"prompt": ""}, "the prompt is empty", "prompt"),
         ({"prompt_token_ids": []}, "the prompt is empty", "prompt"),
-        ([3, VOCABULARY], rf"{VOCABULARY} is not a token id of this model \(0 to 399\)", "prompt_token_ids"),
+        (
+            [3, VOCABULARY],
+            rf"{VOCABULARY} is not a token id: out of vocabulary \(0 to 399\)",
+            "prompt_token_ids",
+        ),
         ([3, -1], "-1 is not a token id", "prompt_token_ids"),
         ([3, 2**80], "is not a token id", "prompt_token_ids"),
         ([3, "x"], "must hold integers, not 'x'", "prompt_token_ids"),

@@ -145,26 +145,28 @@ def prompt_logprobs(directory: Path, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("names", "backend"),
+    ("names", "options"),
     [
-        ("self_attn.{}_scale", "native"),
-        ("self_attn.attn.{}_scale", "native"),
-        ("self_attn.{}_proj.{}_scale", "torch"),
-        ("self_attn.{}_proj.output_scale", "triton"),
-        ("self_attn.kv_scale", "torch"),
+        ("self_attn.{}_scale", {"attention_backend": "native"}),
+        ("self_attn.attn.{}_scale", {"attention_backend": "native", "model_impl": "transformers"}),
+        ("self_attn.{}_proj.{}_scale", {"attention_backend": "torch"}),
+        ("self_attn.{}_proj.output_scale", {"attention_backend": "triton"}),
+        ("self_attn.kv_scale", {"attention_backend": "torch"}),
     ],
 )
-def test_scales_of_an_fp8_cache(names: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_of_an_fp8_cache(
+    names: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Keys and values of thousands, which are cut off at 448 without scales, are rounded as small ones are."""
     saved = write_large_heads(tmp_path, names)
     with caplog.at_level(logging.INFO):
-        expected = prompt_logprobs(saved, attention_backend=backend)
+        expected = prompt_logprobs(saved, **options)
     count = 4 if "{}" in names else 2
     assert caplog.text.count(f"{count} scales of an 8-bit KV cache are left out: keys and values are kept in") == 1
-    scaled = prompt_logprobs(saved, attention_backend=backend, kv_cache_dtype="fp8")
+    scaled = prompt_logprobs(saved, **options, kv_cache_dtype="fp8")
     tensors = load_file(saved / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if "scale" not in k}, saved / "model.safetensors")
-    cut = prompt_logprobs(saved, attention_backend=backend, kv_cache_dtype="fp8")
+    cut = prompt_logprobs(saved, **options, kv_cache_dtype="fp8")
     errors = [float((found - expected).abs().mean()) for found in (scaled, cut)]
     assert 0 < errors[0] < 0.2 * errors[1]
 

@@ -56,14 +56,19 @@ def make_parser(
     answer = plain if tools is None else TOOL_FORMATS[tools].parse
     form = None if reasoning is None else reasoning_format(reasoning)
     form = None if form is HARMONY_REASONING else form
-    return OutputParser(answer, form, thought=thought, schemas=schemas, new_id=counting_ids(), max_calls=max_calls)
+    breaks = () if tools is None else TOOL_FORMATS[tools].breaks
+    return OutputParser(
+        answer, form, breaks=breaks, thought=thought, schemas=schemas, new_id=counting_ids(), max_calls=max_calls
+    )
 
 
-def parse(parser: OutputParser, pieces: Iterable[str]) -> Joined:
+def parse(parser: OutputParser, pieces: str | list[str]) -> Joined:
+    """Feed the pieces, the last of a list as the last one; a text is fed character by character, and then ended."""
     joined = Joined()
-    for piece in pieces:
-        joined.add(parser.feed(piece))
-    joined.add(parser.finish())
+    for index, piece in enumerate(pieces):
+        joined.add(parser.feed(piece, is_last=isinstance(pieces, list) and index == len(pieces) - 1))
+    if isinstance(pieces, str) or not pieces:
+        joined.add(parser.finish())
     return joined
 
 

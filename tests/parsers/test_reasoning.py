@@ -19,7 +19,7 @@ from quire.parsers.registry import (
     tool_format,
 )
 from tests.parsers.driver import counting_ids, cut, make_parser, parse
-from tests.parsers.writers import hermes, kimi
+from tests.parsers.writers import WRITERS
 
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<[H"), max_size=30)
 THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING)
@@ -45,13 +45,17 @@ def test_no_reasoning() -> None:
     assert parse(make_parser(None, "qwen3", Thought.OPEN), "<think>a</think>b").reasoning == "a"
 
 
-def test_calls_follow_reasoning_and_are_not_looked_for_inside_it() -> None:
-    call = hermes([("f", {"a": 1})])
-    found = parse(make_parser("hermes", "qwen3"), f"<think>not {call} yet</think>\n\n{call}")
-    assert (found.reasoning, found.content, found.pairs) == (f"not {call} yet", "", [("f", '{"a": 1}')])
-    section = kimi([("f", {"a": 1})])
-    found = parse(make_parser("kimi_k2", "kimi_k2"), f"<think>Kimi forgets the end.{section}")
-    assert (found.reasoning, found.pairs) == ("Kimi forgets the end.", [("f", '{"a": 1}')])
+MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] begins one,  <tool_call>\n"
+
+
+@pytest.mark.parametrize("name", [name for name in dict(WRITERS) if TOOL_FORMATS[name].breaks])
+def test_a_call_ends_reasoning_that_was_left_open_and_a_mention_of_its_mark_does_not(name: str) -> None:
+    call = dict(WRITERS)[name]([("f", {"a": "x"})])
+    mention = "" if name in ("glm45", "glm47", "mistral") else MENTION
+    for text in (f"<think>{mention}I call.{call}", f"<think>{mention}I call.</think>{call}"):
+        found = parse(make_parser(name, "qwen3"), [text])
+        assert (found.reasoning, found.content, found.pairs) == (f"{mention}I call.", "", [("f", '{"a": "x"}')])
+        assert parse(make_parser(name, "qwen3"), text) == found
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,9 @@ def test_forced_calls() -> None:
         ("<tool_call>{name}\n<arg_key>{key}</arg_key> <think></think>", "glm45", "glm45"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ n }}<｜tool▁sep｜> </think>", "deepseek_v31", "qwen3"),
         ('<｜DSML｜function_calls><｜DSML｜invoke name="', "deepseek_v32", None),
+        ("{% set dsml_token = '｜DSML｜' %}<' + dsml_token + 'tool_calls>\\n", "deepseek_v4", None),
+        ("]<]minimax[>[' ~ '<tool_call>'", None, None),
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
         ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "kimi_k2"),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral", None),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),

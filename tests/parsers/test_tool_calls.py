@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.parsers.registry import TOOL_FORMATS
 from tests.parsers.driver import cut, make_parser, parse
-from tests.parsers.writers import NO_LEADING_TEXT, ONE_CALL, WRITERS, Call, Writer, glm, harmony, qwen_coder
+from tests.parsers.writers import NO_LEADING_TEXT, ONE_CALL, WRITERS, Call, Writer, dsml, glm, harmony, qwen_coder
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,12}", fullmatch=True)
 TEXTS = st.text(st.characters(blacklist_categories=["Cs", "Cc"], blacklist_characters="<>[]`"), max_size=20).map(
@@ -193,6 +193,8 @@ def test_only_the_first_calls() -> None:
     assert parser.num_calls == 2
 
 
+CALL_ENDS = {"qwen3_coder": "</function>", "minimax_m2": "</invoke>", "deepseek_v32": "</｜DSML｜invoke>"}
+LFM2_NONE = "<|tool_call_start|>[ ]<|tool_call_end|>"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -205,6 +207,7 @@ SCHEMA = {
         "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "either": {"type": ["string", "null"]},
         "kind": {"enum": ["1", "2"]},
+        "float": {"type": "float"},
     },
 }
 
@@ -236,6 +239,7 @@ SCHEMA = {
         ("either", "null", None),
         ("either", "7", "7"),
         ("kind", "1", "1"),
+        ("float", "0.5", 0.5),
         ("unknown", "7", "7"),
     ],
 )
@@ -256,6 +260,8 @@ def test_values_get_the_types_of_the_schema(key: str, written: str, value: Any) 
         ("f(a=g(1))", {"a": "g(1)"}),
         ("f(a=__import__('os').system('true'))", {"a": "__import__('os').system('true')"}),
         ("f(a='\\ud800')", {"a": "\ud800"}),
+        ("f(a='two\nlines', b=['x\ty', \"\x00\\\"\"])", {"a": "two\nlines", "b": ["x\ty", '\x00"']}),
+        ("f(a=07, b=-005, c=00.5)", {"a": 7, "b": -5, "c": 0.5}),
         ("f(a=1e999)", {"a": "1e999"}),
         ("f()", {}),
         (f"f(a={'(' * 200}{')' * 200})", {"a": "(" * 200 + ")" * 200}),
@@ -278,6 +284,57 @@ def test_bare_formats_need_a_known_tool() -> None:
     for text in ('{"name": "Ann", "age": 3}', '{"age": 3}', "{", '{"name": "f'):
         found = parse(make_parser("llama3_json", schemas=schemas), text)
         assert (found.content, found.calls) == (text, [])
+
+
+def test_llama_calls_in_the_midst_of_text() -> None:
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    schemas: dict[str, Any] = {"f": {}}
+    for text, content, calls in (
+        (f"I look {{it}} up: {call}; {call}\nThen", "I look {it} up: Then", 2),
+        (f'{{"call": {call}}} [] {{', f'{{"call": {call}}} [] {{', 0),
+        (f"[{call}] []", " []", 1),
+        ("[ ]", "[ ]", 0),
+    ):
+        found = parse(make_parser("llama3_json", schemas=schemas), [text])
+        assert (found.content, found.pairs) == (content, [("f", '{"a": 1}')] * calls)
+        assert parse(make_parser("llama3_json", schemas=schemas), text) == found
+
+
+@pytest.mark.parametrize(("name", "empty"), [("phi4_mini_json", "functools[ ]"), ("lfm2", LFM2_NONE)])
+def test_an_empty_list_between_marks_is_nothing(name: str, empty: str) -> None:
+    assert parse(make_parser(name), [f"No call. {empty}"]).content == "No call. "
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "arguments"),
+    [
+        ("qwen3_coder", "<parameter=text>\na<b\n<parameter=count>\n5\n</parameter>", {"text": "a<b", "count": 5}),
+        ("minimax_m2", '<parameter name="text">\n a\n</parameter>', {"text": "\n a\n"}),
+        ("deepseek_v32", '<｜DSML｜parameter name="count" string="true">5</｜DSML｜parameter>', {"count": 5}),
+        ("deepseek_v32", '<｜DSML｜parameter name="either" string="true">null</｜DSML｜parameter>', {"either": "null"}),
+        ("deepseek_v32", '<｜DSML｜parameter name="input" string="true">{"text": "a", "n": 1}', {"text": "a", "n": 1}),
+        ("deepseek_v32", '<｜DSML｜parameter name="arguments" string="false">[1]', {"arguments": [1]}),
+        ("deepseek_v32", '<｜DSML｜parameter name="input" string="true">{"a": NaN}', {"input": '{"a": NaN}'}),
+    ],
+)
+def test_parameters_as_models_leave_them(name: str, written: str, arguments: dict[str, Any]) -> None:
+    """With no end, with line feeds of their own, of another type than they say, all of them in one."""
+    before, end, after = dict(WRITERS)[name]([("f", {})]).partition(CALL_ENDS[name])
+    text = before + written + end + after
+    found = parse(make_parser(name, schemas={"f": SCHEMA}), [text])
+    assert [(called, json.loads(each)) for called, each in found.pairs] == [("f", arguments)]
+    assert parse(make_parser(name, schemas={"f": SCHEMA}), text) == found
+
+
+def test_a_call_outside_its_section() -> None:
+    text = dsml([("f", {"text": "x"})]).partition("\n")[2]
+    found = parse(make_parser("deepseek_v32"), [f"I look.\n{text}"])
+    assert (found.content, found.pairs) == ("I look.\n", [("f", '{"text": "x"}')])
+
+
+def test_a_section_that_begins_inside_a_call_ends_it() -> None:
+    text = "<tool_call>\n<function=f>\nWait. <tool_call>\n" + qwen_coder([("g", {"a": "x"})]).partition("\n")[2]
+    assert parse(make_parser("qwen3_coder"), [text]).pairs == [("f", "{}"), ("g", '{"a": "x"}')]
 
 
 def test_harmony_channels() -> None:

@@ -157,5 +157,5 @@ WRITERS: list[tuple[str, Writer]] = [
     ("openai", harmony),
 ]
 ONE_CALL = {"internlm"}
-NO_LEADING_TEXT = {"llama3_json", "pythonic", "openai"}
+NO_LEADING_TEXT = {"pythonic", "openai"}
 """Formats without a marker, or with headers: plain content cannot stand before their calls."""

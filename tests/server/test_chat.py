@@ -48,7 +48,6 @@ async def test_shape_of_an_answer(served: Served) -> None:
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "tool_calls": [],
             "reasoning": None,
             "reasoning_content": None,
         },

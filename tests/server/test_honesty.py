@@ -272,6 +272,7 @@ async def test_tokenize_fields(served: Served) -> None:
     assert plain == {"count": 3, "max_model_len": 256, "tokens": [256, 64, 65], "token_strs": None}
     assert (await post("/tokenize", prompt="ab", add_special_tokens=False))["tokens"] == [64, 65]
     assert (await post("/tokenize", prompt="ab", return_token_strs=True))["token_strs"] == ["<|start|>", "a", "b"]
+    assert (await post("/tokenize", prompt=" é", return_token_strs=True))["token_strs"][1:] == ["Ġ", "Ã", "©"]
     assert (await post("/tokenize", messages=hi, add_generation_prompt=False))["count"] < chat["count"]
     assert (await post("/tokenize", messages=hi, add_special_tokens=True))["count"] == chat["count"] + 1
     assert (await post("/tokenize", messages=hi, chat_template_kwargs={"shout": 1}))["count"] > chat["count"]

@@ -141,3 +141,8 @@ async def test_a_template_of_a_file_on_a_unix_socket(path: Path, tmp_path: Path)
         response = await served.client.post("/v1/chat/completions", json={**CHAT, "return_prompt_text": True})
         assert response.json()["prompt_text"] == "<user>=abcdefgh"
         assert (await served.client.get("/is_paused")).json() == {"is_paused": False}, "its clients are on this machine"
+        assert (await served.client.get("/version", headers={"Host": "any.sock"})).status_code == 200
+    settings = ServerSettings(uds=str(tmp_path / "socket"), allowed_hosts=["api.example"])
+    async with serving(path, settings, live=True) as served:
+        answers = [await served.client.get("/version", headers={"Host": name}) for name in ("api.example", "any.sock")]
+        assert [answer.status_code for answer in answers] == [200, 421]

@@ -171,6 +171,8 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
         ({"input": "w1", "dimension": 1}, "dimension", "unknown field"),
+        ({"input": "w1", "truncation_side": "left"}, "truncation_side", "is not supported"),
+        ({"input": "w1", "padding": "max_length"}, "padding", "is not supported"),
     ],
 )
 async def test_mistakes_are_named(
@@ -180,6 +182,27 @@ async def test_mistakes_are_named(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert message in answer.json()["error"]["message"]
+
+
+async def test_names_of_vllm(embedder: httpx.AsyncClient) -> None:
+    """The texts of a score under each of their names, and `use_activation`, which is `normalize` of vectors."""
+    scores = []
+    for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        body = {first: "w1 w2", second: ["w3", "w1 w4"], "truncation_side": "right"}
+        scores.append((await embedder.post("/score", json=body)).json()["data"])
+    assert scores == [scores[0]] * 4
+    for more in ({"text_1": "w1"}, {"instruction": "Find it."}, {"max_tokens_per_doc": 3}):
+        answer = await embedder.post("/score", json={"queries": "w1 w2", "items": "w3", **more})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
+
+    async def vector(**fields: object) -> list[float]:
+        answer = await embedder.post("/v1/embeddings", json={"input": "w1 w2", "cache_salt": "salt", **fields})
+        found: list[float] = answer.json()["data"][0]["embedding"]
+        return found
+
+    bare = await vector(normalize=False)
+    assert await vector(use_activation=False) == bare != await vector()
+    assert await vector(use_activation=True, normalize=False) == bare
 
 
 async def test_a_model_that_pools_completes_nothing(embedder: httpx.AsyncClient) -> None:

@@ -298,6 +298,20 @@ def test_a_conversation_with_tools_as_a_chat() -> None:
     assert chat["response_format"]["json_schema"] == {"name": "n", "schema": schema, "strict": True}
 
 
+def test_vllms_fields() -> None:
+    """A chat has them under the same names, or they are refused."""
+    fields = {
+        "logit_bias": {5: 1.0},
+        "stop_token_ids": [7],
+        "structured_outputs": {"regex": "a"},
+        "include_reasoning": False,
+    }
+    flags = dict.fromkeys(("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"), False)
+    assert (fields | flags).items() <= to_chat(**fields, **flags).items()
+    for name in ("previous_input_messages", "enable_response_messages", "kv_transfer_params"):
+        assert name in ResponsesRequest.UNSUPPORTED
+
+
 def test_choices_of_tools() -> None:
     tools = [{"type": "function", "name": "f"}]
     assert to_chat(tools=tools)["tool_choice"] == "auto"

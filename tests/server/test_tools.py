@@ -147,7 +147,7 @@ async def test_no_calls(served: Served) -> None:
     for more in ({"tools": None}, {"tools": None, "tool_choice": "none"}, {"tool_choice": "none"}):
         [choice] = (await ask(served, CALL, **more))["choices"]
         assert choice["message"]["content"] == CALL
-        assert choice["message"]["tool_calls"] == []
+        assert "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
 
 
@@ -305,7 +305,7 @@ async def test_strict_tools(served: Served) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "get_time"]
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     message = (await ask(served, "no call", tools=tools))["choices"][0]["message"]
-    assert (message["content"], message["tool_calls"]) == ("no call", [])
+    assert (message["content"], message.get("tool_calls")) == ("no call", None)
     says = f"see {wrong}</think>" + CALL
     message = (await ask(served, says, tools=tools, chat_template_kwargs={"thinking": True}))["choices"][0]["message"]
     assert message["reasoning"] == f"see {wrong}"
@@ -330,14 +330,14 @@ async def test_an_answer_with_a_format_beside_tools(served: Served, kind: str) -
 
     async def message(says: str, **more: Any) -> dict[str, Any]:
         [choice] = (await ask(served, says, response_format=form, max_tokens=200, **more))["choices"]
-        assert choice["finish_reason"] == ("tool_calls" if choice["message"]["tool_calls"] else "stop")
+        assert choice["finish_reason"] == ("tool_calls" if "tool_calls" in choice["message"] else "stop")
         return choice["message"]
 
     assert call_of(await message(CALL)) == ("get_weather", {"city": "Köln"})
     assert [call["function"]["name"] for call in (await message(CALLS))["tool_calls"]] == ["get_weather", "get_time"]
     assert call_of(await message(CALLS, parallel_tool_calls=False)) == ("get_weather", {"city": "Köln"})
     found = await message('{"n": 7}')
-    assert (found["content"], found["tool_calls"]) == ('{"n": 7}', [])
+    assert (found["content"], found.get("tool_calls")) == ('{"n": 7}', None)
     found = await message(THOUGHT + '{"n": 7}')
     assert (found["reasoning"], found["content"]) == ("hm", '{"n": 7}')
     assert call_of(await message(THOUGHT + CALL)) == ("get_weather", {"city": "Köln"})
@@ -433,7 +433,8 @@ async def test_functions_instead_of_tools(served: Served) -> None:
     [choice] = answer["choices"]
     message = choice["message"]
     expected = {"name": "get_weather", "arguments": '{"city": "Köln"}'}
-    assert (message["content"], message["function_call"], message["tool_calls"]) == ("Look.\n", expected, [])
+    assert (message["content"], message["function_call"]) == ("Look.\n", expected)
+    assert "tool_calls" not in message
     assert choice["finish_reason"] == "function_call"
     prompt = served.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
     assert prompt.startswith("get_weather get_time <|start|>user")

@@ -68,6 +68,7 @@ MODEL: tuple[VllmFlag, ...] = (
     to("override_generation_config", "json"),
     to("enable_sleep_mode", "flag", is_keyword=False),
     noted("sleep_mode_offload_cudagraph", "flag", "graphs stay, or are captured again", False),
+    noted("sleep_mode_backend", "text", "sleep mode needs no allocator of its own", "cumem"),
     noted("sleep_preserve_parameter_names", "texts", "at level 2 all weights are read again", []),
     noted("enable_cumem_allocator", "flag", "sleep mode needs no allocator of its own", False),
     noted("enable_nccl_comm_suspend", "flag", "there is no NCCL", False),

@@ -16,6 +16,7 @@ _CHAT: tuple[VllmFlag, ...] = (
     to("trust_request_chat_template", "flag"),
     noted("trust_request_mm_kwargs", "flag", "only text is taken", False),
     to("default_chat_template_kwargs", "json"),
+    refused("reasoning_effort_map", "json", "efforts reach the chat template as they are", {}),
     to("response_role", "text"),
     to("return_tokens_as_token_ids", "flag"),
     to("enable_auto_tool_choice", "flag"),

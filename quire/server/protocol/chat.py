@@ -186,7 +186,7 @@ class ChatLogprobs(msgspec.Struct):
 
 class AssistantMessage(msgspec.Struct):
     """reasoning, reasoning_content: two names of the model's thoughts, vLLM's today and DeepSeek's. function_call:
-    where the request has `functions`."""
+    where the request has `functions`. tool_calls: left out where there are none, as OpenAI does."""
 
     role: str
     content: str | None
@@ -194,7 +194,7 @@ class AssistantMessage(msgspec.Struct):
     annotations: None = None
     audio: None = None
     function_call: FunctionCall | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
 

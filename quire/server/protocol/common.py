@@ -68,7 +68,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "length_penalty": (1.0, 1),
     "logits_processors": ([],),
     "lora_request": (),
+    "mm_payload": ({},),
     "prompt_embeds": ([],),
+    "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
     "use_beam_search": (False,),
     "watermarking": (False,),
@@ -80,8 +82,8 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class AnswerTimes(msgspec.Struct):
-    """What the phases of a request took, in milliseconds, and its speed; each None where there was no such phase.
+class AnswerTimes(msgspec.Struct, omit_defaults=True):
+    """What the phases of a request took, in milliseconds, and its speed; each left out where there was no such phase.
 
     time_to_first_token_ms: from the first step. generation_time_ms: from the first token to the last. mean_itl_ms:
     between two tokens. tokens_per_second: from the first step to the last token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import Meta
 
 from quire.errors import UserError
 from quire.pooling_params import PoolingParams
-from quire.server.protocol.common import Identifier, Int32, Priority, RequestStruct, ShortString, TokenId
+from quire.server.protocol.common import MAX_STRING, Identifier, Int32, Priority, RequestStruct, ShortString, TokenId
 from quire.server.protocol.messages import Messages, check_continuation
 
 MAX_INPUTS = 2048
@@ -23,19 +24,28 @@ Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)
 
 
 class PoolingFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize: as PoolingParams have them."""
+    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
+    have them."""
 
     model: str | None = None
     truncate_prompt_tokens: Int32 | None = None
+    use_activation: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
     priority: Priority = 0
     request_id: Identifier | None = None
     user: ShortString | None = None
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+        "padding": ("do_not_pad",),
+        "truncation_side": ("right",),
+    }
 
     def params(self, **more: Any) -> PoolingParams:
         """The engine's settings."""
-        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, **more)
+        cut = self.truncate_prompt_tokens
+        return PoolingParams(truncate_prompt_tokens=cut, use_activation=self.use_activation, **more)
 
 
 class InputFields(PoolingFields, kw_only=True, frozen=True):
@@ -90,36 +100,51 @@ class VectorFields(InputFields, kw_only=True, frozen=True):
 
 
 class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
-    """Texts whose vectors are wanted."""
+    """Texts whose vectors are wanted. use_activation: vLLM's name of `normalize`, which counts before it."""
+
+    @property
+    def normalizes(self) -> bool | None:
+        return self.use_activation if self.normalize is None else self.normalize
 
 
 class PoolingRequest(VectorFields, kw_only=True, frozen=True):
-    """What the model makes of texts, a vector each or the scores of its labels. use_activation: as PoolingParams. task:
-    what the model must be for; None: whatever it is for."""
+    """What the model makes of texts, a vector each or the scores of its labels. task: what the model must be for; None:
+    whatever it is for."""
 
-    use_activation: bool | None = None
     task: Literal["embed", "classify"] | None = None
 
 
 class ClassificationRequest(InputFields, kw_only=True, frozen=True):
-    """use_activation: as PoolingParams."""
-
-    use_activation: bool | None = None
+    """Texts whose labels are wanted."""
 
 
-class ScoreRequest(PoolingFields, kw_only=True, frozen=True):
-    """text_1: one text for all, or as many as text_2. (queries and documents, of newer vLLM, are the same.)"""
+class PairFields(PoolingFields, kw_only=True, frozen=True):
+    """Requests for scores of pairs of texts."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        **PoolingFields.UNSUPPORTED,
+        "chat_template_kwargs": ({},),
+        "instruction": (),
+        "max_tokens_per_doc": (0,),
+        "max_tokens_per_query": (0,),
+    }
+
+
+class ScoreRequest(PairFields, kw_only=True, frozen=True):
+    """text_1: one text for all, or as many as text_2. The others are vLLM's newer names of the same."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    use_activation: bool | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
 
     def __post_init__(self) -> None:
-        for pair in (("text_1", "queries"), ("text_2", "documents")):
-            if sum(getattr(self, name) is not None for name in pair) != 1:
-                raise UserError(f"give either {pair[0]} or {pair[1]}", param=pair[0])
+        for names in (FIRST_NAMES, SECOND_NAMES):
+            if sum(getattr(self, name) is not None for name in names) != 1:
+                raise UserError(f"give one of {', '.join(names)}", param=names[0])
         if len(self.firsts) not in (1, len(self.seconds)):
             raise UserError(
                 f"got {len(self.firsts)} texts for {len(self.seconds)}: give one, or as many", param="text_1"
@@ -127,14 +152,22 @@ class ScoreRequest(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def firsts(self) -> list[str]:
-        return _listed(self.text_1 or self.queries or "")
+        return self._given(FIRST_NAMES)
 
     @property
     def seconds(self) -> list[str]:
-        return _listed(self.text_2 or self.documents or "")
+        return self._given(SECOND_NAMES)
+
+    def _given(self, names: Sequence[str]) -> list[str]:
+        texts: Texts = next(found for name in names if (found := getattr(self, name)) is not None)
+        return [texts] if isinstance(texts, str) else texts
 
 
-class RerankRequest(PoolingFields, kw_only=True, frozen=True):
+FIRST_NAMES = ("text_1", "queries", "data_1")
+SECOND_NAMES = ("text_2", "documents", "items", "data_2")
+
+
+class RerankRequest(PairFields, kw_only=True, frozen=True):
     """top_n: results to return, the best; 0: all. return_documents: with the texts."""
 
     query: str
@@ -221,7 +254,3 @@ class RerankResponse(msgspec.Struct):
     model: str
     usage: PoolingUsage
     results: list[RerankResult]
-
-
-def _listed(texts: Texts) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts

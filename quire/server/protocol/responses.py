@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
-from quire.server.protocol.common import SharedFields, ShortString
+from quire.server.protocol.common import SharedFields, ShortString, TokenId
 from quire.server.protocol.response_items import InputItem, Items, messages_of
 
 NAMES = {
@@ -20,7 +20,17 @@ NAMES = {
 }
 """The chat endpoint's names of fields -> the ones here, for errors."""
 
-PASSED_ON = (*SharedFields.__struct_fields__, "chat_template_kwargs")
+PASSED_ON = (
+    *SharedFields.__struct_fields__,
+    "chat_template_kwargs",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "structured_outputs",
+)
 """Fields that the chat endpoint has under the same name."""
 
 LOGPROBS = "message.output_text.logprobs"
@@ -115,24 +125,41 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     metadata: dict[str, str] = {}  # noqa: RUF012
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {
             "access_programs",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
             "moderation",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
+            "return_mm_kwargs",
             "safety_identifier",
             "service_tier",
+            "session_id",
             "stream_options",
         }
     )
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         "context_management": ([],),
         "conversation": (),
+        "ec_transfer_params": ({},),
+        "enable_response_messages": (False,),
+        "kv_transfer_params": ({},),
         "max_tool_calls": (),
+        "mm_payload": ({},),
+        "previous_input_messages": ([],),
         "prompt": (),
+        "watermarking": (False,),
     }
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ _OF_MESSAGES = (
 
 class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """Either `prompt` or `messages`, and with these what the chat endpoint's template is given. add_special_tokens:
-    default true for a prompt, false for messages. return_token_strs: also each token's text."""
+    default true for a prompt, false for messages. return_token_strs: also each token as the vocabulary has it."""
 
     model: str | None = None
     prompt: str | None = None

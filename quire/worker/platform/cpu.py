@@ -53,10 +53,10 @@ class CpuPlatform:
 
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
             stored = (config.model.dtype, config.model.kv_cache_dtype)
-            if device.matmul_precision == "bfloat16" not in stored and not self._runtime.widens_to_bfloat16:
+            if device.matmul_precision == "bfloat16" not in stored and not self._runtime.rounds_for_quantised:
                 raise ConfigError(
                     f"matmul_precision='bfloat16' would change nothing: {self._runtime.isa} leaves activations of "
-                    "quantised weights in float32 (only AMX does not), and nothing is stored in bfloat16",
+                    "quantised weights in float32, and nothing is stored in bfloat16",
                     param="matmul_precision",
                 )
         # Native kernels have threads of their own, which torch's would only slow down.

@@ -28,11 +28,13 @@ BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
 TILE_ISAS = [isa for isa in ISAS if isa.startswith("amx")]
 """Those that multiply integers and small floats by activations in bfloat16."""
 KINDS = ("f32", "bf16", "f16", "i8", "i4", "e4m3", "mxfp4", "nvfp4", "i8_rounded", "i4_rounded", "bf16_rounded")
+DIGITS = ("i8_digits", "mxfp4_digits")
 WIDENED = ("i8_bf16", "i4_bf16", "e4m3_bf16", "mxfp4_bf16", "nvfp4_bf16")
 """Types of weights, and what is done with activations: "rounded" to integers of 8 bits, or bfloat16 as the weights are;
-"bf16" to bfloat16 for weights that are not."""
+"bf16" to bfloat16 for weights that are not, "digits" to whole numbers in two digits."""
 CASES = [
     *((kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)),
+    *((kind, isa) for kind in DIGITS for isa in ISAS if isa == "avx512_bf16"),
     *((kind, isa) for kind in WIDENED for isa in TILE_ISAS[:1]),  # the emulation is slow, and has the same bits
 ]
 _TYPES = {
@@ -50,7 +52,7 @@ _POOLS: dict[int, _native.Pool] = {}
 
 
 def precision_of(kind: str) -> MatmulPrecision:
-    return MatmulPrecision.BFLOAT16 if kind in ("bf16_rounded", *WIDENED) else MatmulPrecision.FLOAT32
+    return MatmulPrecision.BFLOAT16 if kind in ("bf16_rounded", *DIGITS, *WIDENED) else MatmulPrecision.FLOAT32
 
 
 def pool(threads: int) -> _native.Pool:
@@ -96,7 +98,7 @@ def random_matrix(
     """A packed matrix of random weights with values of about 1 / sqrt(in_features)."""
     random = torch.Generator().manual_seed(seed)
     rounded = kind.endswith("_rounded")
-    type_name = kind.removesuffix("_rounded").removesuffix("_bf16")
+    type_name = kind.removesuffix("_rounded").removesuffix("_bf16").removesuffix("_digits")
     size = in_features**-0.5
     if type_name in ("f32", "bf16", "f16"):
         matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)

@@ -13,7 +13,16 @@ from torch.nn import functional
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
-from tests.kernels.cpu.linear_calls import CASES, ISAS, Normed, precision_of, random_matrix, row_norm, run_linear
+from tests.kernels.cpu.linear_calls import (
+    CASES,
+    DIGITS,
+    ISAS,
+    Normed,
+    precision_of,
+    random_matrix,
+    row_norm,
+    run_linear,
+)
 
 ROWS = (1, 2, 3, 7, 8, 12, 13, 31, 32, 100)
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -38,8 +47,23 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(np.rint(values * inverse)), torch.from_numpy(largest / np.float32(127))
 
 
-def _seen_by_kernel(kind: str, x: torch.Tensor) -> torch.Tensor:
+def _in_digits(matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+    """Whole numbers of two signed digits of eight bits, with a power of two as the scale of a block: a group's next 128
+    values."""
+    order = torch.arange(x.shape[1]) if matrix.column_order is None else matrix.column_order.long()
+    out = x.double()
+    for group in order.split(matrix.group_size):
+        for block in group.split(128):
+            largest = out[:, block].abs().amax(1, keepdim=True)
+            scale = 2.0 ** (torch.frexp(largest * (2.0**15 / 32639)).exponent - 15)
+            out[:, block] = (out[:, block] / scale).round() * scale
+    return out
+
+
+def _seen_by_kernel(kind: str, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
     """x in float64 as the products see it."""
+    if kind in DIGITS:
+        return _in_digits(matrix, x)
     if precision_of(kind) == MatmulPrecision.BFLOAT16:
         return x.bfloat16().double()
     if not kind.endswith("_rounded"):
@@ -51,7 +75,7 @@ def _seen_by_kernel(kind: str, x: torch.Tensor) -> torch.Tensor:
 def _reference(
     kind: str, matrix: PackedMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    out = _seen_by_kernel(kind, x) @ matrix.dequantize().double().T
+    out = _seen_by_kernel(kind, matrix, x) @ matrix.dequantize().double().T
     if bias is not None:
         out = out + bias.double()
     if not matrix.gated:
@@ -138,6 +162,20 @@ def test_integer_sums_are_exact(kind: str, isa: str) -> None:
         sums = integers.long() @ values.long().T
         expected = (sums.float() * scales[:, 0]) * row_scales
         assert torch.equal(run_linear(matrix, x, isa=isa, threads=2), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_activations_have_at_least_22_bits(isa: str) -> None:
+    """Of the largest beside them, whatever it is: also where the next larger number needs one bit more."""
+    matrix = PackedMatrix(WeightType.I4, 2, 1, group_size=2)
+    matrix.load_integer(torch.tensor([[1, 0]], dtype=torch.uint8), torch.ones(1, 1))
+    edges = torch.cat([torch.linspace(0.99, 1, 500), torch.linspace(0.996, 0.9962, 500), torch.rand(500)])
+    for power in (-90, -20, 0, 60, 126):
+        x = torch.stack((edges, torch.zeros(1500)), 1) * 2.0**power
+        out = run_linear(matrix, x, isa=isa)[:, 0]
+        assert ((out - x[:, 0]).abs() <= x[:, 0] * 2.0**-22).all()
+        beside = run_linear(matrix, x.flip(0) + x, isa=isa)[:, 0]
+        assert torch.isfinite(beside).all()
 
 
 @each_case

@@ -152,8 +152,8 @@ def test_instruction_sets_agree(isa: str) -> None:
 @each_bf16_isa
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("bf16")])
 def test_other_weights_are_not_concerned(isa: str, kind: str) -> None:
-    if f"{kind}_bf16" in WIDENED and isa in TILE_ISAS:
-        pytest.skip("widened to bfloat16 on tiles")
+    if f"{kind}_bf16" in WIDENED and (isa in TILE_ISAS or (isa == "avx512_bf16" and kind != "e4m3")):
+        pytest.skip("rounded to bfloat16 for tiles, and to two digits for vectors")
     matrix = random_matrix(kind, 70, 40, group_size=32, bias=True)
     x = torch.randn(20, 70)
     exact = run_linear(matrix, x, isa=isa, activation=Activation.SILU)
