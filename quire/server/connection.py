@@ -220,7 +220,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         scope: Any = self.scope  # which has room for more than ASGI's own entries
         scope[CHUNK_WRITER] = ChunkWriter(self.cycle)
         if not self.cycle.keep_alive:
-            self.cycle.transport = _LateClosing(self, self.cycle)
+            late: Any = _LateClosing(self, self.cycle)
+            self.cycle.transport = late
         if self._running is None:
             self._running = self.cycle
         else:

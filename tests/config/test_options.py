@@ -47,9 +47,7 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
     [
         ("block_size", "16"),
         ("block_size", 16.5),
-        ("block_size", None),
         ("enable_prefix_caching", "yes"),
-        ("seed", None),
         ("dtype", 32),
         ("kv_cache_memory", [1]),
         ("max_model_len", "long"),
@@ -58,6 +56,11 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
 def test_wrong_types_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         EngineOptions.from_keywords({name: value})
+
+
+@pytest.mark.parametrize("name", ["block_size", "seed", "dtype"])
+def test_none_is_the_default_where_vllm_takes_it(name: str) -> None:
+    assert EngineOptions.from_keywords({name: None}) == EngineOptions()
 
 
 def test_options_are_frozen_and_cross_the_wire() -> None:

@@ -104,7 +104,8 @@ async def serving(
     """Serve the tiny model; `live`: over 127.0.0.1 or the settings' Unix socket, else the client calls the application
     directly."""
     settings = settings or ServerSettings(served_model_name=["tiny"], port=0)
-    settings = msgspec.structs.replace(settings, allowed_hosts=[*settings.allowed_hosts, HOST])
+    if settings.uds is None:
+        settings = msgspec.structs.replace(settings, allowed_hosts=[*settings.allowed_hosts, HOST])
     options = EngineOptions(
         model=str(model_path),
         num_blocks_override=NUM_BLOCKS,
