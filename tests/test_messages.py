@@ -16,6 +16,7 @@ from quire.engine.messages import (
     AddRequest,
     Answer,
     Ask,
+    AskSession,
     Call,
     CallResult,
     ClientMessage,
@@ -23,6 +24,8 @@ from quire.engine.messages import (
     EngineFailed,
     EngineOutputs,
     EngineReady,
+    Question,
+    Reply,
     RequestRejected,
     Shutdown,
 )
@@ -54,7 +57,7 @@ FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
 PROMPT_LOGPROBS = PromptLogprobs(1, [LOGPROBS, LOGPROBS])
-TIMING = RequestTiming(1.5, 2.5, 3.5, num_preemptions=4)
+TIMING = RequestTiming(1.5, 2.5, 3.5, num_preemptions=4, can_wait=True)
 UPDATE = SequenceUpdate(
     "r-1",
     1,
@@ -90,6 +93,7 @@ REQUEST = EngineRequest(
     resume_point=ResumePoint([[9], []], [1], 2, 0.5),
     second_segment=2,
     client="key 1",
+    each_step=True,
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -184,6 +188,9 @@ EXAMPLES: list[msgspec.Struct] = [
     EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
     Ask(4, "echo", b"why"),
     Answer(4, b"so"),
+    AskSession(4, 2, b"why"),
+    Question(5, b"why"),
+    Reply(5, b"so"),
     EngineDied("why, at length", summary="why", error_id="e-1"),
     EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
 ]

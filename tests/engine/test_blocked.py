@@ -20,6 +20,8 @@ from tests.engine.driving import add, first_update
 class BlockedCore:
     """Has a request that waits for `num_looks` steps, and computes it in the one after."""
 
+    output_window = 0.0
+
     def __init__(self, num_looks: int) -> None:
         self.num_looks = num_looks
         self.num_steps = 0
