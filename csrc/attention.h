@@ -10,8 +10,9 @@
 // p elements make a word of 32 bits (f32: 1, bf16: 2, i8 and e4m3: 4): of one key, what dot products of pairs and quadruples
 // multiply in one lane; of p successive tokens' values, likewise. Elsewhere a shift makes a float of each.
 // Nothing is padded: a token takes block_bytes / block_size bytes exactly. i8 elements stand for value * scale; e4m3 ones
-// (small_floats.h) for themselves times one scale of the layer, which is in no block. A token whose key or value is not finite has an e4m3 key of NaNs, of which the first
-// is looked at; its other elements, and those of values, are read as if they were numbers.
+// (small_floats.h) for themselves times one scale of the layer, which is in no block. A token whose key or value is not
+// finite has an e4m3 key of NaNs, of which the first is looked at; its other elements, and those of values, are read as if
+// they were numbers.
 #pragma once
 
 #include <cstdint>
