@@ -24,8 +24,8 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
     """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. The attention back
     end decides what a page's bytes mean.
 
-    On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, or ahead of
-    that (quire/worker/platform/prefault.py). Raises InsufficientMemoryError if even reserving it fails.
+    On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, so a
+    pool that is larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
     """
     return _reserve(layout, layout.num_blocks, "the KV cache", "kv_cache_memory")
 

@@ -29,7 +29,6 @@ from quire.worker.memory_profile import measure_memory
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.pending_step import PendingStep, failed_step
 from quire.worker.platform.interface import HostPool, Platform, StepLimits
-from quire.worker.platform.prefault import NoPrefault, Prefault
 from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.request_state import RequestState
@@ -63,7 +62,6 @@ class Worker:
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
         self._connector: WorkerConnector = NoWorkerConnector()
-        self._prefault: Prefault = NoPrefault()
         self._last: PendingStep | None = None
 
     @_computes
@@ -93,7 +91,6 @@ class Worker:
         assert self._model is not None, "load comes before allocate"
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
         pages = self.platform.allocate_pages(layout)
-        self._prefault = self.platform.prefault(pages)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
             self._transfers = self.platform.make_transfers(pages, self._host_pool)
@@ -116,7 +113,6 @@ class Worker:
         plan."""
         assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
-        self._prefault.wait()
         scheduler = self._config.scheduler
         longest = self._config.model.max_model_len
         limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
@@ -242,7 +238,6 @@ class Worker:
 
     def _release_pools(self) -> None:
         """Free everything that holds keys and values."""
-        self._prefault.close()
         self._runner = None
         self._transfers, self._connector = NoTransfers(), NoWorkerConnector()
         if self._host_pool is not None:

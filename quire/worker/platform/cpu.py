@@ -36,7 +36,6 @@ from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
 from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import HostPool, Mode
-from quire.worker.platform.prefault import MOST_BYTES, Prefault, prefault
 
 
 class CpuPlatform:
@@ -115,9 +114,6 @@ class CpuPlatform:
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_pages(layout)
-
-    def prefault(self, pages: Sequence[torch.Tensor]) -> Prefault:
-        return prefault(pages, min(MOST_BYTES, available_memory() // 8))
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostPages:
         return HostPages(allocate_host_pages(layout))

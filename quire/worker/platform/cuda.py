@@ -38,7 +38,6 @@ from quire.worker.platform.device_meter import DeviceMeter
 from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.platform.interface import HostPool, Mode
-from quire.worker.platform.prefault import NoPrefault
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
@@ -136,9 +135,6 @@ class CudaPlatform:
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_device_pages(layout, self._memory, self._device)
-
-    def prefault(self, pages: Sequence[torch.Tensor]) -> NoPrefault:
-        return NoPrefault()
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
         return PinnedPool(layout, self._memory)

@@ -26,7 +26,6 @@ from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.platform.prefault import Prefault
 from quire.worker.pooling import PooledRows
 from quire.worker.sample_rows import SampleRows
 
@@ -210,10 +209,6 @@ class Platform(Protocol):
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         """The pool where the model computes: [num_blocks, page bytes] uint8 each, zero. Raises
         InsufficientMemoryError."""
-        ...
-
-    def prefault(self, pages: Sequence[torch.Tensor]) -> Prefault:
-        """Begin to have the pool's first blocks backed by memory, beside whatever comes next."""
         ...
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostPool:
