@@ -12,7 +12,7 @@ import msgspec
 
 from quire.server.errors import ApiError, invalid_request, overloaded
 from quire.server.response_answer import Conversation, ResponseAnswer
-from quire.server.response_store import Refusal, Responses, StoredResponse
+from quire.server.response_store import ResponseRejection, Responses, StoredResponse
 
 RETRY_SECONDS = 10
 _UNFINISHED = ("queued", "in_progress")
@@ -186,9 +186,9 @@ class BackgroundResponses:
         response_id = answer.body.id
         response = BackgroundResponse(answer, conversation, keeps_events=keeps_events)
         match await self._store.begin(owner, response_id, response.begun(self._store.maker)):
-            case Refusal.IN_USE:
+            case ResponseRejection.IN_USE:
                 raise invalid_request(f"the response {response_id!r} is being made", param="request_id")
-            case Refusal.NO_ROOM:
+            case ResponseRejection.NO_ROOM:
                 raise overloaded("too many responses are being made in the background", RETRY_SECONDS)
         self._running[owner, response_id] = response
         task = response.start()
@@ -204,7 +204,7 @@ class BackgroundResponses:
     async def _keep(self, owner: str, response_id: str, response: BackgroundResponse) -> None:
         """Store a response, and only then count it no longer among those that are being made."""
         try:
-            await self._store.finish(owner, response_id, response.stored())
+            await self._store.keep_finished(owner, response_id, response.stored())
         finally:
             self._running.pop((owner, response_id), None)
             response.is_kept.set()

@@ -57,7 +57,7 @@ class StoredResponse(NamedTuple):
         return self._replace(body=_encoder.encode(body), maker=None)
 
 
-class Refusal(enum.IntEnum):
+class ResponseRejection(enum.IntEnum):
     """Why a response is not begun."""
 
     IN_USE = 1
@@ -89,17 +89,17 @@ class ResponseStore:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 
-    def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+    def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         """Take note of a response that `response.maker` begins to make, unless there is no room."""
         if (owner, response_id) in self._making:
-            return Refusal.IN_USE
+            return ResponseRejection.IN_USE
         num_bytes = sum(len(each.items) for each in self._making.values()) + len(response.items)
         if len(self._making) >= self.max_entries or num_bytes > self.max_bytes:
-            return Refusal.NO_ROOM
+            return ResponseRejection.NO_ROOM
         self._making[owner, response_id] = response
         return None
 
-    def finish(self, owner: str, response_id: str, maker: int, response: StoredResponse) -> None:
+    def keep_finished(self, owner: str, response_id: str, maker: int, response: StoredResponse) -> None:
         """Keep what `maker` has made, unless it was deleted meanwhile."""
         begun = self._making.get((owner, response_id))
         if begun is not None and begun.maker == maker:
@@ -131,9 +131,9 @@ class Responses(Protocol):
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None: ...
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None: ...
 
-    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
+    async def keep_finished(self, owner: str, response_id: str, response: StoredResponse) -> None: ...
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
@@ -157,11 +157,11 @@ class OwnResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._store.put(owner, response_id, response)
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         return self._store.begin(owner, response_id, response)
 
-    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        self._store.finish(owner, response_id, self.maker, response)
+    async def keep_finished(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        self._store.keep_finished(owner, response_id, self.maker, response)
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
         return self._store.find_response(owner, response_id)

@@ -8,28 +8,25 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from quire.engine.shared_client import SharedClient
-from quire.server.response_store import Refusal, ResponseStore, StoredResponse
+from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 
 SERVICE = "responses"
 """The parent's service that keeps responses."""
 
 
-class _Put(msgspec.Struct, tag="put"):
+class _OfResponse(msgspec.Struct):
     owner: str
     response_id: str
     response: StoredResponse
 
 
-class _Begin(msgspec.Struct, tag="begin"):
-    owner: str
-    response_id: str
-    response: StoredResponse
+class _Put(_OfResponse, tag="put"): ...
 
 
-class _Finish(msgspec.Struct, tag="finish"):
-    owner: str
-    response_id: str
-    response: StoredResponse
+class _Begin(_OfResponse, tag="begin"): ...
+
+
+class _Finish(_OfResponse, tag="finish"): ...
 
 
 class _Find(msgspec.Struct, tag="find"):
@@ -55,11 +52,11 @@ class ParentsResponses:
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         await self._ask(_Put(owner, response_id, response))
 
-    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> Refusal | None:
+    async def begin(self, owner: str, response_id: str, response: StoredResponse) -> ResponseRejection | None:
         answer = await self._ask(_Begin(owner, response_id, response))
-        return msgspec.msgpack.decode(answer, type=Refusal | None)
+        return msgspec.msgpack.decode(answer, type=ResponseRejection | None)
 
-    async def finish(self, owner: str, response_id: str, response: StoredResponse) -> None:
+    async def keep_finished(self, owner: str, response_id: str, response: StoredResponse) -> None:
         await self._ask(_Finish(owner, response_id, response))
 
     async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -89,7 +86,7 @@ class ResponseService:
 
     def answer(self, session: int, message: bytes) -> bytes:
         """What a message of ParentsResponses is answered with."""
-        result: StoredResponse | Refusal | bool | None = None
+        result: StoredResponse | ResponseRejection | bool | None = None
         decoded = msgspec.msgpack.decode(message, type=_Message)
         with self._lock:
             match decoded:
@@ -99,7 +96,7 @@ class ResponseService:
                     if session not in self._ended:  # else nothing would ever end it
                         result = self._store.begin(owner, response_id, response)
                 case _Finish(owner, response_id, response):
-                    self._store.finish(owner, response_id, session, response)
+                    self._store.keep_finished(owner, response_id, session, response)
                 case _Find(owner, response_id):
                     result = self._store.find_response(owner, response_id)
                 case _Remove(owner, response_id):

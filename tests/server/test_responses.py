@@ -15,7 +15,7 @@ import pytest
 from quire.errors import UserError
 from quire.server.protocol.response_items import items_of
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.response_store import Refusal, ResponseStore, StoredResponse
+from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
@@ -220,19 +220,19 @@ async def test_the_store_knows_what_is_being_made() -> None:
 
     store = ResponseStore(3, 1000)
     assert store.begin("me", "a", begun(1)) is None
-    assert store.begin("me", "a", begun(2)) is Refusal.IN_USE
-    assert store.begin("me", "b", begun(2, 999)) is Refusal.NO_ROOM
+    assert store.begin("me", "a", begun(2)) is ResponseRejection.IN_USE
+    assert store.begin("me", "b", begun(2, 999)) is ResponseRejection.NO_ROOM
     assert [store.begin("me", name, begun(2, events=[])) for name in "bc"] == [None, None]
-    assert store.begin("me", "d", begun(1)) is Refusal.NO_ROOM
+    assert store.begin("me", "d", begun(1)) is ResponseRejection.NO_ROOM
     assert (store.find_response("me", "a"), len(store)) == (begun(1), 0)
 
     made = StoredResponse(b"{}", b"[]", 0)
-    store.finish("me", "a", 2, made)  # not by its maker
+    store.keep_finished("me", "a", 2, made)  # not by its maker
     assert len(store) == 0
-    store.finish("me", "a", 1, made)
+    store.keep_finished("me", "a", 1, made)
     assert (store.find_response("me", "a"), len(store)) == (made, 1)
     assert store.remove("me", "b")
-    store.finish("me", "b", 2, made)  # deleted meanwhile
+    store.keep_finished("me", "b", 2, made)  # deleted meanwhile
     assert store.find_response("me", "b") is None
 
     store.end_maker(2, "why")
