@@ -172,7 +172,7 @@ def test_probabilities_of_labels(tmp_path: Path) -> None:
 
 def test_texts_that_are_too_long_are_refused_or_cut(llm: LLM) -> None:
     long = " ".join(["w5"] * 300)
-    with pytest.raises(PromptTooLongError, match="the prompt has 302 tokens, and the model's context is 256"):
+    with pytest.raises(PromptTooLongError, match="context length is 256 tokens, but the prompt has 302"):
         llm.embed(long, **QUIET)
     assert llm.embed(long, truncate_prompt_tokens=-1, **QUIET)[0].prompt_token_ids == [CLS, *[5] * 254, SEP]
     assert llm.embed(long, truncate_prompt_tokens=4, **QUIET)[0].prompt_token_ids == [CLS, 5, 5, SEP]

@@ -107,7 +107,13 @@ class PoolingProcessor:
 
     def _tokens(self, content: str | Sequence[int], second: str | None, truncate: int | None) -> tuple[list[int], int]:
         inputs, longest = self._inputs, self._inputs.max_model_len
-        limit = None if truncate is None else longest if truncate == -1 else min(truncate, longest)
+        if truncate is not None and truncate > longest:
+            raise UserError(
+                f"truncate_prompt_tokens is greater than the model's context of {longest} tokens: give a smaller one, "
+                "or -1 for as many as fit",
+                param="truncate_prompt_tokens",
+            )
+        limit = longest if truncate == -1 else truncate
         boundary = 0
         if isinstance(content, str):
             if inputs.tokenizer is None:
@@ -130,8 +136,8 @@ class PoolingProcessor:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
         if len(token_ids) > longest:
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, and the model's context is {longest}; "
-                "truncate_prompt_tokens=-1 cuts longer ones",
+                f"this model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)}. Please "
+                "reduce the length of the input prompt, or let truncate_prompt_tokens=-1 cut it",
                 param="prompt",
             )
         return token_ids, boundary

@@ -26,6 +26,8 @@ PIECE_BYTES = 64 * 1024
 CONTAINER_LEVELS = 4
 """A chat's: the body, its messages, a message, its parts."""
 PEEK_BYTES = 64
+MAX_SHOWN_KEYS, MAX_SHOWN_KEY = 8, 40
+"""Wrong keys that an error names, and characters of each."""
 MIN_LONG_LIST = 256
 """Entries of a list inside an object, for which it is worth a call to make each by itself."""
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -98,7 +100,7 @@ def parse_fields(
                 raise
         return _convert(coerce(fields, kind), kind, in_pieces=is_long), unknown
     except msgspec.ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, fields) from None
 
 
 def _convert(fields: dict[str, Any], kind: type[T], *, in_pieces: bool) -> T:
@@ -161,8 +163,9 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def _explain(error: msgspec.ValidationError) -> ApiError:
-    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field."""
+def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
+    """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field. Of a table of
+    numbers the message says which keys are none."""
     text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=join(path, error.__cause__.param))
@@ -170,6 +173,10 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
         field = join(path, text[len(_MISSING_FIELD) : -1])
         return invalid_request(f"{field} is required", param=field, code="missing_required_parameter")
     text = text[0].lower() + text[1:].replace(" | null", "").replace("`", "")
+    table = fields.get(path)
+    if _AT_PATH + _OF_A_KEY in str(error) and isinstance(table, dict):
+        wrong = [key for key in table if not key.isdecimal()]
+        text += "".join(f", {key[:MAX_SHOWN_KEY]!r}" for key in wrong[:MAX_SHOWN_KEYS])
     return invalid_request(join(path, text, ": "), param=path or None, code="invalid_type")
 
 

@@ -54,14 +54,15 @@ def chat_logprobs(
     listed: Collection[int] = (),
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all), and `listed` ones. as_ids:
-    name tokens by their ids."""
+    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all) or, where tokens are `listed`,
+    those and the chosen one. as_ids: name tokens by their ids."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        ranked = [alternative for alternative, logprob in entry.items() if logprob.rank is not None]
-        best = sorted(ranked, key=lambda alternative: -entry[alternative].logprob)[:num_top]
-        named = {alternative: None for alternative in listed if alternative in entry}
-        told = sorted(dict.fromkeys([*best, *named]), key=lambda alternative: -entry[alternative].logprob)
+        if listed:
+            alternatives = {token_id, *listed}
+        else:
+            alternatives = {alternative for alternative, logprob in entry.items() if logprob.rank is not None}
+        told = sorted(alternatives, key=lambda alternative: -entry[alternative].logprob)[: None if listed else num_top]
         top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer, as_ids)) for alternative in told]
         content.append(ChatLogprob(*_chat_fields(token_id, entry, tokenizer, as_ids), top))
     return ChatLogprobs(content)
@@ -103,11 +104,14 @@ def id_name(token_id: int) -> str:
 
 
 def _by_name(entry: Entry, as_ids: bool) -> dict[str, float]:
-    """Two tokens may read alike (pieces of a character): the likelier one stands."""
+    """The chosen token (the entry's first), then the likeliest. Two tokens may read alike (pieces of a character): the
+    likelier one stands."""
     table: dict[str, float] = {}
-    for token_id, logprob in sorted(entry.items(), key=lambda pair: pair[1].logprob):
-        table[id_name(token_id) if as_ids else _text(logprob)] = _finite(logprob)
-    return dict(reversed(table.items()))
+    chosen, *others = entry.items()
+    for token_id, logprob in (chosen, *sorted(others, key=lambda pair: -pair[1].logprob)):
+        name = id_name(token_id) if as_ids else _text(logprob)
+        table[name] = max(table.get(name, LOWEST), _finite(logprob))
+    return table
 
 
 def _text(logprob: Logprob) -> str:

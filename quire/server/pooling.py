@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -32,6 +30,7 @@ from quire.server.protocol.pooling import (
     EmbeddingResponse,
     InputFields,
     ListResponse,
+    PairFields,
     PoolingFields,
     PoolingItem,
     PoolingRequest,
@@ -44,10 +43,10 @@ from quire.server.protocol.pooling import (
     ScoreItem,
     ScoreRequest,
     ScoreResponse,
-    VectorFields,
 )
 from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
+from quire.server.vector_format import encoded, vector_response
 
 Body = TypeVar("Body", bound=PoolingFields)
 ListT = TypeVar("ListT", bound=ListResponse)
@@ -70,7 +69,7 @@ def _add_route(
     paths: Sequence[str],
     task: str,
     body_type: type[Body],
-    answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct]],
+    answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
 ) -> None:
     async def create(request: Request) -> Response:
         body = await read_request(request, context, body_type)
@@ -79,10 +78,11 @@ def _add_route(
         context.admit()
         context.check_priority(body.priority, client_of(request))
 
-        async def work() -> msgspec.Struct:
+        async def work() -> msgspec.Struct | Response:
             return await answer(context, body)
 
-        return json_response(await run_until_disconnect(request.receive, work()))
+        found = await run_until_disconnect(request.receive, work())
+        return found if isinstance(found, Response) else json_response(found)
 
     for path in paths:
         app.post(path)(create)
@@ -108,22 +108,22 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
 
 
-async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse:
+async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> Response:
     params = body.params(dimensions=body.dimensions, normalize=body.normalizes)
     outputs = await _run(context, body, params, await _texts(context, body))
-    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
-    data = [EmbeddingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
-    return _listed(EmbeddingResponse, "embd", context, body, outputs, data)
+    vectors = [encoded(context.engine.pooling.vector(output, params), body) for output in outputs]
+    data = [EmbeddingItem(index, vector) for index, vector in enumerate(vectors)]
+    return vector_response(body, _listed(EmbeddingResponse, "embd", context, body, outputs, data), vectors)
 
 
-async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse:
+async def _pooling(context: ServerContext, body: PoolingRequest) -> Response:
     if body.task is not None:
         _check_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
     outputs = await _run(context, body, params, await _texts(context, body))
-    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
-    data = [PoolingItem(index, _encoded(vector, body)) for index, vector in enumerate(vectors)]
-    return _listed(PoolingResponse, "pool", context, body, outputs, data)
+    vectors = [encoded(context.engine.pooling.vector(output, params), body) for output in outputs]
+    data = [PoolingItem(index, vector) for index, vector in enumerate(vectors)]
+    return vector_response(body, _listed(PoolingResponse, "pool", context, body, outputs, data), vectors)
 
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
@@ -155,10 +155,12 @@ async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse
 
 
 async def _scores(
-    context: ServerContext, body: PoolingFields, params: PoolingParams, firsts: list[str], seconds: list[str]
+    context: ServerContext, body: PairFields, params: PoolingParams, firsts: list[str], seconds: list[str]
 ) -> tuple[list[float], list[RequestOutput]]:
     """The score of each second text beside its first (or beside the only one), and all outputs."""
     pooling = context.engine.pooling
+    firsts = await _shortened(context, firsts, body.max_tokens_per_query)
+    seconds = await _shortened(context, seconds, body.max_tokens_per_doc)
     places = [min(index, len(firsts) - 1) for index in range(len(seconds))]
     if pooling.is_cross_encoder:
         pairs: list[Text] = [(firsts[place], second) for place, second in zip(places, seconds, strict=True)]
@@ -168,6 +170,13 @@ async def _scores(
     lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
     found = [pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)]
     return [each.outputs.score for each in found], outputs
+
+
+async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) -> list[str]:
+    """The beginnings of texts that have more than `max_tokens` tokens; 0: all are whole."""
+    if not max_tokens:
+        return texts
+    return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
 
 
 async def _run(
@@ -217,26 +226,3 @@ def _listed(
 def _usage(outputs: Sequence[RequestOutput]) -> PoolingUsage:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return PoolingUsage(num_tokens, num_tokens)
-
-
-def _encoded(vector: list[float], body: VectorFields) -> list[float] | str:
-    """The numbers, or for "base64" their bytes as the request wants them. float32 and little-endian are what
-    OpenAI's client reads."""
-    if body.encoding_format == "float":
-        return vector
-    order = ">" if body.endianness == "big" else "<"
-    if body.embed_dtype == "bfloat16":
-        words = struct.unpack(f"<{len(vector)}I", struct.pack(f"<{len(vector)}f", *vector))
-        data = struct.pack(f"{order}{len(vector)}H", *(_to_bfloat16(word) for word in words))
-    else:
-        code = "e" if body.embed_dtype == "float16" else "f"
-        try:
-            data = struct.pack(f"{order}{len(vector)}{code}", *vector)
-        except OverflowError:
-            raise UserError(f"a number is too large for {body.embed_dtype}", param="embed_dtype") from None
-    return base64.b64encode(data).decode()
-
-
-def _to_bfloat16(word: int) -> int:
-    """The upper half of a float32's bits, rounded to nearest, ties to even."""
-    return min(word + 0x7FFF + (word >> 16 & 1), 0xFFFFFFFF) >> 16

@@ -101,16 +101,26 @@ class Tokenizer:
         # The batch call, even for one text: it lets other threads run, and it computes no offsets.
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
-    def encodings(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """As `encode_batch`, as the library has them."""
+    def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
+        """The texts, of those with more tokens the part (normalised where that is done here) that has `max_tokens`."""
+        shown = texts if self._normalize is None else [self._normalize(text) for text in texts]
+        encodings = self.encodings(texts, add_special_tokens=False, with_offsets=True)
+        return [
+            text if len(found.ids) <= max_tokens else normal[: found.offsets[max_tokens - 1][1]]
+            for text, normal, found in zip(texts, shown, encodings, strict=True)
+        ]
+
+    def encodings(
+        self, texts: list[str], add_special_tokens: bool, *, with_offsets: bool = False
+    ) -> list[tokenizers.Encoding]:
+        """As `encode_batch`, as the library has them. with_offsets: with the place of each token in the text."""
         for text in texts:
             check_unicode(text)
         try:
             with panics_are_errors("the tokenizer"):
                 normal = texts if self._normalize is None else [self._normalize(text) for text in texts]
-                found: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
-                    normal, add_special_tokens=add_special_tokens
-                )
+                encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+                found: list[tokenizers.Encoding] = encode(normal, add_special_tokens=add_special_tokens)
         except InternalError as error:
             if any(limit in str(error) for limit in PATTERN_LIMITS):
                 raise UserError(

@@ -82,6 +82,7 @@ def test_what_is_not_a_json_object(body: bytes, code: str) -> None:
         ('"best_of": 5000', "best_of"),
         ('"max_tokens": 0', "max_tokens"),
         ('"stream_options": {"include_usage": true}', "stream_options"),
+        ('"stream_options": {"include_usage": null}', "stream_options"),
         ('"prompt": []', "prompt"),
         ('"prompt": [1, "a"]', "prompt"),
         ('"prompt": [[1], "a"]', "prompt"),

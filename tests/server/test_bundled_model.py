@@ -50,18 +50,20 @@ def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_tokens_that_the_request_names(client: openai.OpenAI) -> None:
-    asked = {"model": "bundled", "max_tokens": 1, "temperature": 0, "logprobs": 0}
+    """They and the token that the model chose, in place of the likeliest; that one comes first, as without them."""
+    asked = {"model": "bundled", "max_tokens": 1, "temperature": 0, "logprobs": 2}
     ids = {"logprob_token_ids": [300, 301], "return_tokens_as_token_ids": True}
     logprobs = client.completions.create(prompt=PROMPT, **asked, extra_body=ids).choices[0].logprobs
-    assert logprobs.tokens[0] in logprobs.top_logprobs[0]
-    assert {"token_id:300", "token_id:301"} < logprobs.top_logprobs[0].keys()
+    chosen, *_ = logprobs.tokens
+    assert [*logprobs.top_logprobs[0]][0] == chosen
+    assert logprobs.top_logprobs[0].keys() == {chosen, "token_id:300", "token_id:301"}
     messages = [{"role": "user", "content": PROMPT}]
-    chat = {**asked, "logprobs": True, "messages": messages}
+    chat = {**asked, "logprobs": True, "messages": messages, "top_logprobs": 2}
     entry = client.chat.completions.create(**chat, extra_body=ids).choices[0].logprobs.content[0]
-    assert {each.token for each in entry.top_logprobs} == {"token_id:300", "token_id:301"}
+    assert {each.token for each in entry.top_logprobs} == {entry.token, "token_id:300", "token_id:301"}
     assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
     with pytest.raises(openai.BadRequestError, match="together with logprobs"):
-        client.chat.completions.create(**{**chat, "logprobs": False}, extra_body=ids)
+        client.chat.completions.create(**{**chat, "logprobs": False, "top_logprobs": 0}, extra_body=ids)
 
 
 def test_a_repeated_prompt_hits_the_prefix_cache(client: openai.OpenAI) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import torch
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
+from quire.errors import UserError
+from quire.server import vector_format
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
@@ -88,20 +92,61 @@ async def test_many_inputs_of_every_kind(embedder: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("order", ["little", "big", "native"])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
 async def test_numbers_as_bytes(embedder: httpx.AsyncClient, order: str, kind: str) -> None:
     plain = (await embedder.post("/v1/embeddings", json={"input": "w9 w3"})).json()["data"][0]["embedding"]
     body = {"input": "w9 w3", "encoding_format": "base64", "embed_dtype": kind, "endianness": order}
     answer = (await embedder.post("/v1/embeddings", json=body)).json()
     data = bytearray(base64.b64decode(answer["data"][0]["embedding"]))
-    dtype = np.dtype({"float32": "f4", "float16": "f2", "bfloat16": "i2"}[kind]).newbyteorder(order[0])  # type: ignore[arg-type]
+    integer, size = {"float32": ("int32", 4), "float16": ("int16", 2), "bfloat16": ("int16", 2)}.get(kind, ("uint8", 1))
+    dtype = np.dtype(integer).newbyteorder(order[0])  # type: ignore[arg-type]
     found = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
-    expected = torch.tensor(plain).to(getattr(torch, kind))
-    if kind == "bfloat16":
-        assert np.array_equal(found, expected.view(torch.int16).numpy())
-    else:
-        assert np.array_equal(found, expected.numpy())
+    torch_name = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(kind, kind)
+    expected = torch.tensor(plain).to(getattr(torch, torch_name))
+    assert np.array_equal(found, expected.view(getattr(torch, integer)).numpy())
     assert answer["usage"]["completion_tokens"] == 0
+    for encoding in ("bytes", "bytes_only"):
+        twice = await embedder.post("/v1/embeddings", json={**body, "input": ["w9 w3"] * 2, "encoding_format": encoding})
+        assert (twice.content, twice.headers["content-type"]) == (data * 2, "application/octet-stream")
+        if encoding == "bytes_only":
+            assert "metadata" not in twice.headers
+            continue
+        told = json.loads(twice.headers["metadata"])
+        half = len(data)
+        place = {"embed_dtype": kind, "endianness": order, "shape": [half // size]}
+        assert told["data"] == [{"index": n, "start": n * half, "end": (n + 1) * half, **place} for n in range(2)]
+        assert told["usage"]["prompt_tokens"] == 2 * answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")])
+def test_numbers_of_eight_bits_are_those_of_torch(kind: str, name: str) -> None:
+    """All of them, what lies half way between two, and beside that; and what is too large."""
+    table = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double()
+    table = table[table.isfinite()].sort().values.unique()
+    halves = (table[1:] + table[:-1]) / 2
+    values = torch.cat([table, halves, halves * 1.001, halves * 0.999, torch.tensor([-0.0])]).tolist()
+    expected = bytes(torch.tensor(values, dtype=torch.float64).to(getattr(torch, name)).view(torch.uint8).numpy())
+    assert vector_format._bytes(values, kind, "<") == expected  # type: ignore[arg-type]
+    for value in (table[-1].item() * 1.2, math.inf, math.nan):
+        with pytest.raises(UserError, match="too large"):
+            vector_format._bytes([value], kind, "<")  # type: ignore[arg-type]
+
+
+async def test_the_texts_of_a_pair_are_cut_before_they_are_joined(paths: dict[str, Path]) -> None:
+    async with client_of(paths["reranker"]) as client:
+        body = {"query": "w1 w2 w3", "documents": ["w3 w4 w5 w6", "w7"]}
+        whole, cut, short = [
+            (await client.post("/rerank", json=each)).json()
+            for each in (
+                body,
+                {**body, "max_tokens_per_query": 2, "max_tokens_per_doc": 3},
+                {**body, "query": "w1 w2", "documents": ["w3 w4 w5", "w7"]},
+            )
+        ]
+    assert cut["usage"] == short["usage"] != whole["usage"]
+    scores = [{each["index"]: each["relevance_score"] for each in answer["results"]} for answer in (cut, short)]
+    assert scores[0] == scores[1]
+    assert {each["document"]["text"] for each in cut["results"]} == {*body["documents"]}
 
 
 async def test_the_default_prompt_stands_before_texts(references: dict[str, object], tmp_path: Path) -> None:
@@ -167,7 +212,8 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
     [
         ({"input": []}, "input", "length"),
         ({"input": ["w1", 3]}, "input", "must not mix"),
-        ({"input": "w1 " * 300}, "prompt", "the model's context is 256"),
+        ({"input": "w1 " * 300}, "prompt", "maximum context length is 256"),
+        ({"input": "w1", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "context of 256 tokens"),
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
         ({"input": "w1", "dimension": 1}, "dimension", "unknown field"),
@@ -191,7 +237,7 @@ async def test_names_of_vllm(embedder: httpx.AsyncClient) -> None:
         body = {first: "w1 w2", second: ["w3", "w1 w4"], "truncation_side": "right"}
         scores.append((await embedder.post("/score", json=body)).json()["data"])
     assert scores == [scores[0]] * 4
-    for more in ({"text_1": "w1"}, {"instruction": "Find it."}, {"max_tokens_per_doc": 3}):
+    for more in ({"text_1": "w1"}, {"instruction": "Find it."}, {"max_tokens_per_doc": -3}):
         answer = await embedder.post("/score", json={"queries": "w1 w2", "items": "w3", **more})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(more)))
 

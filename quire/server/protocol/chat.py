@@ -146,7 +146,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         return self.add_special_tokens
 
     def to_sampling_params(self) -> SamplingParams:
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        num_best = 0 if self.logprob_token_ids else self.top_logprobs or 0
+        logprobs = num_best if self.logprobs else None
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         try:
             names = ("use_beam_search", "length_penalty", "early_stopping")

@@ -117,7 +117,8 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
         return self.skip_special_tokens is not False
 
     def to_sampling_params(self) -> SamplingParams:
-        more: dict[str, Any] = {"max_tokens": self.max_tokens or 1, "logprobs": self.logprobs}
+        num_best = 0 if self.logprob_token_ids else self.logprobs
+        more: dict[str, Any] = {"max_tokens": self.max_tokens or 1, "logprobs": num_best}
         if self.echo and self.logprobs is not None:
             wanted = (self.logprobs, self.prompt_logprobs or 0)
             more["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)

@@ -16,9 +16,10 @@ from quire.server.protocol.messages import Messages, check_continuation
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI has it."""
 
-EncodingFormat = Literal["float", "base64"]
-NumberType = Literal["float32", "float16", "bfloat16"]
+EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
+NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 ByteOrder = Literal["native", "little", "big"]
+MaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -90,7 +91,8 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
 
 class VectorFields(InputFields, kw_only=True, frozen=True):
-    """encoding_format: numbers, or the base64 of their bytes, which embed_dtype and endianness describe."""
+    """encoding_format: numbers, or the base64 of their bytes, or the bytes as the response's body; embed_dtype and
+    endianness describe them."""
 
     encoding_format: EncodingFormat = "float"
     embed_dtype: NumberType = "float32"
@@ -119,14 +121,16 @@ class ClassificationRequest(InputFields, kw_only=True, frozen=True):
 
 
 class PairFields(PoolingFields, kw_only=True, frozen=True):
-    """Requests for scores of pairs of texts."""
+    """Requests for scores of pairs of texts. max_tokens_per_query, max_tokens_per_doc: longer texts are cut; 0: none
+    is."""
+
+    max_tokens_per_query: MaxTokens = 0
+    max_tokens_per_doc: MaxTokens = 0
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         **PoolingFields.UNSUPPORTED,
         "chat_template_kwargs": ({},),
         "instruction": (),
-        "max_tokens_per_doc": (0,),
-        "max_tokens_per_query": (0,),
     }
 
 
@@ -184,13 +188,13 @@ class PoolingUsage(msgspec.Struct):
 
 class EmbeddingItem(msgspec.Struct):
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str | bytes
     object: str = "embedding"
 
 
 class PoolingItem(msgspec.Struct):
     index: int
-    data: list[float] | str
+    data: list[float] | str | bytes
     object: str = "pooling"
 
 

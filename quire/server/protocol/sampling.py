@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.sampling_params import MOST_LOGPROBS, UNAVAILABLE, RepetitionDetectionParams, SamplingParams
@@ -14,16 +14,17 @@ from quire.server.protocol.structured import StructuredFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too. Null means
+    no; a field that is not given tells an empty object, which clients send without a stream, from one with a request."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | UnsetType | None = UNSET
+    continuous_usage_stats: bool | UnsetType | None = UNSET
 
 
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     """Fields of completions and chats.
 
-    logprob_token_ids: tokens whose log-probabilities are told beside the best ones. stream_interval: tokens of each
+    logprob_token_ids: tokens whose log-probabilities are told in place of the best ones. stream_interval: tokens of each
     chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the server
     is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave out.
     """
@@ -53,11 +54,12 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return self.include_usage and options is not None and options.continuous_usage_stats is True
 
     def check_stream_options(self) -> None:
         if not self.stream and self.stream_options not in (None, StreamOptions()):
