@@ -183,8 +183,13 @@ class EngineMetrics(Collector):
         yield from self._families(GaugeMetricFamily, _family(name, help, label, values))
 
     def _info(self) -> Iterator[Metric]:
-        sizes = {"block_size": str(self.stats.block_size), "num_gpu_blocks": str(self.stats.num_blocks)}
-        labels = {**self._cache_config, **sizes}
+        stats = self.stats
+        sizes = {
+            "block_size": stats.block_size,
+            "num_gpu_blocks": stats.num_blocks,
+            "kv_cache_size_tokens": stats.block_size * stats.num_blocks,
+        }
+        labels = {**self._cache_config, **{name: str(size) for name, size in sizes.items()}}
         row = Row(tuple(labels.values()), _constant(1.0))
         family = Family("cache_config_info", "Shape of the KV cache.", (row,), is_vllm=True, labels=tuple(labels))
         yield from self._families(GaugeMetricFamily, family)

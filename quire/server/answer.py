@@ -19,14 +19,14 @@ from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
 from quire.server.protocol.common import AnswerTimes, Identifier
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", ChatRequest, ChatBatchRequest, CompletionRequest)
 
 
 class Answer(ABC, Generic[Body]):

@@ -21,6 +21,7 @@ from quire.server.answer_format import AnswerFormats
 from quire.server.anthropic import add_message_routes
 from quire.server.auth import key_check
 from quire.server.chat import add_chat_routes
+from quire.server.chat_batch import add_chat_batch_route
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
@@ -113,6 +114,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     app.router.route_class = DirectRoute
     add_completion_routes(app, context)
     add_chat_routes(app, context)
+    add_chat_batch_route(app, context)
     add_message_routes(app, context)
     add_response_routes(app, context)
     add_pooling_routes(app, context)

@@ -52,11 +52,13 @@ class ChatAnswer(Answer[ChatRequest]):
         header_id: str | None = None,
         *,
         ends_with_context: bool = False,
+        weight: AnswerWeight | None = None,
     ) -> None:
-        """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error."""
+        """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error.
+        weight: of this and other answers together."""
         super().__init__(context, body, header_id)
         self._ends_with_context = ends_with_context
-        self._weight = AnswerWeight(
+        self.weight = weight or AnswerWeight(
             logprobs=self._params.logprobs,
             return_token_ids=body.return_token_ids,
             is_streamed=body.stream,
@@ -162,14 +164,19 @@ class ChatAnswer(Answer[ChatRequest]):
         body, longest = self._body, self._context.engine.ready.max_model_len
         num_tokens = min(num_tokens, longest, body.max_kept_tokens or longest)
         num_entries = 0 if body.prompt_logprobs is None else num_alternatives(body.prompt_logprobs) + 1
-        self._weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
-        if self._params.max_tokens is not None:
-            self._weight.planned(self._params.num_sequences, min(longest, self._params.max_tokens))
+        self.weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
+        self.weigh_plan()
+
+    def weigh_plan(self, num_answers: int = 1) -> None:
+        """Refuse `num_answers` like this one if they may be too large together."""
+        limit, longest = self._params.max_tokens, self._context.engine.ready.max_model_len
+        if limit is not None:
+            self.weight.planned(num_answers * self._params.num_sequences, min(longest, limit))
 
     def _weigh_answer(self, output: RequestOutput) -> None:
         """Refuse to go on with an answer that has become too large."""
         try:
-            self._weight.generated(output.outputs)
+            self.weight.generated(output.outputs)
         except UserError as error:
             raise self._in_wire_words(error) from None
 

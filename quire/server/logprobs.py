@@ -54,8 +54,8 @@ def chat_logprobs(
     listed: Collection[int] = (),
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all) or, where tokens are `listed`,
-    those and the chosen one. as_ids: name tokens by their ids."""
+    """One entry a token: the chosen one, and beside it the `num_top` likeliest (None: all) or, where tokens are
+    `listed`, those and the chosen one. as_ids: name tokens by their ids."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         if listed:

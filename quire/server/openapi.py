@@ -23,7 +23,7 @@ from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from quire.server.health import Health, Load, Version
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
-from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
+from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.pooling import (
@@ -78,6 +78,7 @@ SECURITY = {
 RENDERING = frozenset(
     {
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",
@@ -95,6 +96,7 @@ _PAIRS = {"text_1": "paper", "text_2": ["what to write on", "a fish"]}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"prompt": "import", "stream": True}],
     "/v1/chat/completions": [{"messages": _HELLO, "max_tokens": 16}, {"messages": _HELLO, "stream": True}],
+    "/v1/chat/completions/batch": [{"messages": [_HELLO, _HELLO], "max_tokens": 16}],
     "/v1/messages": [{"model": "MODEL", "messages": _HELLO, "max_tokens": 16}],
     "/v1/messages/count_tokens": [{"model": "MODEL", "messages": _HELLO}],
     "/v1/responses": [{"input": "hello", "max_output_tokens": 16}],
@@ -137,6 +139,9 @@ _HEALTH = Operation("Whether requests can be served; 503 says why not", Health, 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/v1/completions"): _generating("Complete a prompt", CompletionRequest, CompletionResponse),
     ("post", "/v1/chat/completions"): _generating("Answer a conversation", ChatRequest, ChatResponse),
+    ("post", "/v1/chat/completions/batch"): _generating(
+        "Answer several conversations, a choice each", ChatBatchRequest, ChatResponse
+    ),
     ("post", "/v1/messages"): _generating(
         "Answer a conversation, in Anthropic's words", MessagesRequest, MessageResponse
     ),

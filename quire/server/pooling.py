@@ -46,7 +46,7 @@ from quire.server.protocol.pooling import (
 )
 from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
-from quire.server.vector_format import encoded, vector_response
+from quire.server.vector_format import bytes_response, encoded
 
 Body = TypeVar("Body", bound=PoolingFields)
 ListT = TypeVar("ListT", bound=ListResponse)
@@ -108,22 +108,26 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
 
 
-async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> Response:
+async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse | Response:
     params = body.params(dimensions=body.dimensions, normalize=body.normalizes)
     outputs = await _run(context, body, params, await _texts(context, body))
-    vectors = [encoded(context.engine.pooling.vector(output, params), body) for output in outputs]
-    data = [EmbeddingItem(index, vector) for index, vector in enumerate(vectors)]
-    return vector_response(body, _listed(EmbeddingResponse, "embd", context, body, outputs, data), vectors)
+    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
+    listed = partial(_listed, EmbeddingResponse, "embd", context, body, outputs)
+    if body.wants_bytes:
+        return bytes_response(body, listed([]), vectors)
+    return listed([EmbeddingItem(index, encoded(vector, body)) for index, vector in enumerate(vectors)])
 
 
-async def _pooling(context: ServerContext, body: PoolingRequest) -> Response:
+async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse | Response:
     if body.task is not None:
         _check_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
     outputs = await _run(context, body, params, await _texts(context, body))
-    vectors = [encoded(context.engine.pooling.vector(output, params), body) for output in outputs]
-    data = [PoolingItem(index, vector) for index, vector in enumerate(vectors)]
-    return vector_response(body, _listed(PoolingResponse, "pool", context, body, outputs, data), vectors)
+    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
+    listed = partial(_listed, PoolingResponse, "pool", context, body, outputs)
+    if body.wants_bytes:
+        return bytes_response(body, listed([]), vectors)
+    return listed([PoolingItem(index, encoded(vector, body)) for index, vector in enumerate(vectors)])
 
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:

@@ -12,42 +12,35 @@ import numpy as np
 from fastapi import Response
 
 from quire.errors import UserError
-from quire.server.protocol.pooling import ListResponse, NumberType, VectorFields
-from quire.server.responses import json_response
+from quire.server.protocol.pooling import ListResponse, VectorFields
 
 _FLOAT8 = {"fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B)}
 """Bits of the fraction, bias of the exponent, code of the largest number."""
 
 
-def encoded(vector: list[float], body: VectorFields) -> list[float] | str | bytes:
-    """The numbers, or their bytes, for "base64" as text. float32 and little-endian are what OpenAI's client reads."""
-    if body.encoding_format == "float":
-        return vector
-    data = _bytes(vector, body.embed_dtype, ">" if body.endianness == "big" else "<")
-    return base64.b64encode(data).decode() if body.encoding_format == "base64" else data
+def encoded(vector: list[float], body: VectorFields) -> list[float] | str:
+    """The numbers, or for "base64" their bytes as text. float32 and little-endian are what OpenAI's client reads."""
+    return vector if body.encoding_format == "float" else base64.b64encode(_bytes(vector, body)).decode()
 
 
-def vector_response(body: VectorFields, answer: ListResponse, vectors: Sequence[list[float] | str | bytes]) -> Response:
-    """`answer`, or for "bytes" the vectors' bytes one after the other, with all the rest in the header `metadata`, as
-    vLLM sends it; for "bytes_only" the bytes alone."""
-    parts = [vector for vector in vectors if isinstance(vector, bytes)]
-    if len(parts) < len(vectors):
-        return json_response(answer)
+def bytes_response(body: VectorFields, answer: ListResponse, vectors: Sequence[list[float]]) -> Response:
+    """The bytes of the vectors one after the other, and unless the request wants "bytes_only" the rest of the answer in
+    the header `metadata`, as vLLM sends it."""
+    parts = [_bytes(vector, body) for vector in vectors]
     headers = {}
     if body.encoding_format == "bytes":
-        size = 4 if body.embed_dtype == "float32" else 1 if body.embed_dtype in _FLOAT8 else 2
         items, end = [], 0
-        for index, part in enumerate(parts):
+        for index, (vector, part) in enumerate(zip(vectors, parts, strict=True)):
             start, end = end, end + len(part)
-            shape = [len(part) // size]
-            place = {"index": index, "start": start, "end": end, "shape": shape}
+            place = {"index": index, "start": start, "end": end, "shape": [len(vector)]}
             items.append({**place, "embed_dtype": body.embed_dtype, "endianness": body.endianness})
         told = {name: getattr(answer, name) for name in ("id", "created", "model")}
         headers["metadata"] = json.dumps({**told, "data": items, "usage": msgspec.to_builtins(answer.usage)})
     return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")
 
 
-def _bytes(vector: list[float], kind: NumberType, order: str) -> bytes:
+def _bytes(vector: list[float], body: VectorFields) -> bytes:
+    kind, order = body.embed_dtype, ">" if body.endianness == "big" else "<"
     if kind in _FLOAT8:
         return _to_float8(vector, kind)
     if kind == "bfloat16":

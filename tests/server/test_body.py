@@ -100,6 +100,12 @@ def test_wrong_values_name_their_field(fields: str, param: str) -> None:
     assert "\n" not in error.detail.message
 
 
+def test_keys_that_are_no_numbers_are_named() -> None:
+    error = failure('{"prompt": "a", "logit_bias": {"5": 1, "bad1": 2, "bad2": 3}}')
+    assert "'bad1', 'bad2'" in error.detail.message
+    assert "'5'" not in error.detail.message
+
+
 def test_missing_prompt() -> None:
     error = failure('{"n": 1}')
     assert (error.detail.param, error.detail.code) == ("prompt", "missing_required_parameter")

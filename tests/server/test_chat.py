@@ -210,3 +210,24 @@ async def test_conversations_of_too_many_messages_are_refused(
     response = await served.client.post(path, json={"messages": messages})
     assert response.status_code == 400
     assert f"length <= {MAX_MESSAGES}" in response.json()["error"]["message"]
+
+
+async def test_conversations_of_one_request(served: Served) -> None:
+    """Each has the answer that it has alone, and the choice of its index; what they used is summed."""
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "hello there", "hi")] * 5
+    settings = {"max_tokens": 3, "temperature": 0, "logprobs": True, "return_token_ids": True}
+    path = "/v1/chat/completions/batch"
+    answer = (await served.client.post(path, json={"messages": conversations, **settings})).json()
+    alone = [await chat(served, messages=each, **settings) for each in conversations[:3]] * 5
+    expected = [{**each["choices"][0], "index": index} for index, each in enumerate(alone)]
+    assert answer["choices"] == expected
+    assert answer["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in alone)
+    assert answer["usage"]["completion_tokens"] == 45
+    for more in ({"stream": True}, {"n": 2}, {"use_beam_search": True}, {"messages": []}, {"messages": HI}):
+        refused = await served.client.post(path, json={"messages": conversations, **settings, **more})
+        assert (refused.status_code, refused.json()["error"]["param"].split("[")[0]) == (400, next(iter(more)))
+    heavy = await served.client.post(
+        path,
+        json={"messages": [HI] * 1024, "max_tokens": 100, "logprobs": True, "top_logprobs": 20},
+    )
+    assert (heavy.status_code, "sequences x" in heavy.text) == (400, True)

@@ -106,7 +106,9 @@ async def test_numbers_as_bytes(embedder: httpx.AsyncClient, order: str, kind: s
     assert np.array_equal(found, expected.view(getattr(torch, integer)).numpy())
     assert answer["usage"]["completion_tokens"] == 0
     for encoding in ("bytes", "bytes_only"):
-        twice = await embedder.post("/v1/embeddings", json={**body, "input": ["w9 w3"] * 2, "encoding_format": encoding})
+        twice = await embedder.post(
+            "/v1/embeddings", json={**body, "input": ["w9 w3"] * 2, "encoding_format": encoding}
+        )
         assert (twice.content, twice.headers["content-type"]) == (data * 2, "application/octet-stream")
         if encoding == "bytes_only":
             assert "metadata" not in twice.headers
@@ -126,10 +128,10 @@ def test_numbers_of_eight_bits_are_those_of_torch(kind: str, name: str) -> None:
     halves = (table[1:] + table[:-1]) / 2
     values = torch.cat([table, halves, halves * 1.001, halves * 0.999, torch.tensor([-0.0])]).tolist()
     expected = bytes(torch.tensor(values, dtype=torch.float64).to(getattr(torch, name)).view(torch.uint8).numpy())
-    assert vector_format._bytes(values, kind, "<") == expected  # type: ignore[arg-type]
+    assert vector_format._to_float8(values, kind) == expected
     for value in (table[-1].item() * 1.2, math.inf, math.nan):
         with pytest.raises(UserError, match="too large"):
-            vector_format._bytes([value], kind, "<")  # type: ignore[arg-type]
+            vector_format._to_float8([value], kind)
 
 
 async def test_the_texts_of_a_pair_are_cut_before_they_are_joined(paths: dict[str, Path]) -> None:

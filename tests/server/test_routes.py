@@ -119,7 +119,8 @@ async def test_metrics(served: Served) -> None:
     assert value("request_params_n_sum", **tiny) == 3
     assert value("request_params_max_tokens_count", **tiny) == 2
     cache = {"cache_dtype": served.engine.model_config.kv_cache_dtype, "enable_prefix_caching": "True"}
-    assert value("cache_config_info", block_size="16", num_gpu_blocks="64", **cache, **tiny) == 1
+    sizes = {"block_size": "16", "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024"}
+    assert value("cache_config_info", **sizes, **cache, **tiny) == 1
     assert value("http_requests_total", handler="/v1/completions", method="POST", status="200") == 2
     assert value("http_requests_total", handler="unmatched", method="other", status="404") == 1
 

@@ -41,6 +41,7 @@ UNSUPPORTED_CHAT_FIELDS: dict[str, tuple[object, ...]] = {
 MAX_TEMPLATE = 2**20
 TemplateSource = Annotated[str, Meta(max_length=MAX_TEMPLATE)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MAX_CONVERSATIONS = 1024
 
 
 class TemplateInputs(NamedTuple):
@@ -165,6 +166,31 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             names |= {"tools": "functions", "tool_choice": "function_call"}
         message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
         return type(error)(message, param=names.get(error.param or "", error.param))
+
+
+class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
+    """Conversations that are answered once each with the same settings, and without tools."""
+
+    messages: Annotated[list[Messages], Meta(min_length=1, max_length=MAX_CONVERSATIONS)]  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        refused = {
+            "stream": self.stream,
+            "use_beam_search": self.use_beam_search,
+            "tools": self.tools,
+            "functions": self.functions,
+            "n": self.n not in (None, 1),
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                raise UserError(f"{name} is not supported with several conversations", param=name)
+        self.conversations  # noqa: B018  # each is checked when it is made
+
+    @property
+    def conversations(self) -> list[ChatRequest]:
+        """A request for each, with an id of its own."""
+        fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
+        return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
 
 
 class TopLogprob(msgspec.Struct):

@@ -100,6 +100,10 @@ class VectorFields(InputFields, kw_only=True, frozen=True):
     dimensions: Int32 | None = None
     normalize: bool | None = None
 
+    @property
+    def wants_bytes(self) -> bool:
+        return self.encoding_format.startswith("bytes")
+
 
 class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
     """Texts whose vectors are wanted. use_activation: vLLM's name of `normalize`, which counts before it."""
@@ -188,13 +192,13 @@ class PoolingUsage(msgspec.Struct):
 
 class EmbeddingItem(msgspec.Struct):
     index: int
-    embedding: list[float] | str | bytes
+    embedding: list[float] | str
     object: str = "embedding"
 
 
 class PoolingItem(msgspec.Struct):
     index: int
-    data: list[float] | str | bytes
+    data: list[float] | str
     object: str = "pooling"
 
 
