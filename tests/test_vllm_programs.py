@@ -55,7 +55,7 @@ def llm() -> Iterator[LLM]:
         gpu_memory_utilization=0.9,
         enforce_eager=True,
         disable_log_stats=True,
-        max_logprobs=-1,
+        max_logprobs=151_936,
         **OPTIONS,
     ) as llm:
         yield llm

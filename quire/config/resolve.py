@@ -278,12 +278,13 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    if not -1 <= options.max_logprobs <= MOST_LOGPROBS:
+    """-1: the vocabulary, which vLLM's users also write as its size."""
+    if options.max_logprobs < -1:
         raise ConfigError(
-            f"max_logprobs must be from 0 to {MOST_LOGPROBS}, or -1 for the vocabulary, not {options.max_logprobs}",
+            f"max_logprobs must be positive, 0, or -1 for the vocabulary, not {options.max_logprobs}",
             param="max_logprobs",
         )
-    return options.max_logprobs
+    return -1 if options.max_logprobs > MOST_LOGPROBS else options.max_logprobs
 
 
 def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:

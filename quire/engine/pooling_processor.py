@@ -109,8 +109,8 @@ class PoolingProcessor:
         inputs, longest = self._inputs, self._inputs.max_model_len
         if truncate is not None and truncate > longest:
             raise UserError(
-                f"truncate_prompt_tokens is greater than the model's context of {longest} tokens: give a smaller one, "
-                "or -1 for as many as fit",
+                f"truncate_prompt_tokens is greater than the model's context of {longest} tokens. Please request a "
+                "smaller truncation size, or -1 for as many as fit",
                 param="truncate_prompt_tokens",
             )
         limit = longest if truncate == -1 else truncate

@@ -55,7 +55,7 @@ def test_logprobs_of_tokens_that_the_request_names(client: openai.OpenAI) -> Non
     ids = {"logprob_token_ids": [300, 301], "return_tokens_as_token_ids": True}
     logprobs = client.completions.create(prompt=PROMPT, **asked, extra_body=ids).choices[0].logprobs
     chosen, *_ = logprobs.tokens
-    assert [*logprobs.top_logprobs[0]][0] == chosen
+    assert next(iter(logprobs.top_logprobs[0])) == chosen
     assert logprobs.top_logprobs[0].keys() == {chosen, "token_id:300", "token_id:301"}
     messages = [{"role": "user", "content": PROMPT}]
     chat = {**asked, "logprobs": True, "messages": messages, "top_logprobs": 2}

@@ -14,8 +14,8 @@ from quire.server.protocol.structured import StructuredFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too. Null means
-    no; a field that is not given tells an empty object, which clients send without a stream, from one with a request."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in each chunk too. Null
+    means no, and UNSET that the field was not given: clients send an empty object without a stream."""
 
     include_usage: bool | UnsetType | None = UNSET
     continuous_usage_stats: bool | UnsetType | None = UNSET
@@ -24,9 +24,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     """Fields of completions and chats.
 
-    logprob_token_ids: tokens whose log-probabilities are told in place of the best ones. stream_interval: tokens of each
-    chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the server
-    is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave out.
+    logprob_token_ids: tokens whose log-probabilities are told in place of the best ones. stream_interval: tokens of
+    each chunk after the first. return_tokens_as_token_ids: log-probabilities name tokens as token_id:N. Both as the
+    server is set where they are None. spaces_between_special_tokens: where there are none, there is nothing to leave
+    out.
     """
 
     n: Int32 | None = None
