@@ -22,7 +22,7 @@ from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktok
 from quire.tokenization.sentencepiece import (
     BPE,
     SentencePieces,
-    TextNormalizer,
+    TextPreparation,
     read_sentencepiece,
     sentencepiece_backend,
     special_pieces,
@@ -56,7 +56,7 @@ class Tokenizer:
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
     the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose
-    texts are normalised here.
+    texts are prepared here.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         special = [token.content for token in added.values() if token.special]
-        self._normalize = None if pieces is None else TextNormalizer(pieces, special)
+        self._prepare = None if pieces is None else TextPreparation(pieces, special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -102,13 +102,17 @@ class Tokenizer:
         return [each.ids for each in self.encodings(texts, add_special_tokens)]
 
     def beginnings(self, texts: list[str], max_tokens: int) -> list[str]:
-        """The texts, of those with more tokens the part (normalised where that is done here) that has `max_tokens`."""
-        shown = texts if self._normalize is None else [self._normalize(text) for text in texts]
+        """The texts, of those with more tokens the part that has `max_tokens`."""
+
+        def cut(text: str, found: tokenizers.Encoding) -> str:
+            if len(found.ids) <= max_tokens:
+                return text
+            if self._prepare is not None:  # places are not those of the text
+                return self.decode(found.ids[:max_tokens], skip_special_tokens=False)
+            return text[: found.offsets[max_tokens - 1][1]]
+
         encodings = self.encodings(texts, add_special_tokens=False, with_offsets=True)
-        return [
-            text if len(found.ids) <= max_tokens else normal[: found.offsets[max_tokens - 1][1]]
-            for text, normal, found in zip(texts, shown, encodings, strict=True)
-        ]
+        return [cut(text, found) for text, found in zip(texts, encodings, strict=True)]
 
     def encodings(
         self, texts: list[str], add_special_tokens: bool, *, with_offsets: bool = False
@@ -118,9 +122,12 @@ class Tokenizer:
             check_unicode(text)
         try:
             with panics_are_errors("the tokenizer"):
-                normal = texts if self._normalize is None else [self._normalize(text) for text in texts]
                 encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-                found: list[tokenizers.Encoding] = encode(normal, add_special_tokens=add_special_tokens)
+                found: list[tokenizers.Encoding] = encode(
+                    texts if self._prepare is None else [self._prepare(text) for text in texts],
+                    is_pretokenized=self._prepare is not None,
+                    add_special_tokens=add_special_tokens,
+                )
         except InternalError as error:
             if any(limit in str(error) for limit in PATTERN_LIMITS):
                 raise UserError(
