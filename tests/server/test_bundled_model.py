@@ -57,6 +57,9 @@ def test_logprobs_of_tokens_that_the_request_names(client: openai.OpenAI) -> Non
     chosen, *_ = logprobs.tokens
     assert next(iter(logprobs.top_logprobs[0])) == chosen
     assert logprobs.top_logprobs[0].keys() == {chosen, "token_id:300", "token_id:301"}
+    unlikely = {**ids, "allowed_token_ids": [300], "logprob_token_ids": [int(chosen.removeprefix("token_id:"))]}
+    forced = client.completions.create(prompt=PROMPT, **asked, extra_body=unlikely).choices[0].logprobs
+    assert [*forced.top_logprobs[0]] == ["token_id:300", chosen]
     messages = [{"role": "user", "content": PROMPT}]
     chat = {**asked, "logprobs": True, "messages": messages, "top_logprobs": 2}
     entry = client.chat.completions.create(**chat, extra_body=ids).choices[0].logprobs.content[0]
