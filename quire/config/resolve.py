@@ -162,6 +162,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         choices=ModelChoices(
             runner=choice("runner", options.runner, RUNNERS),
             model_impl=options.model_impl,
+            load_draft_head=options.load_draft_head,
             download_dir=options.download_dir,
             hf_overrides=options.hf_overrides,
             generation_config=options.generation_config,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from quire.attention.interface import CacheScale
+from quire.config.families import ARCHITECTURES
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -192,7 +193,7 @@ def _load_from(
             return
         tensors = files.stream(report)
         if config.is_multimodal:
-            tensors = language_tensors(tensors, files.directory)
+            tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
         tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)

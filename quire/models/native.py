@@ -26,6 +26,7 @@ from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
+from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
@@ -106,6 +107,12 @@ class NativeModel:
         self._body = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
         return self._body
 
+    @property
+    def draft_head(self) -> NativeDraftHead | None:
+        """The model's head for drafts, which computes natively; None for a model without."""
+        head = getattr(self._model, "draft_head", None)
+        return None if head is None else NativeDraftHead(head, self._runtime)
+
     def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
         self._head = None
         recorder = Recorder()
@@ -116,6 +123,44 @@ class NativeModel:
         recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
+
+
+class NativeDraftHead:
+    """A DraftHead over native kernels."""
+
+    def __init__(self, head: DraftHead, runtime: NativeRuntime) -> None:
+        self._head = head
+        self._runtime = runtime
+        self._backend: NativeAttention | None = None
+        self._bodies: dict[int, RecordedProgram] = {}
+
+    def cache_specs(self) -> list[LayerSpec]:
+        return self._head.cache_specs()
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, index: int = 0) -> torch.Tensor:
+        """As DraftHead.forward. The result lies in the program's own memory: the next call overwrites it."""
+        token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
+        rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
+        assert isinstance(step, NativeAttentionStep), "a native head attends natively"
+        if self._backend is not step.backend:
+            self._backend, self._bodies = step.backend, {}
+        body = self._bodies.get(index)
+        if body is None or body.max_rows < len(token_ids):
+            body = self._record(step.backend, hidden.shape[1], len(token_ids), index)
+        body.run(len(token_ids), token_ids, positions, step.plans, externals=(hidden.contiguous(),), read_rows=rows)
+        return body.result(len(token_ids) if rows is None else len(rows))
+
+    def _record(self, backend: NativeAttention, size: int, num_rows: int, index: int) -> RecordedProgram:
+        self._bodies.pop(index, None)  # freed first, so that two arenas never exist at the same time
+        recorder = Recorder()
+        hidden = recorder.external(size, size)
+        token_ids, positions = (
+            RecordedIndices(recorder, kind) for kind in (_native.IndexSource.TOKEN_IDS, _native.IndexSource.POSITIONS)
+        )
+        batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))
+        result = _recorded(self._head.forward(hidden, batch, index))
+        self._bodies[index] = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
+        return self._bodies[index]
 
 
 def _recorded(value: Value) -> Buffer:
