@@ -67,6 +67,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pipeline_parallel_size: int = 1
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    mla_prompt: str = "auto"
     matmul_precision: str = "auto"
     num_threads: int | None = None
     enforce_eager: bool = False
@@ -152,6 +153,7 @@ HELP: dict[str, str] = {
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
+    "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",
     "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
     "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",

@@ -88,9 +88,10 @@ def load_model(
             _load_from(model, files, config, report, elsewhere, context.cache_scales)
     if runtime is None or config.impl == "transformers":
         return cast("CausalLM", model)  # which computes tensors
+    from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
 
-    return NativeModel(cast("Decoder", model), runtime)
+    return NativeModel(cast("Decoder", model), runtime, expansion_rule(config) if config.expands_prompts else None)
 
 
 def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:
