@@ -82,7 +82,9 @@ class CpuPlatform:
         weights = model.dtype if model.quantization is None else model.quantization.method
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
         reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
-        return f"{kernels}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache, {precision} products{reason}"
+        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache, {precision} products{reason}"
+        expanded = ", prompts of latent attention expanded: bits depend on chunks" if model.expands_prompts else ""
+        return f"{kernels}, {threads}, {formats}{expanded}"
 
     def code_identity(self) -> dict[str, str]:
         if self._runtime is None:
