@@ -34,7 +34,8 @@ class NativeAttention:
             for page, layer in enumerate(group.layers)
         }
         self._plans, self._plans_beside = (AttentionPlans(layout, num_heads, num_threads) for _ in range(2))
-        self._latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
+        self.num_threads = num_threads
+        self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
 
     def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
         """Raises ValueError for a block table that names a block outside the pool."""
@@ -52,7 +53,7 @@ class NativeAttention:
     def latent_rows(self, layer: int) -> tuple[int, torch.Tensor]:
         """The KV group of a layer, and its latents in the order of their slots, [slots, width]."""
         group, page = self._page_of_layer[layer]
-        rows = self._pages[page].view(-1).view(self._latent_dtype)
+        rows = self._pages[page].view(-1).view(self.latent_dtype)
         return group, rows.view(-1, self._layout.token_groups[group].spec.token_bytes // rows.itemsize)
 
     def record_latent(

@@ -3,6 +3,7 @@ log-probabilities, in chunks, behind prefix hits, preempted, beside single token
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from quire import LLM
-from quire.attention import native_expanded, triton_expanded
+from quire.attention.expanded import Prompt
 from quire.attention.latent import LatentExpansion, LatentShape
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
-from quire.layers import cache_operations, latent_expansion
 from quire.outputs import RequestOutput
 from tests.e2e.device_models import OPTIONS, continuation, greedy, run
 from tests.models.conftest import SavedModel
@@ -43,27 +43,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTrain
 @pytest.fixture
 def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Heads come in parts of 4, keys in pieces of 16, and first positions of what is expanded are listed."""
-    monkeypatch.setattr(latent_expansion, "EXPANDED_HEADS", 4)
+    monkeypatch.setattr("quire.layers.latent_expansion.EXPANDED_HEADS", 4)
     monkeypatch.setattr("quire.layers.latent_attention.EXPANDED_HEADS", 4)
-    monkeypatch.setattr("quire.attention.expanded.PIECE_KEYS", 16)
+    for module in ("expanded", "native_expanded"):
+        monkeypatch.setattr(f"quire.attention.{module}.PIECE_KEYS", 16)
     monkeypatch.setattr("quire.attention.expanded.TILE_ROWS", 4)
     starts: list[int] = []
-    for module in (cache_operations, native_expanded):
-        attend = module.attend_expanded
+    for module in ("torch_backend", "native_expanded", "triton_expanded"):
+        find = importlib.import_module(f"quire.attention.{module}").expanded_prompts
 
-        def listed(*arguments: Any, attend: Callable[..., Any] = attend) -> Any:
-            starts.append(arguments[-1])
-            return attend(*arguments)
+        def found(*arguments: Any, find: Callable[..., list[Prompt]] = find) -> list[Prompt]:
+            prompts = find(*arguments)
+            starts.extend(prompt.start for prompt in prompts)
+            return prompts
 
-        monkeypatch.setattr(module, "attend_expanded", listed)
-    find = triton_expanded.expanded_prompts
-
-    def found(*arguments: Any) -> Any:
-        prompts = find(*arguments)
-        starts.extend(prompt.start for prompt in prompts)
-        return prompts
-
-    monkeypatch.setattr(triton_expanded, "expanded_prompts", found)
+        monkeypatch.setattr(f"quire.attention.{module}.expanded_prompts", found)
     return starts
 
 
