@@ -33,6 +33,7 @@ from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_f
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
 from quire.engine.long_prompts import encode_pieces
+from quire.engine.long_texts import LongTexts
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.outbox import Outbox
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
@@ -162,6 +163,10 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
+
+    @property
+    def long_texts(self) -> LongTexts | None:
+        return self._front_end.long_texts
 
     @property
     def pooling(self) -> PoolingProcessor:

@@ -41,6 +41,11 @@ class FrontEnd:
             self.tokenizer.encode_elsewhere = self._long_texts.encode
 
     @property
+    def long_texts(self) -> LongTexts | None:
+        """The processes that work on long texts; None: this front end works on them itself."""
+        return self._long_texts
+
+    @property
     def is_ready(self) -> bool:
         """Whether `input_processor` answers at once."""
         return self._input_processor is not None
