@@ -33,7 +33,6 @@ from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_f
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
 from quire.engine.long_prompts import encode_pieces
-from quire.engine.long_texts import LongTexts
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.outbox import Outbox
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
@@ -114,7 +113,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
         self._front_end: FrontEnd = open_front_end(options, start)
-        self._front_end.encode_long_texts_elsewhere(options)
+        self.long_texts = self._front_end.encode_long_texts_elsewhere(options)
         self._client: EngineClient = self._front_end.client
         self._namespace = ""
         """What tells the keys of our requests from those of other processes."""
@@ -163,10 +162,6 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
-
-    @property
-    def long_texts(self) -> LongTexts | None:
-        return self._front_end.long_texts
 
     @property
     def pooling(self) -> PoolingProcessor:

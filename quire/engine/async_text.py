@@ -29,6 +29,9 @@ T = TypeVar("T")
 class AsyncText(ABC):
     """Part of AsyncLLM."""
 
+    long_texts: LongTexts | None
+    """The processes that work on long texts; None where the model has no tokenizer."""
+
     def __init__(self) -> None:
         self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
 
@@ -45,11 +48,6 @@ class AsyncText(ABC):
     def close_threads(self) -> None:
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
-
-    @property
-    @abstractmethod
-    def long_texts(self) -> LongTexts | None:
-        """The processes that work on long texts; None where the model has no tokenizer."""
 
     async def read_elsewhere(self, reader: str, content: bytes) -> bytes | None:
         """What the function `reader` ("module:name") makes of `content` in one of these processes; None: there are

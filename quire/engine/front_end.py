@@ -33,16 +33,13 @@ class FrontEnd:
         self._making = threading.Lock()
         self._long_texts: LongTexts | None = None
 
-    def encode_long_texts_elsewhere(self, options: EngineOptions) -> None:
-        """For a front end with an event loop: long texts must not keep it. options: those of this front end."""
+    def encode_long_texts_elsewhere(self, options: EngineOptions) -> LongTexts | None:
+        """For a front end with an event loop: long texts must not keep it. options: those of this front end. Returns
+        the processes that work on them; None without a tokenizer."""
         if self.tokenizer is not None:
             self._long_texts = LongTexts(options, self.config.model.vocab_size, self.tokenizer)
             self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
             self.tokenizer.encode_elsewhere = self._long_texts.encode
-
-    @property
-    def long_texts(self) -> LongTexts | None:
-        """The processes that work on long texts; None: this front end works on them itself."""
         return self._long_texts
 
     @property

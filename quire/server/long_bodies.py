@@ -72,9 +72,9 @@ async def read_chat_request(request: Request, context: ServerContext) -> ChatReq
     parsed, _ = await asyncio.to_thread(partial(parse_body, found.body, ChatRequest, strict=strict))
     report_ignored(request, context, found.unknown)
     problem = found.problem
-    error = None if problem is None else UserError(problem.message, param=problem.param)
+    wrong = None if problem is None else UserError(problem.message, param=problem.param)
     fields: dict[str, Any] = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
-    conversation = PreparedConversation(found.messages, parsed.continue_final_message, error)
+    conversation = PreparedConversation(found.messages, parsed.continue_final_message, wrong)
     return LongChatRequest(**fields, conversation=conversation)
 
 
@@ -100,8 +100,8 @@ def _read(body: bytes, *, strict: bool) -> bytes:
     conversation = prepare_conversation(
         [message.to_dict() for message in messages], continue_final_message=parsed.continue_final_message
     )
-    error = conversation.error
     fields = _FIELDS.decode(body)
     rest = {**fields, "messages": [_ENTRIES.decode(fields["messages"])[-1]]}
-    problem = None if error is None else Problem(error.message, error.param)
+    wrong = conversation.error
+    problem = None if wrong is None else Problem(wrong.message, wrong.param)
     return msgspec.msgpack.encode(Chat(msgspec.json.encode(rest), unknown, conversation.messages, problem))
