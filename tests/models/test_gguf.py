@@ -305,7 +305,8 @@ def test_experts_in_four_bit_floats_stay_what_they_are(tmp_path: Path) -> None:
     path = writer.write(tmp_path / "model.gguf")
     assert_logits(path, model)
     found = read(path)["model.layers.1.mlp.experts.4.down_proj.weight"]
-    assert isinstance(found, Float4Weight)
+    assert isinstance(found, BlockWeight)
+    assert isinstance(found.unpacked(), Float4Weight)
 
 
 def test_llama3_frequencies_come_as_divisors(tmp_path: Path) -> None:
