@@ -24,6 +24,7 @@ from quire.server.protocol.tools import (
     ToolChoice,
     ToolFields,
 )
+from quire.tokenization.chat_template import PreparedConversation
 
 SUPPORTED_CHAT_FIELDS = (
     "chat_template",
@@ -124,6 +125,10 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         )
 
     @property
+    def num_messages(self) -> int:
+        return len(self.messages)
+
+    @property
     def generation_prompt(self) -> bool:
         return self.add_generation_prompt is not False and not self.continue_final_message
 
@@ -191,6 +196,16 @@ class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
         """A request for each, with an id of its own."""
         fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
+
+
+class LongChatRequest(ChatRequest, kw_only=True, frozen=True):
+    """A large request, read in another process (quire/server/long_bodies.py): `messages` has the last one alone."""
+
+    conversation: PreparedConversation
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.conversation.messages)
 
 
 class TopLogprob(msgspec.Struct):
