@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI
 
 from quire.server.answer import Answer, add_answer_route
+from quire.server.body import read_request
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.protocol.chat import ChatBatchRequest, ChatResponse
@@ -18,7 +20,9 @@ from quire.server.turns import Turns, share_of
 
 
 def add_chat_batch_route(app: FastAPI, context: ServerContext) -> None:
-    add_answer_route(app, "/v1/chat/completions/batch", context, ChatBatchRequest, ChatBatch)
+    add_answer_route(
+        app, "/v1/chat/completions/batch", context, partial(read_request, kind=ChatBatchRequest), ChatBatch
+    )
 
 
 class ChatBatch(Answer[ChatBatchRequest]):
