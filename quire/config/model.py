@@ -10,6 +10,7 @@ from typing import Any
 from quire.config.model_shape import ModelShape
 from quire.config.pooling import PoolingConfig
 from quire.config.quantization import QuantizationConfig
+from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -59,6 +60,18 @@ class ModelConfig:
     is_multimodal: bool = False
     impl: str = "quire"
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the weights come from a GGUF file, each tensor in the format that it has there."""
+        return self.path.suffix == GGUF_SUFFIX
+
+    @property
+    def weight_format(self) -> str:
+        """What matrices of weights are stored in, for people."""
+        if self.quantization is not None:
+            return self.quantization.method
+        return "the GGUF file's" if self.is_gguf else self.dtype
 
     @property
     def is_encoder(self) -> bool:

@@ -37,7 +37,6 @@ from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
-from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -207,15 +206,14 @@ def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str, 
                 param="matmul_precision",
             )
         return model.dtype
-    is_gguf = model.path.suffix == GGUF_SUFFIX
     concerned = (model.dtype, model.kv_cache_dtype)
-    if asked == "bfloat16" and "bfloat16" not in concerned and model.quantization is None and not is_gguf:
+    if asked == "bfloat16" and "bfloat16" not in concerned and model.quantization is None and not model.is_gguf:
         raise ConfigError(
             f"matmul_precision='bfloat16' would change nothing: weights are {model.dtype} and the KV cache is "
             f"{model.kv_cache_dtype}",
             param="matmul_precision",
         )
-    if asked == "auto" and not is_gguf and (model.dtype, stored_dtype(model.hf)) != ("bfloat16", "bfloat16"):
+    if asked == "auto" and not model.is_gguf and (model.dtype, stored_dtype(model.hf)) != ("bfloat16", "bfloat16"):
         return "float32"
     return asked
 

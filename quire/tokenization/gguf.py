@@ -21,6 +21,7 @@ from quire.tokenization.sentencepiece import (
     BPE,
     CONTROL,
     NORMAL,
+    SPACE,
     UNIGRAM,
     UNUSED,
     USER_DEFINED,
@@ -170,8 +171,12 @@ def _sentencepiece(
         charsmap = bytes(int(value) & 255 for value in table)
     except (ValueError, OverflowError):
         raise file.error("tokenizer.ggml.precompiled_charsmap must hold bytes") from None
+    # llama.cpp's converter writes what the user defined, as runs of spaces, with plain spaces.
+    texts = [
+        token.replace(" ", SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds, strict=True)
+    ]
     pieces = SentencePieces(
-        tokens,
+        texts,
         [float(score) for score in scores],
         [int(kind) for kind in kinds],
         model=model,

@@ -87,6 +87,17 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
         assert ids == [*unigram_ids(text.replace(" ", SPACE), PIECES, scores, 0), 2], text
 
 
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_runs_of_spaces_that_the_user_defined(tmp_path: Path, kind: str) -> None:
+    """Gemma's: converters write their spaces as they are, not as the sign that stands for one in all other pieces."""
+    tokens = [*PIECES, "  ", "    "]
+    tokenizer = gguf(tmp_path, kind, tokens=tokens, scores=[*SCORES, 0.0, 0.0], kinds=[*KINDS, 4, 4], adds_space=False)
+    two, four = len(PIECES), len(PIECES) + 1
+    a, b = (tokenizer.encode(letter, False) for letter in "ab")
+    assert tokenizer.encode("a    b  a", False) == [*a, four, *b, two, *a]
+    assert tokenizer.decode([*a, four, *b, two, *a]) == "a    b  a"
+
+
 MARK = "\N{COMBINING ACUTE ACCENT}"
 RULES = {
     "\t": " ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def test_what_computes_is_said(
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     settings = {"model": str(model_path), "num_threads": 1, **options}
     assert CpuPlatform(resolve(EngineOptions.from_keywords(settings))).describe() == expected
+
+
+def test_weights_of_a_gguf_file_are_called_so(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
+    config = resolve(EngineOptions(model=str(model_path), num_threads=1))
+    of_file = replace(config, model=replace(config.model, path=Path("model.gguf")))
+    assert "1 thread, the GGUF file's weights, float32 KV cache" in CpuPlatform(of_file).describe()
 
 
 def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,10 +79,10 @@ class CpuPlatform:
         model, device, runtime = self._config.model, self._config.device, self._runtime
         kernels = "plain torch operators" if runtime is None else f"native kernels for {runtime.isa}"
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
-        weights = model.dtype if model.quantization is None else model.quantization.method
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
         reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
-        return f"{kernels}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache, {precision} products{reason}"
+        stored = f"{model.weight_format} weights, {model.kv_cache_dtype} KV cache"
+        return f"{kernels}, {threads}, {stored}, {precision} products{reason}"
 
     def code_identity(self) -> dict[str, str]:
         if self._runtime is None:

@@ -82,8 +82,7 @@ class CudaPlatform:
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
-        weights = model.dtype if model.quantization is None else model.quantization.method
-        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
+        formats = f"{model.weight_format} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
         return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
 
     def code_identity(self) -> dict[str, str]:
