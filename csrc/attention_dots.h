@@ -341,10 +341,11 @@ void dot_value_rows(const std::byte* weights, const KeyTile& tile, const KeyTile
   }
 }
 
-// As weigh_rows, with the weights in words and their scales in `factors`. kWhole: as sees_whole says.
+// As weigh_rows, with the weights in words and their scales in `factors`. kWhole: as sees_whole says. Not inline: beside
+// the products, constants and sums would not all fit the registers.
 template <CacheType T, bool kWhole>
-__attribute__((noinline)) void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
-                                 float* decay, float* factors, std::byte* words) {
+[[gnu::noinline]] void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
+                                      float* decay, float* factors, std::byte* words) {
   using D = Dots<T>;
   const Live live(rows, count);
   typename D::WeightScale of_all, of_row;
