@@ -1,11 +1,9 @@
 """Tokenizers of sentencepiece: from a `tokenizer.model`, or from the vocabulary that a GGUF file has of one.
 
 Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 2, Gemma), Unigram takes the pieces
-whose scores add up to the most (T5). The `tokenizers` library computes both, of texts that `TextNormalizer` has
-prepared. Its BPE takes a list of pairs, the best first: they are the ways in which a piece is two others, in the order
-of the pieces' scores. (sentencepiece prefers the first of two places where the same piece can be made; the list
-prefers one of the pairs. That makes a difference only where both overlap, inside runs of one repeated text. Of two ways
-to cut a text whose scores add up to the same, the rounding of its 32-bit sums takes one; here sums have 64 bits.)
+whose scores add up to the most (T5). `TextPreparation` makes words of a text that the `tokenizers` library turns into
+ids: the pieces of a BPE model, the whole text for a Unigram model, which the library cuts. (Of two ways to cut a text
+whose scores add up to the same, the rounding of sentencepiece's 32-bit sums takes one; here sums have 64 bits.)
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from tokenizers import Regex, decoders, models, normalizers
 
 from quire.errors import ModelLoadError
 from quire.tokenization.charsmap import Charsmap
+from quire.tokenization.piece_merges import LONGEST_PIECE, PieceMerger, any_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces."""
@@ -29,8 +28,6 @@ BPE, UNIGRAM = 2, 1
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What stands for a space inside a piece."""
 MAX_PIECES = 2**21
-LONGEST_PIECE = 512
-"""Characters of a piece; every way to cut it in two is tried."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class SentencePieces:
 
 
 def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
-    """The pipeline that splits texts of a `TextNormalizer`, and joins them, as sentencepiece does. Raises
+    """The pipeline that makes ids of the words of a `TextPreparation`, and texts of ids, as sentencepiece does. Raises
     ModelLoadError for a model that is contradictory, and whatever the library raises for one that it cannot use."""
     pieces, kinds = model.pieces, model.kinds
     if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
@@ -84,25 +81,14 @@ def _vocabulary(model: SentencePieces) -> dict[str, int]:
 
 
 def _bpe(model: SentencePieces) -> models.BPE:
-    vocabulary = _vocabulary(model)
-    pairs: list[tuple[float, int, int]] = []
-    for piece, score, kind in zip(model.pieces, model.scores, model.kinds, strict=True):
-        if kind not in (NORMAL, UNUSED):
-            continue
-        if len(piece) > LONGEST_PIECE:
-            raise ModelLoadError(f"a piece has {len(piece)} characters, more than {LONGEST_PIECE}")
-        for cut in range(1, len(piece)):
-            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
-            if left is not None and right is not None:
-                pairs.append((-score, left, right))
-    pairs.sort()
-    texts = {piece_id: text for text, piece_id in vocabulary.items()}
+    """For texts that are cut into pieces before (`PieceMerger`)."""
     return models.BPE(
-        vocab=vocabulary,
-        merges=[(texts[left], texts[right]) for _, left, right in pairs],
+        vocab=_vocabulary(model),
+        merges=[],
         unk_token=_unknown(model),
         fuse_unk=True,
         byte_fallback=BYTE in model.kinds,
+        ignore_merges=True,
     )
 
 
@@ -123,9 +109,10 @@ def _unknown(model: SentencePieces) -> str | None:
     return next(found, None)
 
 
-class TextNormalizer:
-    """What becomes of a text before its pieces are looked for: the table of characters, spaces, and a space before it.
-    Special tokens stay as they are, and each text between them is a text of its own, as llama.cpp has it."""
+class TextPreparation:
+    """What becomes of a text before the library sees it: the table of characters, spaces, and a space before it; of BPE
+    its pieces. Special tokens stay as they are, and each text between them is a text of its own, as llama.cpp has it.
+    """
 
     def __init__(self, model: SentencePieces, special: Collection[str]) -> None:
         """special: the texts of special tokens."""
@@ -136,13 +123,15 @@ class TextNormalizer:
             steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         self._normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
         self._start = SPACE if model.adds_space else ""
-        self._special = _any_of(special)
+        self._special = any_of(special)
         # What the user defined is not mapped.
         own = [piece for piece, kind in zip(model.pieces, model.kinds, strict=True) if kind == USER_DEFINED and piece]
-        self._user_defined = _any_of(own) if model.charsmap else None
+        self._user_defined = any_of(own) if model.charsmap else None
+        self._cut: Callable[[str], list[str]] = _merger(model, [*special, *own]) if model.model == BPE else _whole
 
-    def __call__(self, text: str) -> str:
-        return _between(self._special, text, self._normalized)
+    def __call__(self, text: str) -> list[str]:
+        """The words of a text."""
+        return self._cut(_between(self._special, text, self._normalized))
 
     def _normalized(self, text: str) -> str:
         mapped = text if self._charsmap is None else _between(self._user_defined, text, self._charsmap)
@@ -150,10 +139,21 @@ class TextNormalizer:
         return self._start + normal if normal else ""
 
 
-def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
-    """A pattern with one group that finds them, the longest first; None where there are none."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+def _merger(model: SentencePieces, whole: Collection[str]) -> PieceMerger:
+    """whole: texts that are tokens as they are."""
+    of_kind = {
+        kind: {
+            piece: score
+            for piece, score, own in zip(model.pieces, model.scores, model.kinds, strict=True)
+            if own == kind and piece
+        }
+        for kind in (NORMAL, UNUSED)
+    }
+    return PieceMerger(of_kind[NORMAL] | of_kind[UNUSED], of_kind[UNUSED], whole, SPACE)
+
+
+def _whole(text: str) -> list[str]:
+    return [text] if text else []
 
 
 def _between(pattern: re.Pattern[str] | None, text: str, change: Callable[[str], str]) -> str:

@@ -22,7 +22,7 @@ from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktok
 from quire.tokenization.sentencepiece import (
     BPE,
     SentencePieces,
-    TextNormalizer,
+    TextPreparation,
     read_sentencepiece,
     sentencepiece_backend,
     special_pieces,
@@ -56,7 +56,7 @@ class Tokenizer:
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
     the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose
-    texts are normalised here.
+    texts are prepared here.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         special = [token.content for token in added.values() if token.special]
-        self._normalize = None if pieces is None else TextNormalizer(pieces, special)
+        self._prepare = None if pieces is None else TextPreparation(pieces, special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -107,9 +107,10 @@ class Tokenizer:
             check_unicode(text)
         try:
             with panics_are_errors("the tokenizer"):
-                normal = texts if self._normalize is None else [self._normalize(text) for text in texts]
                 found: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
-                    normal, add_special_tokens=add_special_tokens
+                    texts if self._prepare is None else [self._prepare(text) for text in texts],
+                    is_pretokenized=self._prepare is not None,
+                    add_special_tokens=add_special_tokens,
                 )
         except InternalError as error:
             if any(limit in str(error) for limit in PATTERN_LIMITS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
     texts = [text for text in random_texts(10_000) if "\n\n" not in text]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids == [*unigram_ids(text.replace(" ", SPACE), PIECES, scores, 0), 2], text
+
+
+def test_the_first_of_two_places_where_a_piece_can_be_made(tmp_path: Path) -> None:
+    """Runs of spaces and letters, whose pieces can be made in several ways. Pieces that are unused are taken apart."""
+    sizes = [2, 4, 8, 16, 3, 5, 7, 6, 9, 15]
+    made = [*(SPACE * size for size in sizes), *("a" * size for size in sizes), "aba", f"b{SPACE}", "ab"]
+    pieces = ["<unk>", *made, "a", "b", SPACE, "aaaab"]
+    scores = [0.0, *(-float(rank) for rank in range(len(made))), *[-100.0] * 4]
+    kinds = [2] + [NORMAL] * (len(pieces) - 2) + [5]
+    options = {"add_dummy_prefix": 0, "remove_extra_whitespaces": 0}
+    (tmp_path / "tokenizer.model").write_bytes(to_proto(pieces, scores, kinds, BPE, **options))
+    tokenizer = load_tokenizer(tmp_path)
+    generator = random.Random(1)
+    texts = ["".join(generator.choice("a b") * generator.randrange(1, 40) for _ in range(6)) for _ in range(500)]
+    kinds[-1] = 1  # what it is made of are pieces that end up side by side without it, too
+    expected = [bpe_ids(text, pieces[:-1], scores[:-1], kinds[:-1], adds_space=False) for text in texts]
+    assert tokenizer.encode_batch(texts, False) == expected
+    assert tokenizer.encode("aaaab", False) == [pieces.index("aaaa"), pieces.index("b")]
+    long_run = tokenizer.encode("a" * 20_000, False)
+    assert long_run == [pieces.index("a" * 16)] * 1250
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

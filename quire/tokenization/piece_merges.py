@@ -1,0 +1,194 @@
+"""How sentencepiece's BPE cuts a text into pieces: neighbours are joined whose union has the highest score, of equals
+the first in the text.
+
+The `tokenizers` library takes a list of pairs, the best first, in which two pairs that make the same piece cannot be
+equals; in runs of spaces, dashes or letters it gives other pieces. So the pieces are found here, and the library gets
+them as words that are tokens. A text is cut where no piece joins two characters, and what a part becomes is kept: most
+parts of a text are words that were there before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from quire.errors import ModelLoadError
+
+LONGEST_PIECE = 512
+"""Characters."""
+_LONGEST_PART = 2**13
+"""Characters that are joined at once. Only a text of that many that pieces could join without a gap is cut there."""
+_LONGEST_KEPT = 64
+_MOST_KEPT = 2**16
+_MOST_NESTED = 64
+"""Groups inside one another, of a pattern."""
+
+
+class PieceMerger:
+    """Safe to use from several threads.
+
+    scores: by piece, of all that may come from joining. unused: those of them that are taken apart again at the end.
+    whole: texts that are tokens wherever they stand (control pieces, the user's): nothing is joined with them, and of
+    two that begin at one place the longer one is taken. space: the character before which texts are mostly cut.
+    """
+
+    def __init__(
+        self, scores: Mapping[str, float], unused: Collection[str], whole: Collection[str], space: str
+    ) -> None:
+        """Raises ModelLoadError for a piece that is too long."""
+        self._scores = dict(scores)
+        self._unused = frozenset(unused)
+        self._whole = any_of(whole)
+        self._joined: set[tuple[str, str]] = set()
+        for piece in self._scores:
+            if len(piece) > LONGEST_PIECE:
+                raise ModelLoadError(f"a piece has {len(piece)} characters, more than {LONGEST_PIECE}")
+            self._joined.update(itertools.pairwise(piece))
+        # Words: runs of other characters with the spaces before them. A few characters may be joined with a space
+        # behind them.
+        before_space = {first for first, second in self._joined if second == space and first != space}
+        other = f"[^{re.escape(space)}]"
+        word = f"{re.escape(space)}*{other}*"
+        if before_space:
+            word += f"(?:(?<=[{''.join(map(re.escape, sorted(before_space)))}]){re.escape(space)}+{other}*)*"
+        self._word = re.compile(word)
+        self._kept: dict[str, tuple[str, ...]] = {}
+        self._last_long: tuple[str, tuple[str, ...]] = ("", ())
+
+    def __call__(self, text: str) -> list[str]:
+        """The pieces of a normalised text; neighbours that no piece has are one text."""
+        parts = [text] if self._whole is None else self._whole.split(text)
+        found: list[str] = []
+        for place, part in enumerate(parts):
+            if place % 2:
+                found.append(part)
+            elif part:
+                found += self._with_unknown_joined(self._pieces(part))
+        return found
+
+    def _with_unknown_joined(self, pieces: Iterator[str]) -> Iterator[str]:
+        unknown = ""
+        for piece in pieces:
+            if piece not in self._scores:
+                unknown += piece
+                continue
+            if unknown:
+                yield unknown
+                unknown = ""
+            yield piece
+        if unknown:
+            yield unknown
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        for word in self._word.findall(text):
+            pieces = self._kept.get(word)
+            if pieces is not None:
+                yield from pieces
+            elif word:
+                pieces = tuple(self._pieces_of_word(word))
+                self._keep(word, pieces)
+                yield from pieces
+
+    def _pieces_of_word(self, word: str) -> Iterator[str]:
+        start = 0
+        for end in self._cuts(word):
+            part = word[start:end]
+            start = end
+            if len(part) == 1:
+                yield part
+                continue
+            last, pieces = self._last_long  # of long runs of one character all parts are the same
+            if part != last:
+                found = self._kept.get(part)
+                pieces = tuple(self._merged(part)) if found is None else found
+                self._keep(part, pieces)
+            yield from pieces
+
+    def _cuts(self, word: str) -> Iterator[int]:
+        """Where parts of a word end."""
+        joined, start = self._joined, 0
+        for end, pair in enumerate(itertools.pairwise(word), 1):
+            if pair not in joined or end - start == _LONGEST_PART:
+                start = end
+                yield end
+        yield len(word)
+
+    def _keep(self, part: str, pieces: tuple[str, ...]) -> None:
+        if len(part) <= _LONGEST_KEPT:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[part] = pieces
+        elif len(part) == _LONGEST_PART:
+            self._last_long = part, pieces
+
+    def _merged(self, part: str) -> Iterator[str]:
+        """The algorithm itself. A place is a symbol's first character; a symbol that was joined with the one before is
+        empty."""
+        scores, size = self._scores, len(part)
+        symbols, before, behind = list(part), list(range(-1, size - 1)), list(range(1, size + 1))
+        candidates: list[tuple[float, int, int]] = []
+
+        def consider(left: int, right: int) -> None:
+            if left >= 0 and right < size:
+                union = symbols[left] + symbols[right]
+                score = scores.get(union)
+                if score is not None:
+                    heapq.heappush(candidates, (-score, left, len(union)))
+
+        made_of: dict[str, tuple[str, str]] = {}
+        for place in range(size - 1):
+            consider(place, place + 1)
+        while candidates:
+            _, left, length = heapq.heappop(candidates)
+            right = behind[left]
+            # Whether both are still what they were.
+            if not symbols[left] or right == size or len(symbols[left]) + len(symbols[right]) != length:
+                continue
+            union = symbols[left] + symbols[right]
+            if union in self._unused:
+                made_of[union] = symbols[left], symbols[right]
+            symbols[left], symbols[right] = union, ""
+            behind[left] = behind[right]
+            if behind[left] < size:
+                before[behind[left]] = left
+            consider(before[left], left)
+            consider(left, behind[left])
+        for symbol in symbols:
+            if symbol:
+                yield from _taken_apart(symbol, made_of)
+
+
+def _taken_apart(symbol: str, made_of: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    waiting = [symbol]
+    while waiting:
+        last = waiting.pop()
+        if last in made_of:
+            waiting += reversed(made_of[last])
+        else:
+            yield last
+
+
+def any_of(texts: Collection[str]) -> re.Pattern[str] | None:
+    """A pattern with one group that finds them, the longest first; None where there are none."""
+    return re.compile(f"({_branches(sorted(set(texts)), _MOST_NESTED)})") if texts else None
+
+
+def _branches(texts: Sequence[str], levels: int) -> str:
+    """texts: sorted. As a tree: a vocabulary of thousands of them is not tried one by one at each place."""
+    if levels == 0:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    branches = []
+    for _, group in itertools.groupby(texts, key=lambda text: text[:1]):
+        same = list(group)
+        start = _common_start(same[0], same[-1])
+        rest = [text[len(start) :] for text in same if text != start]
+        inner = f"(?:{_branches(rest, levels - 1)})" if rest else ""
+        branches.append(re.escape(start) + inner + ("?" if inner and len(rest) < len(same) else ""))
+    return "|".join(branches)
+
+
+def _common_start(a: str, b: str) -> str:
+    """Of two that are the first and the last of a sorted list: what all begin with."""
+    return a[: next((place for place, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(a))]
