@@ -28,8 +28,9 @@ from benchmarks.kernels.run import READ
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, WeightType
-from quire.kernels.cpu.memory import Arena, allocate
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.arena import Arena
+from quire.kernels.cpu.memory import allocate
+from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
 from quire.layers.experts import Routing, route
 
 PROMPT = 1024
@@ -40,26 +41,31 @@ Runner = Callable[[], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer. type: what the experts are stored in, int4 in groups of 128 with offsets."""
+    """Of one layer. type: what the experts are stored in, int4 in groups of 128 with offsets, or where `blocks` in
+    those of a GGUF file's Q4_0."""
 
     size: int
     intermediate: int
     num_experts: int
     top_k: int
     type: WeightType
+    blocks: bool = False
 
 
 SHAPES = {
     "qwen3-30b-a3b int4": Shape(2048, 768, 128, 8, WeightType.I4),
+    "qwen3-30b-a3b q4_0": Shape(2048, 768, 128, 8, WeightType.I4, blocks=True),
     "gpt-oss-20b mxfp4": Shape(2880, 2880, 32, 4, WeightType.MXFP4),
 }
 
 
 def random_matrix(shape: Shape, inputs: int, outputs: int, *, gated: bool, arena: Arena) -> PackedMatrix:
     """Random bytes for values and scales: what they say does not matter, but that they are finite."""
-    is_integer = shape.type == WeightType.I4
-    options = {"group_size": 128, "with_offsets": True} if is_integer else {}
-    matrix = PackedMatrix(shape.type, inputs, outputs, gated=gated, memory=arena.allocate, **options)
+    if shape.blocks:
+        matrix: PackedMatrix = BlockMatrix(shape.type, inputs, outputs, gated=gated, memory=arena.allocate)
+    else:
+        options = {"group_size": 128, "with_offsets": True} if shape.type == WeightType.I4 else {}
+        matrix = PackedMatrix(shape.type, inputs, outputs, gated=gated, memory=arena.allocate, **options)
     matrix.data.random_(0, 256)
     for floats in (matrix.scales, matrix.offsets):
         if floats is not None:

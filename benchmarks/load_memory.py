@@ -43,7 +43,7 @@ def weight_bytes(config: ModelConfig) -> int:
 
 def _stored_bytes(entry: TensorEntry) -> int:
     stored, size = FORMATS.get(entry.type.name), math.prod(entry.shape)
-    if stored is None:  # floats and MXFP4: as in the file
+    if stored is None or entry.type.name in ("Q4_0", "Q8_0"):  # floats and MXFP4 too: as in the file
         return entry.num_bytes
     has_offsets = stored.bits == 4 or entry.type.name in ("Q5_1", "Q5_K")
     return size * stored.bits // 8 + size // stored.group_size * SCALE_BYTES * (1 + has_offsets)

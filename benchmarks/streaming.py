@@ -30,7 +30,7 @@ import psutil
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
-from quire.config.options import EngineOptions
+from quire.config.options import OUTPUT_WINDOW, EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.input_processor import Prompt
 from quire.executors.step_log import read_step_log
@@ -262,7 +262,7 @@ def compare(arguments: argparse.Namespace, num_clients: int) -> None:
     with (
         tempfile.TemporaryDirectory() as directory,
         LLM(**sizes) as llm,
-        serving({**sizes, "step_log": Path(directory) / "steps"}) as server,
+        serving({**sizes, "output_window": arguments.output_window, "step_log": Path(directory) / "steps"}) as server,
     ):
         for number in range(arguments.rounds + 1):  # the first one warms up
             began, used = time.perf_counter(), time.process_time()
@@ -395,6 +395,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
+    parser.add_argument("--output-window", type=float, default=OUTPUT_WINDOW, help="seconds; of the server's engine")
     parser.add_argument("--path", default=COMPLETIONS, choices=[COMPLETIONS, CHAT])
     arguments = parser.parse_args()
     for what in arguments.what:

@@ -93,6 +93,19 @@ void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& 
   }
 }
 
+// Rows that are computed for `count` rows: heights of register tiles.
+int64_t computed_rows(int64_t count) {
+  if (count <= 4) return count;
+  if (kTileRows > 4 && count <= 6) return 6;
+  return kTileRows > 6 && count <= 8 ? 8 : kTileRows;
+}
+
+// The rows of an item and those that fill its last register tile up.
+int64_t with_filling(int64_t rows) {
+  const int64_t whole = rows / kTileRows * kTileRows;
+  return whole + computed_rows(rows - whole);
+}
+
 template <CacheType T, bool kScaled, bool kDots>
 void attend_some(const AttentionArgs& args, const KeyTile& tile, const KeyTile& next, int count, int first,
                  Scratch& scratch) {
@@ -133,20 +146,36 @@ void load_queries(const Work& work, const Step& step) {
     load_query<T, kDots>(args, from, work.scratch.query + r * kRowStride);
   });
   // Rows that only fill a register tile up.
-  for (int64_t r = work.item.rows; r % kTileRows != 0 && r < kItemRows; ++r)
-    std::memset(work.scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
-  std::memset(work.scratch.weights, 0, sizeof(work.scratch.weights));
-  std::memset(work.scratch.weight_factors, 0, sizeof(work.scratch.weight_factors));
+  Scratch& scratch = work.scratch;
+  for (int64_t r = work.item.rows; r < with_filling(work.item.rows); ++r) {
+    std::memset(scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
+    std::memset(scratch.weights + r % kTileRows * kWeightWords * kWordBytes, 0, kWeightWords * kWordBytes);
+    scratch.weight_factors[r % kTileRows] = 0;
+  }
 }
 
 void start_split(const Work& work) {
   Scratch& scratch = work.scratch;
-  const int64_t padded = (work.item.rows + kTileRows - 1) / kTileRows * kTileRows;
-  for (int64_t r = 0; r < padded; ++r) {
+  for (int64_t r = 0; r < with_filling(work.item.rows); ++r) {
     scratch.rows[r].maximum = kNothing;
     store(scratch.rows[r].weight_sum, zero());
     for (int64_t d = 0; d < work.args.head_dim; d += kLanes) store(scratch.sums + r * kRowStride + d, zero());
   }
+}
+
+KeyTile first_tile(const Work& work) {
+  const ItemKeys keys(work);
+  const int64_t low = larger(work.item.first_split * kSplitKeys, keys.low), first = low / kKeyTile * kKeyTile;
+  return find_tile(work.blocks, first, low - first, smaller(keys.high - first, kKeyTile));
+}
+
+// What a tile of fewer keys did not ask for, while it was multiplied, of the values that come next.
+template <CacheType T>
+void prefetch_values(const KeyTile& next, int64_t from, int64_t depth) {
+  constexpr int64_t kElements = word_elements(T);
+  for (int64_t key = from / kElements * kElements; key < kKeyTile; key += kElements)
+    for (int64_t byte = 0; byte < depth * kWordBytes; byte += 64)
+      prefetch_near(next.values[key / kSubtile] + key % kSubtile / kElements * depth * kWordBytes + byte);
 }
 
 template <CacheType T, bool kDots>
@@ -173,7 +202,10 @@ void attend_split(const Work& work, int64_t split) {
       found = next = gather_tile<T>(work.blocks, first, tile_low, tile_high, tile_memory(scratch, kScaled));
     } else {
       found = next;
-      if (first + kKeyTile < keys.high) next = find(first + kKeyTile);  // of the next split, too: to be prefetched
+      if (first + kKeyTile < keys.high)
+        next = find(first + kKeyTile);  // of the next split, too: to be prefetched
+      else if (work.following != nullptr)
+        next = first_tile(*work.following);
       if (widened) found = widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
     }
     const bool sees_all = window == 0 && first + kKeyTile <= work.position(0) + 1;
@@ -192,6 +224,8 @@ void attend_split(const Work& work, int64_t split) {
       else
         attend_some<T, kScaled, kDots>(args, found, r == 0 ? next : found, count, static_cast<int>(r), scratch);
     }
+    if (kDots && work.following != nullptr && !small_blocks && tile_high < kKeyTile)
+      prefetch_values<T>(next, tile_high, args.head_dim);
   }
 }
 

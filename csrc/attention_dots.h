@@ -211,8 +211,20 @@ constexpr int dot_vectors(int rows, int most) {
   return 1;
 }
 
+// Where the tile that comes next is asked for: of decodes, whose few rows are multiplied as fast as keys and values come
+// in, into the L1 cache; else into the L2 cache, where it pushes out nothing that other rows still need.
+template <CacheType T, int R>
+inline constexpr bool kIsNear = T == CacheType::kBF16 && R <= 8;
+template <bool kNear>
+QUIRE_INLINE void expect(const std::byte* address) {
+  if constexpr (kNear)
+    prefetch_near(address);
+  else
+    prefetch(address);
+}
+
 // As score_vectors: exact, or in order of d.
-template <CacheType T, int R, int kCount>
+template <CacheType T, int R, int kCount, bool kNear>
 QUIRE_INLINE void dot_scores(const float* query, const KeyTile& tile, const KeyTile& next, int first, int64_t depth,
                              float* scores) {
   using D = Dots<T>;
@@ -235,7 +247,7 @@ QUIRE_INLINE void dot_scores(const float* query, const KeyTile& tile, const KeyT
     const int64_t offset = word * kSubtile * kWordBytes;
     vi key[kCount];
 #pragma GCC unroll 16
-    for (int i = 0; i < kCount; i += kSubtileVectors) prefetch(ahead[i] + offset);
+    for (int i = 0; i < kCount; i += kSubtileVectors) expect<kNear>(ahead[i] + offset);
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) key[i] = D::key(load_words(keys[i] + offset));
 #pragma GCC unroll 16
@@ -263,12 +275,12 @@ void dot_score_rows(const float* query, const KeyTile& tile, const KeyTile& next
   for (int first = static_cast<int>(low) / (kWide * kLanes) * kWide; first * kLanes < high; first += kWide)
 #pragma GCC unroll 16
     for (int r = 0; r < R; r += kRows)
-      dot_scores<T, kRows, kWide>(query + r * kRowStride, tile, r == 0 ? next : tile, first, depth,
+      dot_scores<T, kRows, kWide, kIsNear<T, R>>(query + r * kRowStride, tile, r == 0 ? next : tile, first, depth,
                                   scores + r * kKeyTile);
 }
 
 // As value_vectors, of weights in words.
-template <CacheType T, int R, int kCount, bool kHalf>
+template <CacheType T, int R, int kCount, bool kHalf, bool kNear>
 QUIRE_INLINE void dot_values(const std::byte* weights, const KeyTile& tile, const KeyTile& next, int64_t low,
                              int64_t high, int64_t depth, int64_t at, const float* decay, const float* factors,
                              float* sums) {
@@ -292,7 +304,7 @@ QUIRE_INLINE void dot_values(const std::byte* weights, const KeyTile& tile, cons
     const std::byte* ahead = next.values[subtile] + offset;
     const auto key = static_cast<int64_t>(word * kElements);
     vi value[kCount];
-    for (int byte = 0; byte < kCount * kLanes * static_cast<int>(kWordBytes); byte += 64) prefetch(ahead + byte);
+    for (int byte = 0; byte < kCount * kLanes * static_cast<int>(kWordBytes); byte += 64) expect<kNear>(ahead + byte);
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) {
       const std::byte* place = row + i * kLanes * kWordBytes;
@@ -325,7 +337,7 @@ void dot_value_rows(const std::byte* weights, const KeyTile& tile, const KeyTile
   for (int r = 0; r < R; r += kRows) {
     const KeyTile& ahead = r == 0 ? next : tile;
     const auto some = [&]<int kCount, bool kHalf>(int64_t at) {
-      dot_values<T, kRows, kCount, kHalf>(weights + r * kWeightWords * kWordBytes, tile, ahead, low, high, depth, at,
+      dot_values<T, kRows, kCount, kHalf, kIsNear<T, R>>(weights + r * kWeightWords * kWordBytes, tile, ahead, low, high, depth, at,
                                           decay + r, factors + r, sums + r * kRowStride);
     };
     int64_t at = 0;

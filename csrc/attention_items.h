@@ -106,6 +106,7 @@ struct HeadWork {
   HeadBlocks blocks;
   int64_t head, group, start, end;  // end: positions that are written
   Scratch& scratch;
+  const HeadWork* following = nullptr;  // what this thread computes next, as far as it knows
 
   int64_t position(int64_t row) const { return start + (item.first_row + row) / group; }
   int64_t token(int64_t row) const { return plan.query_start[item.sequence] + (item.first_row + row) / group; }
@@ -290,9 +291,23 @@ void merge_item(const HeadWork<Scratch>& work, const Step& step) {
 template <class Scratch, class Run>
 void run_items(const AttentionArgs& args, const Step& step, Team& team, Run&& run) {
   const AttentionPlan& plan = *step.attention[args.group];
-  const int64_t heads = args.num_kv_heads;
-  for (int64_t i = team.take(); i < plan.num_items * heads; i = team.take())
-    run(make_work<Scratch>(args, plan, plan.items[i / heads], i % heads, team));
+  const int64_t heads = args.num_kv_heads, count = plan.num_items * heads;
+  const auto work_of = [&](int64_t i) {
+    return make_work<Scratch>(args, plan, plan.items[i / heads], i % heads, team);
+  };
+  int64_t i = team.take();
+  while (i < count) {
+    HeadWork<Scratch> work = work_of(i);
+    if (i + 2 * team.count() >= count) {  // so near the end a thread keeps nothing from the others
+      run(work);
+      i = team.take();
+      continue;
+    }
+    i = team.take();
+    const HeadWork<Scratch> following = work_of(i < count ? i : 0);
+    work.following = i < count ? &following : nullptr;
+    run(work);
+  }
   if (plan.num_merges == 0) return;
   team.barrier();
   for (int64_t i = team.take(); i < plan.num_merges * heads; i = team.take())

@@ -58,6 +58,7 @@ QUIRE_INLINE vf first_score(vi words) {
 }
 
 QUIRE_INLINE void prefetch(const std::byte* address) { __builtin_prefetch(address, 0, 2); }
+QUIRE_INLINE void prefetch_near(const std::byte* address) { __builtin_prefetch(address, 0, 3); }
 
 // scores[r][key] = sum over d of query[r][d] * key[d], in order of d, for kCount vectors of keys.
 template <CacheType T, int R, int kCount>

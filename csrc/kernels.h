@@ -71,7 +71,8 @@ inline constexpr int64_t kPanel = 32;
 //   e4m3             [panel][k / 2][32][2]          8-bit floats; in_features padded to a multiple of 4 inside each group
 //   mxfp4, nvfp4     as i4, of e2m1 codes           4-bit floats (small_floats.h says what codes stand for)
 // Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; integers
-// alone have some). The scales of mxfp4 and nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that
+// alone have some). Integers may have scales in float16 instead (scale_halves), and offsets that are all -centre * scale
+// instead of stored ones: numbers that are the same in float32, in fewer bytes. The scales of mxfp4 and nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that
 // `scales`, then [panel][32] float32, is multiplied with.
 // Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
@@ -83,12 +84,14 @@ struct PackedWeight {
   const int32_t* column_sums = nullptr;   // i8 with integer activations: [panel][group][32], sum of values
   const int32_t* column_order = nullptr;  // [in_features]: value k belongs to input column_order[k]; null: k
   const uint8_t* scale_codes = nullptr;   // of mxfp4 and nvfp4
+  const uint16_t* scale_halves = nullptr;
   int64_t in_features = 0;
   int64_t out_features = 0;
   int64_t group_size = 0;  // in_features when there is one group
   WeightType type = WeightType::kF32;
   bool gated = false;
   bool integer_activations = false;  // activations are rounded to 8 bits, one scale for each row
+  float centre = 0;  // the value that stands for zero, where there are no stored offsets
 };
 
 // A norm of each row: what it is multiplied with and moved by.

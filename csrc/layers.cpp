@@ -75,7 +75,7 @@ void embed_small(const EmbedArgs& args, int64_t id, float* row) {
   by_pieces(args, size, row, [=, &table, panel = panel, column = column](int64_t first, int64_t count, float* piece) {
     const int64_t group = first / size, start = group * padded + first % size;
     const float scale = stored_scale(table, panel, group, column);
-    const float offset = table.offsets ? table.offsets[(panel * num_groups(table) + group) * kPanel + column] : 0.0f;
+    const float offset = stored_offset(table, panel, group, column, scale);
     for (int64_t i = 0; i < count; ++i)
       piece[i] = fma(scale, stored_value(table.type, data, index_in_panel(table.type, start + i, column)), offset);
   });

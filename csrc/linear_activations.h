@@ -59,7 +59,7 @@ QUIRE_INLINE TileLayout tile_layout(const PackedWeight& weight) {
   TileLayout layout;
   layout.data_bytes = weight.integer_activations ? depth * kWordsPerQuad * pitch : depth * 4 * pitch;
   layout.sums_offset = rounded_up(layout.data_bytes, 64);
-  const int64_t sums = weight.offsets ? num_groups(weight) * pitch * 4 : 0;
+  const int64_t sums = has_offsets(weight) ? num_groups(weight) * pitch * 4 : 0;
   layout.scales_offset = layout.sums_offset + rounded_up(sums, 64);
   layout.bytes = layout.scales_offset + rounded_up(pitch * 4, 64);
   return layout;
@@ -151,7 +151,7 @@ inline void pack_float_tile(const PackedWeight& weight, const float* x, int64_t 
       }
       out += padded * pitch;
     }
-    if (weight.offsets)
+    if (has_offsets(weight))
       for (int64_t row = 0; row < rows; ++row)
         sums[group * pitch + row] = group_sum(x + row * stride, order, first, length);
   }
@@ -325,7 +325,7 @@ inline void round_tile(const PackedWeight& weight, const float* x, int64_t strid
         round_rows(values, scale, count, end, weight.type, pitch, out, sum);
         out += end / 4 * pitch * kWordsPerQuad;
       }
-      if (weight.offsets)
+      if (has_offsets(weight))
         for (int64_t i = 0; i < height; ++i) sums[group * pitch + base + i] = static_cast<float>(sum[i]);
     }
   }

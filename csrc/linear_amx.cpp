@@ -42,7 +42,7 @@ struct AmxMethod {
     TileLayout layout;
     layout.data_bytes = ((groups - 1) * steps(weight, 0) + steps(weight, groups - 1)) * kRows * kStep;
     layout.sums_offset = layout.data_bytes;
-    layout.scales_offset = layout.sums_offset + (weight.offsets ? rounded_up(groups * kRows * 4, 64) : 0);
+    layout.scales_offset = layout.sums_offset + (has_offsets(weight) ? rounded_up(groups * kRows * 4, 64) : 0);
     layout.bytes = layout.scales_offset + kRows * 4;
     return layout;
   }
@@ -68,7 +68,7 @@ struct AmxMethod {
                               rounded);
           for (int64_t i = 0; i < end; i += kStep, out += kRows * kStep) std::memcpy(out, rounded + i, kStep);
         }
-        if (weight.offsets) sums[group * kRows + row] = static_cast<float>(sum);
+        if (has_offsets(weight)) sums[group * kRows + row] = static_cast<float>(sum);
       }
     }
   }
@@ -121,13 +121,14 @@ struct AmxMethod {
 
   static void add_group(const Tile& tile, int64_t group, int64_t rows, const int32_t* products) {
     for (int64_t column = 0; column < kPanel; column += kLanes) {
-      const vf scale = load(tile.scales + group * kPanel + column);
-      const vf offset = tile.offsets ? load(tile.offsets + group * kPanel + column) : zero();
+      const bool has_any = has_offsets(*tile.weight);
+      const vf scale = group_scales(tile, group, column);
+      const vf offset = has_any ? group_offsets(tile, group, column, scale) : zero();
       for (int64_t row = 0; row < rows; ++row) {
         float* out = tile.out + row * kPanel + column;
         const vf product = to_float(load_as<vi>(products + row * kPanel + column));
         vf total = fma(product, scale, group ? load(out) : zero());
-        if (tile.offsets) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
+        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
         store(out, total);
       }
     }

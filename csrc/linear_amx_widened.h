@@ -69,7 +69,7 @@ struct WidenedI4 : WidenedNibbles<WidenedI4> {
     return _mm512_permutexvar_epi16(words, sixteen_words(table));
   }
   static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return load(tile.scales + group * kPanel + column);
+    return group_scales(tile, group, column);
   }
 };
 
@@ -134,7 +134,7 @@ struct WidenedI8 {
     return (__m512i)((bit_cast<vu>(first) >> 16) | (bit_cast<vu>(second) & 0xffff0000u));
   }
   static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return load(tile.scales + group * kPanel + column) * 0x1p-24f;
+    return group_scales(tile, group, column) * 0x1p-24f;
   }
 };
 
@@ -157,7 +157,7 @@ struct WidenedE4M3 {
     return size | (words & _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
   }
   static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return load(tile.scales + group * kPanel + column) * 256.0f;
+    return group_scales(tile, group, column) * 256.0f;
   }
 };
 
@@ -254,7 +254,7 @@ struct AmxWidened {
     layout.data_bytes = num_steps(weight) * kRows * kAmxRowBytes;
     layout.sums_offset = layout.data_bytes;
     layout.scales_offset = layout.bytes =
-        layout.sums_offset + (weight.offsets ? rounded_up(num_groups(weight) * kRows * 4, 64) : 0);
+        layout.sums_offset + (has_offsets(weight) ? rounded_up(num_groups(weight) * kRows * 4, 64) : 0);
     return layout;
   }
 
@@ -263,7 +263,7 @@ struct AmxWidened {
     with_widened(weight.type, [&]<class Weight>(Weight) {
       for (int64_t row = 0; row < rows; ++row)
         pack_row<Weight>(weight, x + row * stride, memory + row * kAmxRowBytes, pitch_for(rows) * kAmxRowBytes,
-                         weight.offsets ? sums + row : nullptr);
+                         has_offsets(weight) ? sums + row : nullptr);
     });
   }
 
@@ -373,11 +373,12 @@ struct AmxWidened {
   static void add_group(const Tile& tile, int64_t group, int64_t rows, const float* sums) {
     for (int64_t column = 0; column < kPanel; column += kLanes) {
       const vf scale = Weight::scale(tile, group, column);
-      const vf offset = tile.offsets ? load(tile.offsets + group * kPanel + column) : zero();
+      const bool has_any = has_offsets(*tile.weight);
+      const vf offset = has_any ? group_offsets(tile, group, column, group_scales(tile, group, column)) : zero();
       for (int64_t row = 0; row < rows; ++row) {
         float* out = tile.out + row * kPanel + column;
         vf total = fma(load(sums + row * kPanel + column), scale, group ? load(out) : zero());
-        if (tile.offsets) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
+        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
         store(out, total);
       }
     }

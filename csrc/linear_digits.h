@@ -74,8 +74,10 @@ QUIRE_INLINE void add_block(const Tile& tile, int64_t group, const RowBlock<kDig
                             const vi (&high)[kRows][kDigits]) {
   const vf scale_low = Weight::scale(tile, group, 0), scale_high = Weight::scale(tile, group, 16);
   vf offset_low{}, offset_high{};
-  if constexpr (kHasOffsets)
-    offset_low = load(tile.offsets + group * kPanel), offset_high = load(tile.offsets + group * kPanel + 16);
+  if constexpr (kHasOffsets) {
+    offset_low = group_offsets(tile, group, 0, scale_low);
+    offset_high = group_offsets(tile, group, 16, scale_high);
+  }
   float* out = tile.out;
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r, out += kPanel) {
@@ -140,7 +142,7 @@ void digit_tile(const Tile& tile) {
 #pragma GCC unroll 3
         for (int digit = 0; digit < kDigits; ++digit)
           low[0][0][digit] += low[chain][0][digit], high[0][0][digit] += high[chain][0][digit];
-      if (tile.offsets)
+      if (has_offsets(*tile.weight))
         add_block<Weight, kDigits, kRows, true>(tile, group, rows, low[0], high[0]);
       else
         add_block<Weight, kDigits, kRows, false>(tile, group, rows, low[0], high[0]);

@@ -16,6 +16,7 @@ struct Tile {
   const float* x_sums;        // [group][pitch], where there are offsets
   const float* scales;        // of this panel: [group][32]; of nvfp4 [32]
   const float* offsets;       // or null
+  const uint16_t* scale_halves;  // of this panel: [group][32], or null
   const uint8_t* scale_codes; // of this panel: [group][32], or null
   const int32_t* column_sums;
   const PackedWeight* weight;
@@ -28,6 +29,17 @@ struct Tile {
   std::byte* widened;         // kWidenedBytes, for what a method computes of the panel: null for a single tile
   bool is_widened;            // the tile before was multiplied by the same panel, with the same `widened`
 };
+
+// The scales of a group's columns from `column` on, of integers and 8-bit floats.
+QUIRE_INLINE vf group_scales(const Tile& tile, int64_t group, int64_t column) {
+  const int64_t at = group * kPanel + column;
+  return tile.scale_halves ? load_f16(tile.scale_halves + at) : load(tile.scales + at);
+}
+
+// Their offsets, where the weight has some. scales: of the same columns.
+QUIRE_INLINE vf group_offsets(const Tile& tile, int64_t group, int64_t column, vf scales) {
+  return tile.offsets ? load(tile.offsets + group * kPanel + column) : scales * broadcast(-tile.weight->centre);
+}
 
 QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {
   if (tile.prefetch_far)

@@ -98,7 +98,7 @@ struct Words {
 
 struct FloatScales {
   static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return quire::QUIRE_ISA::load(tile.scales + group * kPanel + column);
+    return group_scales(tile, group, column);
   }
 };
 
@@ -202,10 +202,13 @@ QUIRE_INLINE void accumulate_values(const Stored (&words)[kGroups], const float*
 template <class Scales, int kRows, bool kHasOffsets>
 QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   constexpr int64_t kPitch = pitch_of(kRows);
-  const int64_t column = part * kLanes, from = group * kPanel + column;
+  const int64_t column = part * kLanes;
   const vf scale_low = Scales::scale(tile, group, column), scale_high = Scales::scale(tile, group, column + 16);
   vf offset_low{}, offset_high{};
-  if constexpr (kHasOffsets) offset_low = load(tile.offsets + from), offset_high = load(tile.offsets + from + 16);
+  if constexpr (kHasOffsets) {
+    offset_low = group_offsets(tile, group, column, scale_low);
+    offset_high = group_offsets(tile, group, column + 16, scale_high);
+  }
   float* out = tile.out + column;
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r, out += kPanel) {
@@ -223,7 +226,7 @@ QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* 
 
 template <class Scales, int kRows>
 QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
-  if (tile.offsets)
+  if (has_offsets(*tile.weight))
     add_sums<Scales, kRows, true>(tile, group, part, low, high);
   else
     add_sums<Scales, kRows, false>(tile, group, part, low, high);

@@ -11,6 +11,9 @@ namespace quire {
 
 QUIRE_LAYOUT bool is_integer(WeightType type) { return type == WeightType::kI8 || type == WeightType::kI4; }
 
+// Whether weights are more than scale * value.
+QUIRE_LAYOUT bool has_offsets(const PackedWeight& weight) { return weight.offsets || weight.centre != 0; }
+
 // Whether two values share a byte.
 QUIRE_LAYOUT bool is_nibbles(WeightType type) {
   return type == WeightType::kI4 || type == WeightType::kMXFP4 || type == WeightType::kNVFP4;
@@ -116,7 +119,13 @@ QUIRE_SMALL_FLOAT float stored_scale(const PackedWeight& weight, int64_t panel, 
   if (weight.type == WeightType::kMXFP4) return e8m0_value(weight.scale_codes[at]);
   if (weight.type == WeightType::kNVFP4)
     return e4m3_value(weight.scale_codes[at]) * weight.scales[panel * kPanel + column];
-  return weight.scales[at];
+  return weight.scale_halves ? f16_value(weight.scale_halves[at]) : weight.scales[at];
+}
+
+// What is added to a group's column, whose scale is `scale`.
+QUIRE_LAYOUT float stored_offset(const PackedWeight& weight, int64_t panel, int64_t group, int64_t column, float scale) {
+  if (weight.offsets) return weight.offsets[(panel * num_groups(weight) + group) * kPanel + column];
+  return weight.centre != 0 ? -weight.centre * scale : 0.0f;
 }
 
 }  // namespace quire

@@ -2,8 +2,11 @@
 // Sizes are checked in Python (quire/kernels/cpu/packing.py).
 #include "packed.h"
 
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
+#include <vector>
 
 #include "bindings.h"
 
@@ -37,11 +40,7 @@ float float_of(uint32_t bits) {
 float widen(float value, WeightType) { return value; }
 
 float widen(uint16_t bits, WeightType type) {
-  if (type == WeightType::kBF16) return float_of(static_cast<uint32_t>(bits) << 16);
-  const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
-  if (rest >= 0x7c00u) return float_of(0x7f800000u | (rest & 0x3ffu) << 13 | sign);
-  // The exponent is moved by multiplication, which also makes subnormals right.
-  return float_of(bits_of(float_of(rest << 13) * float_of((254u - 15u) << 23)) | sign);
+  return type == WeightType::kBF16 ? float_of(static_cast<uint32_t>(bits) << 16) : f16_value(bits);
 }
 
 uint16_t to_bf16(float value) {
@@ -180,7 +179,10 @@ void pack_integers(const PackedWeight& weight, const void* source, int64_t strid
         const auto [panel, column] = places[row];
         pack_group(weight.type, panels + panel * bytes, base, column, values, length);
         const int64_t at = (panel * groups + group) * kPanel + column, from = (block + row) * scale_stride + group;
-        const_cast<float*>(weight.scales)[at] = scales[from];
+        if (weight.scale_halves)
+          const_cast<uint16_t*>(weight.scale_halves)[at] = to_f16(scales[from]);
+        else
+          const_cast<float*>(weight.scales)[at] = scales[from];
         if (weight.offsets) const_cast<float*>(weight.offsets)[at] = offsets ? offsets[from] : 0.0f;
         if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[at] = sum_of(values, length);
       }
@@ -217,6 +219,66 @@ void pack_fp4(const PackedWeight& weight, const void* source, int64_t stride, co
   }
 }
 
+// A block of a GGUF file: a group of 32 values behind their scale.
+struct BlockLayout {
+  int64_t bytes, scale_bytes;
+};
+
+BlockLayout block_layout(const PackedWeight& weight) {
+  const bool is_mxfp4 = weight.type == WeightType::kMXFP4;
+  if (weight.group_size != 32 || weight.in_features % 32 != 0 || weight.offsets ||
+      !(is_mxfp4 ? weight.scale_codes != nullptr : is_integer(weight.type) && weight.scale_halves))
+    throw std::invalid_argument("the matrix does not hold blocks of 32 values as they are");
+  return is_mxfp4 ? BlockLayout{17, 1} : weight.type == WeightType::kI4 ? BlockLayout{18, 2} : BlockLayout{34, 2};
+}
+
+// 16 bytes, which hold values 0 .. 15 in their low halves and 16 .. 31 in their high halves, into a column.
+void place_nibbles(const uint8_t* values, uint8_t* column) {
+  uint32_t words[4];
+  std::memcpy(words, values, sizeof(words));
+  for (int half = 0; half < 2; ++half)
+    for (int pair = 0; pair < 2; ++pair, column += kPanel * 4) {
+      const uint32_t low = words[pair * 2] >> half * 4 & 0x0f0f0f0fu, high = words[pair * 2 + 1] >> half * 4 & 0x0f0f0f0fu;
+      const uint32_t word = low | high << 4;
+      std::memcpy(column, &word, 4);
+    }
+}
+
+// Rows of blocks as a GGUF file has them: Q4_0 to i4, whose centre is 8, Q8_0 to i8, MXFP4 to mxfp4.
+void pack_blocks(const PackedWeight& weight, const uint8_t* source, int64_t stride, int64_t first, int64_t count) {
+  const BlockLayout layout = block_layout(weight);
+  const int64_t groups = num_groups(weight), bytes = panel_bytes(weight), group_bytes = bytes / groups;
+  auto* panels = static_cast<uint8_t*>(const_cast<void*>(weight.data));
+  for (int64_t from = 0; from < count;) {
+    // Rows that lie side by side in one panel go together, group by group: it is written from end to end.
+    const auto [panel, column] = panel_column(weight, first + from);
+    int64_t to = from + 1;
+    for (; to < count; ++to) {
+      const PanelColumn next = panel_column(weight, first + to);
+      if (next.panel != panel || next.column != column + to - from) break;
+    }
+    for (int64_t group = 0; group < groups; ++group) {
+      uint8_t* out = panels + panel * bytes + group * group_bytes + column * 4;
+      const int64_t place = (panel * groups + group) * kPanel + column;
+      const uint8_t* block = source + from * stride + group * layout.bytes;
+      for (int64_t row = 0; row < to - from; ++row, block += stride, out += 4) {
+        __builtin_prefetch(block + 256);
+        const uint8_t* values = block + layout.scale_bytes;
+        if (layout.scale_bytes == 1)
+          const_cast<uint8_t*>(weight.scale_codes)[place + row] = block[0];
+        else
+          std::memcpy(const_cast<uint16_t*>(weight.scale_halves) + place + row, block, 2);
+        if (weight.type != WeightType::kI8)
+          place_nibbles(values, out);
+        else
+          for (int64_t k = 0; k < 32; k += 4) std::memcpy(out + k * kPanel, values + k, 4);
+        if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[place + row] = sum_of(values, 32);
+      }
+    }
+    from = to;
+  }
+}
+
 float unpacked(const PackedWeight& weight, const PanelColumn& place, int64_t k) {
   const auto* panel = static_cast<const std::byte*>(weight.data) + place.panel * panel_bytes(weight);
   const int64_t at = index_in_panel(weight.type, padded_index(weight, k), place.column);
@@ -232,8 +294,7 @@ float unpacked(const PackedWeight& weight, const PanelColumn& place, int64_t k) 
   const int64_t group = k / weight.group_size;
   const float scale = stored_scale(weight, place.panel, group, place.column);
   const float value = stored_value(weight.type, reinterpret_cast<const uint8_t*>(panel), at);
-  const int64_t offset = (place.panel * num_groups(weight) + group) * kPanel + place.column;
-  return scale * value + (weight.offsets ? weight.offsets[offset] : 0.0f);
+  return scale * value + stored_offset(weight, place.panel, group, place.column, scale);
 }
 
 void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t first, int64_t count) {
@@ -242,6 +303,24 @@ void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t
     for (int64_t k = 0; k < weight.in_features; ++k)
       out[row * stride + (weight.column_order ? weight.column_order[k] : k)] = unpacked(weight, place, k);
   }
+}
+
+// Has the system give the memory of a mapping that nothing is written to yet, which takes it longer than packing does:
+// by several threads, each with huge pages of its own.
+void touch(uintptr_t begin, uintptr_t end, int threads) {
+  constexpr uintptr_t kHugePage = 2 << 20, kPage = 4096;
+  std::atomic<uintptr_t> next = begin / kHugePage * kHugePage;
+  const auto work = [&] {
+    for (uintptr_t piece = next.fetch_add(kHugePage); piece < end; piece = next.fetch_add(kHugePage)) {
+      const uintptr_t last = piece + kHugePage < end ? piece + kHugePage : end;
+      for (uintptr_t page = piece < begin ? begin : piece; page < last; page += kPage)
+        *reinterpret_cast<volatile uint8_t*>(page) = 0;
+    }
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 template <class T>
@@ -284,6 +363,20 @@ void bind_packing(nb::module_& module) {
       },
       "weight"_a, "codes"_a, "row_stride"_a, "scale_codes"_a, "scale_stride"_a, "row_scales"_a, "first_row"_a,
       "num_rows"_a);
+  module.def(
+      "touch",
+      [](uintptr_t begin, uintptr_t end, int threads) {
+        nb::gil_scoped_release released;
+        touch(begin, end, threads);
+      },
+      "begin"_a, "end"_a, "threads"_a);
+  module.def(
+      "pack_blocks",
+      [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows) {
+        nb::gil_scoped_release released;
+        pack_blocks(weight, at<uint8_t>(blocks), row_stride, first_row, num_rows);
+      },
+      "weight"_a, "blocks"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
   module.def(
       "unpack_rows",
       [](const PackedWeight& weight, uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows) {

@@ -1,4 +1,4 @@
-// Floats of 8 and 4 bits, one by one, as the OCP standards define them (OFP8 and Microscaling Formats, 2023).
+// Floats of 8 and 4 bits, one by one, as the OCP standards define them (OFP8 and Microscaling Formats, 2023); and float16.
 //
 //   e4m3   sign, 4 bits of exponent (bias 7), 3 of fraction: up to 448; no infinities, 0x7f and 0xff are not numbers
 //   e2m1   sign, 2 bits of exponent (bias 1), 1 of fraction: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
@@ -18,6 +18,14 @@ QUIRE_SMALL_FLOAT float float_from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+// float16. The exponent is moved by multiplication, which also makes subnormals right.
+QUIRE_SMALL_FLOAT float f16_value(uint16_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+  if (rest >= 0x7c00u) return float_from_bits(0x7f800000u | (rest & 0x3ffu) << 13 | sign);
+  const float size = float_from_bits(rest << 13) * 0x1p112f;
+  return sign ? -size : size;
 }
 
 inline constexpr int kE4M3NaN = 0x7f;

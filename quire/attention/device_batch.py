@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from quire.attention.interface import StateStep
+
+
+class HostColumns(NamedTuple):
+    """What the host knows of the sequences of a batch, without padding. query_start: [S + 1]; starts: [S], positions of
+    their first new tokens."""
+
+    query_start: np.ndarray
+    starts: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class DeviceBatch:
     state_tables: tuple[torch.Tensor, ...] = ()
     """Per KV group that keeps states [num_rows, max_blocks] int32: blocks in logical order, otherwise as
     `block_tables`."""
+    host: HostColumns | None = None
+    """Where sequences begin, for what is done to prompts alone (None: nothing asks)."""
 
 
 @dataclass(frozen=True, slots=True)

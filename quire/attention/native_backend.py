@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.latent import IndexShape, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
+from quire.kernels.cpu.recorder import Buffer
 from quire.kv_cache.layout import KVCacheLayout
 
 
@@ -32,11 +33,40 @@ class NativeAttention:
             for index, group in enumerate(layout.token_groups)
             for page, layer in enumerate(group.layers)
         }
-        self._plans = AttentionPlans(layout, num_heads, num_threads)
+        self._plans, self._plans_beside = (AttentionPlans(layout, num_heads, num_threads) for _ in range(2))
+        self.num_threads = num_threads
+        self.latent_dtype = torch.bfloat16 if cache_dtype == "bfloat16" else torch.float32
 
     def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
         """Raises ValueError for a block table that names a block outside the pool."""
-        return NativeAttentionStep(self, self._plans.set(batch))
+        return NativeAttentionStep(self, self._plans.set(batch), batch)
+
+    def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
+        """The plans, by KV group, of some sequences of the step that was planned last; valid until the next call."""
+        return self._plans_beside.set(batch)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the kernels' blocks."""
+        return self._layout.block_size
+
+    def latent_rows(self, layer: int) -> tuple[int, torch.Tensor]:
+        """The KV group of a layer, and its latents in the order of their slots, [slots, width]."""
+        group, page = self._page_of_layer[layer]
+        rows = self._pages[page].view(-1).view(self.latent_dtype)
+        return group, rows.view(-1, self._layout.token_groups[group].spec.token_bytes // rows.itemsize)
+
+    def record_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[Buffer, Buffer, Buffer, Buffer],
+        rotation: Buffer | None,
+        selected: Buffer | None = None,
+    ) -> Buffer:
+        """`CacheOperations.attend_latent`, in the program that the inputs belong to."""
+        names = ("query", "turned_query", "latent", "turned_key")
+        buffers = {**dict(zip(names, inputs, strict=True)), "rotation": rotation, "selected": selected}
+        return inputs[0].recorder.call("latent", inputs[0].width, buffers=buffers, **self.latent_constants(shape))
 
     def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
         """What `_native.Program.attention` takes of a layer besides its buffers."""
@@ -95,8 +125,9 @@ class NativeAttention:
 class NativeAttentionStep:
     """One step's plans, by KV group; valid until the back end plans again."""
 
-    __slots__ = ("backend", "plans")
+    __slots__ = ("backend", "batch", "plans")
 
-    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan]) -> None:
+    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
         self.backend = backend
         self.plans = plans
+        self.batch = batch

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from quire.attention.expanded import Prompt, Rest, Split, expanded_prompts, rest_of
 from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.latent import IndexShape
+from quire.attention.latent import ExpansionRule, IndexShape
 from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, Window, plan_tiles
 from quire.attention.torch_index import select_keys
 from quire.kernels import reference
@@ -49,6 +50,7 @@ class TorchAttentionStep:
         self._batch = batch
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, Window], list[TileList]] = {}
+        self._splits: dict[ExpansionRule, Split] = {}
 
     def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
         group, pages = self._layers[layer.layer]
@@ -69,6 +71,22 @@ class TorchAttentionStep:
         group, pages = self._layers[index.layer]
         rows = pages.view(-1, pages.shape[-1])[:, index.latent_width :]
         rows.index_copy_(0, self._batch.slot_mapping[group], keys.to(rows.dtype))
+
+    def split(self, rule: ExpansionRule) -> Split:
+        """As ExpandingStep's."""
+        if rule not in self._splits:
+            batch = self._batch
+            prompts = expanded_prompts(rule, batch.query_start.numpy(), batch.start_positions.numpy())
+            found = rest_of(batch, prompts)
+            rest = found and Rest(found[0], TorchAttentionStep(self._layers, self._block_size, found[1]))
+            self._splits[rule] = Split(prompts, rest)
+        return self._splits[rule]
+
+    def latents(self, layer: int, prompt: Prompt, width: int) -> torch.Tensor:
+        """As ExpandingStep's."""
+        group, pages = self._layers[layer]
+        blocks = self._batch.block_tables[group][prompt.sequence, : -(-prompt.num_keys // self._block_size)].long()
+        return pages[blocks].flatten(0, 1)[: prompt.num_keys, :width]
 
     def select_keys(self, index: IndexShape, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         group, pages = self._layers[index.layer]

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
+from quire.attention.triton_expanded import DeviceExpansion
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -112,7 +113,7 @@ class TritonAttention:
         them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
         if self._batch_invariant:
             return 1, 2
-        groups = {shape.group for shape in self.scratch}
+        groups = {shape.group for shape in self.scratch} or {1}  # expanded heads share no keys
         return 1, *sorted({rows // group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS) for group in groups})
 
     def _split_plan(self, shape: HeadShape, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
@@ -215,6 +216,20 @@ class TritonAttentionStep:
         kernels.run(inputs, rotation, out, self._batch, group, selected)
         return out
 
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `CacheOperations.attend_expanded`. inputs: contiguous. out: [T, num_heads * value_dim] or None: a new
+        tensor."""
+        latents = self._backend.latents
+        layer = *latents.layer(shape), latents.pages[shape.layer][1]
+        return latents.expansion.attend(shape, expansion, inputs, rotation, out, self._batch, layer)
+
     def select_keys(
         self,
         shape: IndexShape,
@@ -271,6 +286,7 @@ class DeviceLatents:
         self._limits = limits
         self._sizes = (num_heads, max_num_seqs, max_model_len)
         self.pages: dict[int, tuple[int, torch.Tensor]] = {}
+        self.expansion = DeviceExpansion(max_model_len, limits)
         self._scratch: LatentScratch | None = None
         self._kernels: dict[int, LatentKernels] = {}
 

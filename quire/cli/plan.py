@@ -262,6 +262,8 @@ def _parameters(plan: MemoryPlan) -> str:
     text = f"{shape.parameters():,}"
     if shape.experts is not None:
         text += f", of which each token is multiplied by {shape.active_parameters():,}"
+    if shape.draft_parameters:
+        text += f"; {shape.draft_parameters:,} of them are the head for drafts"
     return text if shape.is_known else text + " (of a family that is not known: norms and biases are guessed)"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quire.config.draft_head import count_draft_layers
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.generation import read_generation, sampling_defaults
@@ -18,6 +19,7 @@ from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch
 from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.model_shape import ModelShape
 from quire.config.options import BUNDLED_MODEL
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
@@ -39,6 +41,7 @@ class ModelChoices:
 
     runner: str = "auto"
     model_impl: str = "auto"
+    load_draft_head: bool = True
     download_dir: str | None = None
     hf_overrides: Mapping[str, Any] | None = None
     generation_config: str = "auto"
@@ -84,6 +87,8 @@ def load_model_config(
         if family.position_rows is None and not family.is_bidirectional:
             rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
             longest, usual = rope.longest, rope.usual_length
+        if family.draft_prefix and choices.load_draft_head and path.is_dir():
+            shape = _with_draft_head(shape, path, family.draft_prefix, fields)
     elif runner == "pooling":
         raise ConfigError(f"runner='pooling' is not available for {architecture} through Transformers", param="runner")
     if pooling is not None:
@@ -204,6 +209,17 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     nothing that Quire computes with."""
     stored = raw.get("dtype", raw.get("torch_dtype"))
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
+
+
+def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields) -> ModelShape:
+    """The shape with the head for drafts that the checkpoint brings, if any: layers of attention as the model's own,
+    with experts if the model has some."""
+    num_layers = count_draft_layers(path, prefix)
+    attends = [layer for layer in shape.layers if layer.attention.kind != "state"]
+    if num_layers and not attends:
+        raise fields.error(f"the checkpoint has a head for drafts ({prefix}*), and the model no layer of its kind")
+    attends.sort(key=lambda layer: layer.experts is None)
+    return replace(shape, draft_layers=tuple(attends[:1]) * num_layers)
 
 
 def _known_dtype(dtype: str) -> str:

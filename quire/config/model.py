@@ -41,6 +41,8 @@ class ModelConfig:
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
     pooling: how it makes a vector of a text; None: it generates.
+    expands_prompts: whether latent attention computes prompts with keys and values of each head: a token's bits then
+    depend on whether it is part of a prompt.
     impl: what computes it: "quire", or "transformers" (modelling code of that library).
     sampling_defaults: what requests get that do not say otherwise, by field of SamplingParams (generation_config.json).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
@@ -59,6 +61,7 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
     impl: str = "quire"
+    expands_prompts: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -160,7 +160,8 @@ class ModelShape:
     experts, are stored in. is_tied: input and output embeddings are one table; embedding_width: of its rows, which two
     matrices project to `hidden` and back if that is another number. positions: rows of a table of learned positions.
     num_vectors: elements of norms outside the layers. family: its name; is_known: whether its norms and biases are
-    known, else they are guessed from the configuration's keys."""
+    known, else they are guessed from the configuration's keys. draft_layers: of a head for drafts, which is loaded and
+    which no step computes: it counts as weights alone."""
 
     name: str
     family: str
@@ -175,6 +176,7 @@ class ModelShape:
     positions: int
     num_vectors: int
     is_known: bool = True
+    draft_layers: tuple[LayerShape, ...] = ()
 
     # -- layers -----------------------------------------------------------------------------------------------------
 
@@ -239,11 +241,23 @@ class ModelShape:
     def dense_parameters(self) -> int:
         """Elements of all matrices that every token passes in every step, the output projection not among them."""
         total = 0 if self.embedding_width == self.hidden else 2 * self.embedding_width * self.hidden
-        for layer, count in self.layer_counts.items():
-            width, router = layer.intermediate, 0
+        return total + sum(count * self._dense_parameters(layer) for layer, count in self.layer_counts.items())
+
+    def _dense_parameters(self, layer: LayerShape) -> int:
+        width, router = layer.intermediate, 0
+        if layer.experts is not None:
+            width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
+        return layer.attention_parameters + self.mlp_parameters(width) + router
+
+    @cached_property
+    def draft_parameters(self) -> int:
+        """Elements of the head for drafts: one matrix from a hidden state and an embedding to a hidden state, three
+        norms, and its layers. The tables of the vocabulary are the model's."""
+        total = (2 * self.hidden + 3) * self.hidden if self.draft_layers else 0
+        for layer in self.draft_layers:
+            total += self._dense_parameters(layer) + layer.num_vectors
             if layer.experts is not None:
-                width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
-            total += count * (layer.attention_parameters + self.mlp_parameters(width) + router)
+                total += layer.experts.num_experts * self.mlp_parameters(layer.experts.intermediate)
         return total
 
     @property
@@ -265,7 +279,7 @@ class ModelShape:
         """Elements of all weights, tied ones once."""
         vectors = self.num_vectors + sum(count * layer.num_vectors for layer, count in self.layer_counts.items())
         tables = self.embedding_parameters + self.looked_up_parameters
-        return self.dense_parameters + self.routed_parameters + tables + vectors
+        return self.dense_parameters + self.routed_parameters + tables + vectors + self.draft_parameters
 
     def active_parameters(self) -> int:
         """Elements that one token is multiplied by."""

@@ -36,6 +36,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     load_format: str = "auto"
     model_impl: str = "auto"
+    load_draft_head: bool = True
     revision: str | None = None
     download_dir: str | None = None
     hf_overrides: dict[str, Any] | None = None
@@ -66,6 +67,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pipeline_parallel_size: int = 1
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    mla_prompt: str = "auto"
     matmul_precision: str = "auto"
     num_threads: int | None = None
     enforce_eager: bool = False
@@ -120,6 +122,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
+    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; no drafts are made yet",
     "revision": "branch, tag or commit of a hub id",
     "download_dir": "directory that hub ids are fetched into (default: the hub library's cache)",
     "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
@@ -150,6 +153,7 @@ HELP: dict[str, str] = {
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
+    "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",
     "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
     "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
@@ -157,6 +161,7 @@ HELP: dict[str, str] = {
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
     "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
     "expert_counts": "count how many tokens each expert computes, for LLM.stats()",
-    "output_window": "most seconds for which tokens of steps of 8 or more sequences wait to be sent together (0: none)",
+    "output_window": "most seconds for which tokens of short steps wait to be sent together, a quarter of it with "
+    "fewer than 8 sequences (0: none)",
     "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

@@ -113,7 +113,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
         self._front_end: FrontEnd = open_front_end(options, start)
-        self._front_end.encode_long_texts_elsewhere(options)
+        self.long_texts = self._front_end.encode_long_texts_elsewhere(options)
         self._client: EngineClient = self._front_end.client
         self._namespace = ""
         """What tells the keys of our requests from those of other processes."""

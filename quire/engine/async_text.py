@@ -10,8 +10,9 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from quire.engine.input_processor import InputProcessor, RenderedChat
-from quire.engine.long_texts import ABANDONMENT, Abandonment
+from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts
 from quire.errors import UserError
+from quire.tokenization.chat_template import PreparedConversation
 from quire.tokenization.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 20_000
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 class AsyncText(ABC):
     """Part of AsyncLLM."""
+
+    long_texts: LongTexts | None
+    """The processes that work on long texts; None where the model has no tokenizer."""
 
     def __init__(self) -> None:
         self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
@@ -45,6 +49,12 @@ class AsyncText(ABC):
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
 
+    async def read_elsewhere(self, reader: str, content: bytes) -> bytes | None:
+        """What the function `reader` ("module:name") makes of `content` in one of these processes; None: there are
+        none. Raises InternalError when the process ends."""
+        texts = self.long_texts
+        return None if texts is None else await self.off_loop(len(content), lambda: texts.read(reader, content))
+
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
         """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
         longer than the model's context. is_cut: only the end of the tokens will be kept."""
@@ -59,7 +69,11 @@ class AsyncText(ABC):
         return self.input_processor.render_chat(messages, **options)
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]] | PreparedConversation,
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
     ) -> RenderedChat:
         """`render_chat` that keeps the loop free: templates are rendered in another process."""
         inputs = self.input_processor
@@ -81,9 +95,11 @@ class AsyncText(ABC):
             raise
 
 
-def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+def _size(messages: Sequence[Mapping[str, Any]] | PreparedConversation) -> int:
     """Characters of a conversation, roughly and no more than it takes to call it long."""
     size = 0
+    if isinstance(messages, PreparedConversation):
+        return sum(len(memoryview(message)) for message in messages.messages)
     for message in messages:
         content = message.get("content")
         size += MESSAGE_CHARACTERS + (len(content) if isinstance(content, str) else _size_of_parts(content))

@@ -33,12 +33,14 @@ class FrontEnd:
         self._making = threading.Lock()
         self._long_texts: LongTexts | None = None
 
-    def encode_long_texts_elsewhere(self, options: EngineOptions) -> None:
-        """For a front end with an event loop: long texts must not keep it. options: those of this front end."""
+    def encode_long_texts_elsewhere(self, options: EngineOptions) -> LongTexts | None:
+        """For a front end with an event loop: long texts must not keep it. options: those of this front end. Returns
+        the processes that work on them; None without a tokenizer."""
         if self.tokenizer is not None:
             self._long_texts = LongTexts(options, self.config.model.vocab_size, self.tokenizer)
             self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
             self.tokenizer.encode_elsewhere = self._long_texts.encode
+        return self._long_texts
 
     @property
     def is_ready(self) -> bool:

@@ -95,7 +95,9 @@ class InProcessClient:
         with self._stepping:
             self._raise_if_dead()
             try:
-                return advance(self._core, messages, self._window)
+                outputs = advance(self._core, messages, self._window)
+                self._core.check_when_idle()
+                return outputs
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(
                     f"the engine core failed: {explain(error)}", summary="the engine core failed"

@@ -22,7 +22,7 @@ from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, MOST_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.compiler import GrammarCompiler
-from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, TemplateChoice
+from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, PreparedConversation, TemplateChoice
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
@@ -221,7 +221,7 @@ class InputProcessor:
 
     def submit_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | PreparedConversation,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

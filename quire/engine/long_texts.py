@@ -1,8 +1,9 @@
 """Long texts are tokenised in processes of their own: the tokenizers library makes the list of a text's ids in one
-call, during which no other thread of the process runs, the one that serves streams included.
+call, during which no other thread of the process runs, the one that serves streams included. The same processes read
+large request bodies for the server.
 
-The processes start with the first long text, are reused, and end with the front end. A text whose caller has left ends
-the process that works on it.
+The processes start with the first work, are reused, and end with the front end. Work whose caller has left ends the
+process that does it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +34,9 @@ ID_BYTES = 4
 MAX_REPLY_BYTES = 2**40
 
 
+T = TypeVar("T")
+
+
 class Setup(msgspec.Struct):
     """What a process is told: one line of JSON on its standard input. fd: its end of the connection."""
 
@@ -40,9 +45,16 @@ class Setup(msgspec.Struct):
     fd: int
 
 
-class Text(msgspec.Struct):
+class Text(msgspec.Struct, tag=True):
     text: str
     add_special_tokens: bool
+
+
+class Bytes(msgspec.Struct, tag=True):
+    """To be given to `reader`, a function of bytes that returns bytes, as "module:name"."""
+
+    reader: str
+    content: bytes
 
 
 class Encoded(msgspec.Struct, tag=True):
@@ -51,14 +63,20 @@ class Encoded(msgspec.Struct, tag=True):
     ids: bytes
 
 
+class Read(msgspec.Struct, tag=True):
+    """What `Bytes.reader` returned."""
+
+    content: bytes
+
+
 class NotEncoded(msgspec.Struct, tag=True):
-    """reason: what was wrong; is_user_error: with the text."""
+    """reason: what was wrong; is_user_error: with the text or the bytes."""
 
     reason: str
     is_user_error: bool
 
 
-_DECODER = msgspec.msgpack.Decoder(Encoded | NotEncoded)
+_DECODER = msgspec.msgpack.Decoder(Encoded | Read | NotEncoded)
 
 
 class Abandonment:
@@ -125,6 +143,10 @@ class TokenizerProcess:
             self._is_checked = True
         return _listed(self._ask(Text(text, add_special_tokens)))
 
+    def read(self, reader: str, content: bytes) -> bytes:
+        """What the function `reader` of the process makes of `content`; as `encode`."""
+        return self._ask(Bytes(reader, content))
+
     def kill(self) -> None:
         """End the process; `encode` of another thread finds the connection closed."""
         self._process.kill()
@@ -133,9 +155,9 @@ class TokenizerProcess:
         """Leave nothing of the process. Idempotent."""
         self._finalizer()
 
-    def _ask(self, text: Text) -> bytes:
+    def _ask(self, work: Text | Bytes) -> bytes:
         try:
-            self._connection.sendall(encode_frame(text))
+            self._connection.sendall(encode_frame(work))
             reply = read_frame(self._connection, MAX_REPLY_BYTES)
         except ConnectionError:
             reply = None
@@ -144,6 +166,8 @@ class TokenizerProcess:
         answer = _DECODER.decode(reply)
         if isinstance(answer, Encoded):
             return answer.ids
+        if isinstance(answer, Read):
+            return answer.content
         raise UserError(answer.reason) if answer.is_user_error else _failure(f"failed: {answer.reason}")
 
 
@@ -166,14 +190,21 @@ class LongTexts:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
+        return self._run(lambda process: process.encode(text, add_special_tokens))
+
+    def read(self, reader: str, content: bytes) -> bytes:
+        """What the function `reader` ("module:name") makes of `content`. Raises as `encode`."""
+        return self._run(lambda process: process.read(reader, content))
+
+    def _run(self, work: Callable[[TokenizerProcess], T]) -> T:
         abandonment = ABANDONMENT.get() or Abandonment()
         process = self._take()
         is_usable = False
         try:
             with abandonment.ended_by(process.kill):
-                token_ids = process.encode(text, add_special_tokens)
+                result = work(process)
             is_usable = True
-            return token_ids
+            return result
         except UserError:
             is_usable = True
             raise
@@ -224,7 +255,8 @@ def _listed(ids: bytes) -> list[int]:
 
 def _failure(what: str) -> InternalError:
     return InternalError(
-        f"the process that tokenises long texts {what}", summary="the text could not be tokenised for lack of a process"
+        f"the process that reads and tokenises long texts {what}",
+        summary="the text could not be tokenised for lack of a process",
     )
 
 

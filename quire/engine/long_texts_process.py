@@ -1,7 +1,9 @@
-"""The process that tokenises long texts. Started by LongTexts (long_texts.py); it ends with its parent."""
+"""The process that tokenises long texts and reads large request bodies. Started by LongTexts (long_texts.py); it ends
+with its parent."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -11,7 +13,7 @@ from array import array
 import msgspec
 
 from quire.engine.front_end import open_tokenizer
-from quire.engine.long_texts import MAX_REPLY_BYTES, Encoded, NotEncoded, Setup, Text
+from quire.engine.long_texts import MAX_REPLY_BYTES, Bytes, Encoded, NotEncoded, Read, Setup, Text
 from quire.errors import QuireError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
 from quire.tokenization.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ def main() -> None:
     connection = socket.socket(fileno=setup.fd)
     tokenizer = open_tokenizer(setup.options, setup.vocab_size)
     assert tokenizer is not None, "the parent has one"
-    decoder = msgspec.msgpack.Decoder(Text)
+    decoder = msgspec.msgpack.Decoder(Text | Bytes)
     try:
         while (frame := read_frame(connection, MAX_REPLY_BYTES)) is not None:
             connection.sendall(encode_frame(_answer(tokenizer, decoder.decode(frame))))
@@ -39,8 +41,11 @@ def main() -> None:
     os._exit(0)
 
 
-def _answer(tokenizer: Tokenizer, text: Text) -> Encoded | NotEncoded:
+def _answer(tokenizer: Tokenizer, work: Text | Bytes) -> Encoded | Read | NotEncoded:
     try:
-        return Encoded(array("I", tokenizer.encode(text.text, text.add_special_tokens)).tobytes())
+        if isinstance(work, Bytes):
+            module, _, name = work.reader.partition(":")
+            return Read(getattr(importlib.import_module(module), name)(work.content))
+        return Encoded(array("I", tokenizer.encode(work.text, work.add_special_tokens)).tobytes())
     except QuireError as error:
         return NotEncoded(str(error), isinstance(error, UserError))

@@ -1,5 +1,5 @@
-"""The outputs of short steps of many sequences are sent together: a message, and what it wakes, costs the front end
-about as much for one token of a sequence as for several."""
+"""The outputs of short steps are sent together: a message, and what it wakes, costs the front end about as much for one
+token of a sequence as for several."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from quire.clock import Clock
 from quire.engine.messages import EngineOutputs
 from quire.outputs import SequenceUpdate
 
-MIN_SEQUENCES = 8
-"""A step of fewer sequences is sent at once: front ends keep up with it."""
+MANY_SEQUENCES = 8
+"""Steps of as many wait for the whole window."""
+FEW_SEQUENCES_SHARE = 0.25
+"""Of the window, for which steps of fewer sequences wait: there is less to save, and a reader sees single tokens."""
 
 
 class OutputWindow:
-    """Holds tokens back for `seconds` at most, as far as the step before tells how long the next one takes; 0: not at
-    all. First tokens, ends, what callers asked for in single steps (EngineRequest.each_step) and everything with them
-    is sent at once."""
+    """Holds tokens back for `seconds` at most (of few sequences for a share of it), as far as the step before tells how
+    long the next one takes; 0: not at all. First tokens, ends, what callers asked for in single steps
+    (EngineRequest.each_step) and everything with them is sent at once."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self._seconds = seconds
@@ -35,8 +37,9 @@ class OutputWindow:
         now = self._clock.now()
         duration, self._last_end = now - self._last_end, now
         since = self._since if self._held else now
-        in_time = now - since + duration <= self._seconds
-        is_held = goes_on and in_time and len(outputs.updates) >= MIN_SEQUENCES and _can_wait(outputs)
+        share = 1.0 if len(outputs.updates) >= MANY_SEQUENCES else FEW_SEQUENCES_SHARE
+        in_time = now - since + duration <= share * self._seconds
+        is_held = goes_on and in_time and bool(outputs.updates) and _can_wait(outputs)
         self._held = _joined(self._held, outputs.updates)
         self._since = since
         if is_held:

@@ -164,6 +164,7 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress
         if not core.has_work:
             if stop.is_set:
                 return
+            core.check_when_idle()
             while core.idle() and not channel.has_arrival():
                 pass
             channel.wait(_IDLE_SECONDS)

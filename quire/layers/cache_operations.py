@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from quire.attention.expanded import ExpandingStep, attend_expanded
 from quire.attention.interface import AttentionStep
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights, NormWeights
@@ -51,6 +52,19 @@ class CacheOperations(Protocol[ValueT, RotationT_contra, StepT_contra]):
         rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys [T, rope_dim]; used up. Returns [T,
         num_heads * rank].
         """
+        ...
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[ValueT, ValueT, ValueT, ValueT],
+        rotation: RotationT_contra | None,
+        step: StepT_contra,
+    ) -> ValueT:
+        """As `attend_latent`, where prompts are computed with keys and values of each head if that is cheaper
+        (`ExpansionRule`), and other tokens in the absorbed form. inputs: as there, but for the queries, which are [T,
+        num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
         ...
 
     def check_latent(self, shape: LatentShape) -> None:
@@ -113,6 +127,32 @@ class TorchCacheOperations:
         if selected is not None:
             return step.attend_selected(shape.as_attention, query, selected).flatten(1)
         return step.attend_cached(shape.as_attention, query).flatten(1)
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        step: ExpandingStep,
+    ) -> torch.Tensor:
+        query, turned_query, latent, turned_key = inputs
+        turned_query = self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
+        turned_key = self._prepared(turned_key[:, None], None, rotation)
+        step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
+        out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
+        prompts, rest = step.split(expansion.rule(shape))
+        if rest is not None:
+            absorbed = expansion.absorb(query[rest.tokens]).unflatten(1, (shape.num_heads, shape.rank))
+            absorbed = torch.cat((absorbed, turned_query[rest.tokens]), dim=2)
+            out[rest.tokens] = expansion.values(rest.step.attend_cached(shape.as_attention, absorbed).flatten(1))
+        query = query.unflatten(1, (shape.num_heads, expansion.nope_dim))
+        for prompt in prompts:
+            kept = step.latents(shape.layer, prompt, shape.width)
+            out[prompt.tokens] = attend_expanded(
+                shape, expansion, (query[prompt.tokens], turned_query[prompt.tokens]), kept, prompt.start
+            )
+        return out
 
     def check_latent(self, shape: LatentShape) -> None:
         """All are computed."""

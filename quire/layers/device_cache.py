@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights
@@ -53,6 +53,17 @@ class DeviceAttentionStep(Protocol):
         """As `CacheOperations.attend_latent`."""
         ...
 
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `CacheOperations.attend_expanded`."""
+        ...
+
     def select_keys(
         self,
         shape: IndexShape,
@@ -91,6 +102,16 @@ class DeviceCacheOperations:
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return step.attend_latent(shape, inputs, rotation, selected, None)
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        step: DeviceAttentionStep,
+    ) -> torch.Tensor:
+        return step.attend_expanded(shape, expansion, inputs, rotation, None)
 
     def select_keys(
         self,

@@ -2,7 +2,8 @@
 
 A token's keys and values of all heads are made from one compressed vector, which is what the cache keeps, with one
 rotated key beside it. The matrix that would expand keys is multiplied into the queries, and the one for values into
-the attended vectors, for prompts and single tokens alike: a token's arithmetic depends on its position alone.
+the attended vectors ("absorbed"), for prompts and single tokens alike: a token's arithmetic depends on its position
+alone. With `expands_prompts` only single tokens are computed so: keys and values of each head are made for the others.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from functools import partial
 import torch
 
 from quire.attention.interface import PlannedStep
-from quire.attention.latent import LatentShape
+from quire.attention.latent import LatentExpansion, LatentShape
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.errors import ConfigError
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.latent_expansion import EXPANDED_HEADS, ExpandedHeads
 from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -68,6 +70,8 @@ class LatentAttention:
         heads: LatentHeads,
         context: LayerContext,
         index: IndexHeads | None = None,
+        *,
+        expands_prompts: bool = False,
     ) -> None:
         ranks = context.group.size
         if heads.num_heads % ranks:
@@ -100,6 +104,12 @@ class LatentAttention:
         self._turned_key = LocalRows(hidden_size, heads.rope_dim, context, bias=heads.bias)
         self._absorb = _HeadMatrices(heads.nope_dim, heads.rank, num_local, context)
         self._expand = _HeadMatrices(heads.rank, heads.value_dim, num_local, context)
+        self._expanded: ExpandedHeads | None = None
+        if expands_prompts:
+            self._expanded = ExpandedHeads(heads.rank, heads.nope_dim, heads.value_dim, num_local, context)
+            self._expansion = LatentExpansion(
+                heads.nope_dim, heads.value_dim, EXPANDED_HEADS, self._absorb, self._expand, self._expanded.parts
+            )
         attended = heads.num_heads * heads.value_dim
         self._output = RowParallelLinear(attended, hidden_size, bias=heads.bias, context=context)
 
@@ -118,17 +128,17 @@ class LatentAttention:
         if self._compress_query is not None and self._query_norm is not None:
             queries = self._query_norm(self._compress_query(x))
         selected = None if self._indexer is None else self._indexer(x, queries, rotation, step)
-        inputs = (
-            self._absorb(self._query(queries)),
-            self._turned_query(queries),
-            self._norm(self._compress(x)),
-            self._turned_key(x),
-        )
-        attended = operations.attend_latent(self._shape, inputs, rotation, step, selected)
+        query = self._query(queries)
+        rest = self._turned_query(queries), self._norm(self._compress(x)), self._turned_key(x)
+        if self._expanded is None:
+            inputs = (self._absorb(query), *rest)
+            attended = operations.attend_latent(self._shape, inputs, rotation, step, selected)
+        else:
+            attended = operations.attend_expanded(self._shape, self._expansion, (query, *rest), rotation, step)
         if rows is not None:
             attended = operations.gather_rows(attended, rows)
             residual = operations.gather_rows(residual, rows)
-        return self._output(self._expand(attended), residual)
+        return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
         """What the layer keeps in the KV cache, on every rank."""
@@ -167,15 +177,15 @@ class LatentAttention:
         heads = self._heads
         if not heads.expansion_apart:
             shape = heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank
-            nbytes = self._absorb.nbytes + self._expand.nbytes
+            nbytes = self._absorb.nbytes + self._expand.nbytes + self._num_local * self._kept_bytes
             return {"kv_b_proj.weight": WeightSlot(shape, self._load_expansion, nbytes)}
-        parts = {"k_b_proj": (self._absorb, heads.rank, heads.nope_dim)}
-        parts["v_b_proj"] = (self._expand, heads.value_dim, heads.rank)
+        parts = {"k_b_proj": (self._absorb, heads.rank, heads.nope_dim, self._kept_bytes)}
+        parts["v_b_proj"] = (self._expand, heads.value_dim, heads.rank, 0)
         return {
             f"{name}.{self._first_head + head}.weight": WeightSlot(
-                (rows, columns), partial(matrices.load, head), matrices.nbytes // self._num_local
+                (rows, columns), partial(self._load_head, name, head), matrices.nbytes // self._num_local + kept
             )
-            for name, (matrices, rows, columns) in parts.items()
+            for name, (matrices, rows, columns, kept) in parts.items()
             for head in range(self._num_local)
         }
 
@@ -215,7 +225,28 @@ class LatentAttention:
             keys = local.narrow(0, head * size, nope_dim)
             plain = keys if isinstance(keys, torch.Tensor) else keys.dequantize()
             self._absorb.load(head, plain.t())
-            self._expand.load(head, local.narrow(0, head * size + nope_dim, value_dim))
+            values = local.narrow(0, head * size + nope_dim, value_dim)
+            self._expand.load(head, values)
+            if self._expanded is not None:
+                self._expanded.load_keys(head, keys)
+                self._expanded.load_values(head, values)
+
+    def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
+        """Of a checkpoint that has the matrices by head. name: k_b_proj, transposed, or v_b_proj."""
+        whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
+        (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
+        if self._expanded is None:
+            return
+        if name == "k_b_proj":
+            plain = whole if isinstance(whole, torch.Tensor) else whole.dequantize()
+            self._expanded.load_keys(head, plain.t())
+        else:
+            self._expanded.load_values(head, whole)
+
+    @property
+    def _kept_bytes(self) -> int:
+        """Of a head's matrices as they are kept besides to expand prompts."""
+        return 0 if self._expanded is None else self._expanded.head_bytes
 
     @property
     def _first_head(self) -> int:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.native_backend import NativeAttention
+from quire.attention.native_expanded import ExpandingAttention
 from quire.kernels.cpu.paged_attention import check_index, check_latent
 from quire.kernels.cpu.recorder import Buffer
 
@@ -61,20 +62,20 @@ class NativeCacheOperations:
         step: NativeAttention,
         selected: Buffer | None = None,
     ) -> Buffer:
-        query, turned_query, latent, turned_key = inputs
-        return query.recorder.call(
-            "latent",
-            query.width,
-            buffers={
-                "query": query,
-                "turned_query": turned_query,
-                "latent": latent,
-                "turned_key": turned_key,
-                "rotation": rotation,
-                "selected": selected,
-            },
-            **step.latent_constants(shape),
-        )
+        return step.record_latent(shape, inputs, rotation, selected)
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[Buffer, Buffer, Buffer, Buffer],
+        rotation: Buffer | None,
+        step: NativeAttention | ExpandingAttention,
+    ) -> Buffer:
+        if isinstance(step, ExpandingAttention):
+            return step.record(shape, expansion, inputs, rotation)
+        absorbed = (expansion.absorb(inputs[0]), *inputs[1:])
+        return expansion.values(step.record_latent(shape, absorbed, rotation))
 
     def select_keys(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.attention.interface import CacheScale
+from quire.config.families import ARCHITECTURES
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.logging import get_logger
@@ -36,13 +37,16 @@ def load_cache_scales(
     Scales of queries are passed over, since queries are not rounded; one line in the log counts the others that are
     left out. where: the checkpoint, for that line. Raises ModelLoadError, naming the tensor, for what is no scale."""
     why_not = _why_left_out(config)
+    family = ARCHITECTURES.get(config.architecture)
+    drafts = "" if family is None else family.draft_prefix
     num_left_out = 0
     for name, tensor in tensors:
         found = _SCALE.search(name)
         if found is None:
             yield name, tensor
             continue
-        part, scale = found["part"] or found["projection"], scales.get(int(found["layer"]))
+        layer = int(found["layer"]) + (config.num_layers if drafts and name.startswith(drafts) else 0)
+        part, scale = found["part"] or found["projection"], scales.get(layer)
         if part == "q":
             continue
         if why_not is not None or scale is None:

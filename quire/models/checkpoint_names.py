@@ -63,16 +63,19 @@ _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(model\.|lm_head\.)?(
 _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 
 
-def language_tensors(tensors: Iterable[tuple[str, SourceT]], where: object) -> Iterator[tuple[str, SourceT]]:
+def language_tensors(
+    tensors: Iterable[tuple[str, SourceT]], where: object, draft_prefix: str = ""
+) -> Iterator[tuple[str, SourceT]]:
     """Of a model of several modalities the language model's tensors, under the names that they have in a checkpoint of
     it alone: `language_model.model.X`, `model.language_model.X` and `model.X` are its X. The others are left out, with
-    one line in the log. where: the checkpoint, for that line."""
+    one line in the log. where: the checkpoint, for that line. draft_prefix: of the language model's head for
+    drafts ("": it has none)."""
     skipped: Counter[str] = Counter()
     for name, tensor in tensors:
         inner = _LANGUAGE_MODEL.fullmatch(name)
         if inner is not None:
             yield (inner[1] or "model.") + inner[2], tensor
-        elif _PLAIN.match(name):
+        elif _PLAIN.match(name) or (draft_prefix and name.startswith(draft_prefix)):
             yield name, tensor
         else:
             skipped[name.removeprefix("model.").partition(".")[0]] += 1

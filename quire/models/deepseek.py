@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.attention.latent import ExpansionRule
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
@@ -41,7 +42,9 @@ class DeepseekLayer:
         fields = model_fields(config)
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
-        self._attention = LatentAttention(size, layer, latent_heads(config), context, _index_heads(config))
+        self._attention = LatentAttention(
+            size, layer, latent_heads(config), context, _index_heads(config), expands_prompts=config.expands_prompts
+        )
         self._mlp_norm = RMSNorm(size, epsilon, context)
         activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
         shape = config.shape.layers[layer]
@@ -179,6 +182,12 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
         interleaved=fields.boolean("rope_interleave", True),
         expansion_apart=fields.boolean("expansion_apart", False),
     )
+
+
+def expansion_rule(config: ModelConfig) -> ExpansionRule:
+    """When the layers of a model that expands prompts do so."""
+    heads = latent_heads(config)
+    return ExpansionRule.of(heads.rank, heads.nope_dim, heads.value_dim)
 
 
 def _index_heads(config: ModelConfig) -> IndexHeads | None:

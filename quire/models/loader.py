@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from quire.attention.interface import CacheScale
+from quire.config.families import ARCHITECTURES
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -87,9 +88,10 @@ def load_model(
             _load_from(model, files, config, report, elsewhere, context.cache_scales)
     if runtime is None or config.impl == "transformers":
         return cast("CausalLM", model)  # which computes tensors
+    from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
 
-    return NativeModel(cast("Decoder", model), runtime)
+    return NativeModel(cast("Decoder", model), runtime, expansion_rule(config) if config.expands_prompts else None)
 
 
 def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:
@@ -192,7 +194,7 @@ def _load_from(
             return
         tensors = files.stream(report)
         if config.is_multimodal:
-            tensors = language_tensors(tensors, files.directory)
+            tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
         tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)

@@ -8,8 +8,10 @@ from typing import cast
 import torch
 
 from quire.attention.interface import StateStep
+from quire.attention.latent import ExpansionRule
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
+from quire.attention.native_expanded import ExpandingAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
@@ -26,6 +28,7 @@ from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
+from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
@@ -35,8 +38,13 @@ LINE_ELEMENTS = 16
 class NativeModel:
     """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
 
-    def __init__(self, model: Decoder, runtime: NativeRuntime) -> None:
+    def __init__(self, model: Decoder, runtime: NativeRuntime, expansion_rule: ExpansionRule | None = None) -> None:
+        """expansion_rule: of a model that expands prompts; None for others."""
         self._model = model
+        self._rule = expansion_rule
+        self._expanding: ExpandingAttention | None = None
+        self._expanded_body: RecordedProgram | None = None
+        """For steps with prompts that are expanded."""
         self._runtime = runtime
         self._backend: NativeAttention | NativeEncoder | None = None
         self._body: RecordedProgram | None = None
@@ -53,7 +61,7 @@ class NativeModel:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:
-        self._backend = self._body = self._states = self._head = None
+        self._backend = self._body = self._states = self._head = self._expanding = self._expanded_body = None
         self._logits = torch.empty(0, 0)
 
     def weight_bytes(self) -> int:
@@ -70,9 +78,7 @@ class NativeModel:
         rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
         assert isinstance(step, NativeAttentionStep | NativeEncoderStep), "a native model attends natively"
         num_rows = len(token_ids)
-        body = self._body
-        if body is None or body.max_rows < num_rows or self._backend is not step.backend:
-            body = self._record_body(step.backend, num_rows)
+        body = self._body_for(step, num_rows)
         if isinstance(step, NativeEncoderStep):
             segments = cast("torch.Tensor | None", batch.segments)
             body.run(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
@@ -93,18 +99,41 @@ class NativeModel:
         head.run(num_rows, externals=(hidden, self._logits))
         return self._logits[:num_rows]
 
-    def _record_body(self, backend: NativeAttention | NativeEncoder, num_rows: int) -> RecordedProgram:
-        self._body = None  # freed first, so that two arenas never exist at the same time
+    def _body_for(self, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> RecordedProgram:
+        if self._backend is not step.backend:
+            self._body = self._expanded_body = self._expanding = None
+            self._backend = step.backend
+        if self._rule is not None and isinstance(step, NativeAttentionStep):
+            if self._expanding is None:
+                self._expanding = ExpandingAttention(step.backend, self._runtime, self._rule)
+            if self._expanding.plan(step.batch):
+                body = self._expanded_body
+                if body is None or body.max_rows < num_rows:
+                    self._expanded_body = None
+                    body = self._expanded_body = self._record_body(self._expanding, num_rows)
+                return body
+        if self._body is None or self._body.max_rows < num_rows:
+            self._body = None  # freed first, so that two arenas never exist at the same time
+            self._body = self._record_body(step.backend, num_rows)
+        return self._body
+
+    def _record_body(
+        self, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
+    ) -> RecordedProgram:
         recorder = Recorder()
         sources = _native.IndexSource
         kinds = (sources.TOKEN_IDS, sources.POSITIONS, sources.SEGMENTS)
         token_ids, positions, segments = (RecordedIndices(recorder, kind) for kind in kinds)
         batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder), segments=segments)
         result = _recorded(self._model.forward(batch))
-        self._backend = backend
         self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
-        self._body = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
-        return self._body
+        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
+
+    @property
+    def draft_head(self) -> NativeDraftHead | None:
+        """The model's head for drafts, which computes natively; None for a model without."""
+        head = getattr(self._model, "draft_head", None)
+        return None if head is None else NativeDraftHead(head, self._runtime)
 
     def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
         self._head = None
@@ -116,6 +145,44 @@ class NativeModel:
         recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
+
+
+class NativeDraftHead:
+    """A DraftHead over native kernels."""
+
+    def __init__(self, head: DraftHead, runtime: NativeRuntime) -> None:
+        self._head = head
+        self._runtime = runtime
+        self._backend: NativeAttention | None = None
+        self._bodies: dict[int, RecordedProgram] = {}
+
+    def cache_specs(self) -> list[LayerSpec]:
+        return self._head.cache_specs()
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, index: int = 0) -> torch.Tensor:
+        """As DraftHead.forward. The result lies in the program's own memory: the next call overwrites it."""
+        token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
+        rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
+        assert isinstance(step, NativeAttentionStep), "a native head attends natively"
+        if self._backend is not step.backend:
+            self._backend, self._bodies = step.backend, {}
+        body = self._bodies.get(index)
+        if body is None or body.max_rows < len(token_ids):
+            body = self._record(step.backend, hidden.shape[1], len(token_ids), index)
+        body.run(len(token_ids), token_ids, positions, step.plans, externals=(hidden.contiguous(),), read_rows=rows)
+        return body.result(len(token_ids) if rows is None else len(rows))
+
+    def _record(self, backend: NativeAttention, size: int, num_rows: int, index: int) -> RecordedProgram:
+        self._bodies.pop(index, None)  # freed first, so that two arenas never exist at the same time
+        recorder = Recorder()
+        hidden = recorder.external(size, size)
+        token_ids, positions = (
+            RecordedIndices(recorder, kind) for kind in (_native.IndexSource.TOKEN_IDS, _native.IndexSource.POSITIONS)
+        )
+        batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))
+        result = _recorded(self._head.forward(hidden, batch, index))
+        self._bodies[index] = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
+        return self._bodies[index]
 
 
 def _recorded(value: Value) -> Buffer:

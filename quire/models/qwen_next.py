@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -28,9 +29,11 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.logging import get_logger
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, FeedForward, layer_attention, read_activation
+from quire.models.draft_head import DraftHead
 from quire.models.mixture import mixture_block
 from quire.quantization.integer_weight import WeightSource
 from quire.quantization.quantized_weight import QuantizedWeight
+from quire.utils.sizes import format_bytes
 
 logger = get_logger(__name__)
 
@@ -152,20 +155,38 @@ class HybridDecoder(Decoder):
         )
         rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
         self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
-        self._norm = UnitOffsetRMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        epsilon = fields.number("rms_norm_eps", 1e-6)
+        self._norm = UnitOffsetRMSNorm(config.hidden_size, epsilon, context)
         self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())
+        self.draft_head: DraftHead | None = None
+        if config.shape.draft_layers:
+            layers = _draft_layers(config, replace(context, expert_counts=None))
+            self.draft_head = DraftHead(config, epsilon, layers, self._embedding, self._rotary, context)
+            self.slots |= prefixed("mtp", self.draft_head.slots())
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        super().load_weights(_one_by_one(_without_drafts(weights)), elsewhere)
+        if self.draft_head is None:
+            weights = _without_drafts(weights)
+        super().load_weights(_one_by_one(weights), elsewhere)
+        if self.draft_head is not None:
+            size = sum(slot.nbytes for name, slot in self.slots.items() if name.startswith("mtp."))
+            logger.info("%s of the weights are the head for drafts (load_draft_head=False: none)", format_bytes(size))
 
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
         return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
 
 
+def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:
+    """The layers of the head for drafts, numbered behind the model's."""
+    shape = config.shape
+    behind = replace(config, shape=replace(shape, layers=shape.layers + shape.draft_layers))
+    return [HybridLayer(behind, context, shape.num_layers + index) for index in range(len(shape.draft_layers))]
+
+
 def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
-    """All but the tensors of the head that guesses further tokens, which no layer of the engine computes."""
+    """All but the tensors of the head for drafts."""
     num_skipped = 0
     for name, tensor in weights:
         if name.startswith("mtp."):
@@ -173,7 +194,7 @@ def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tup
         else:
             yield name, tensor
     if num_skipped:
-        logger.info("the head for drafts (%d tensors, mtp.*) is not loaded", num_skipped)
+        logger.info("the head for drafts (%d tensors, mtp.*) is left out", num_skipped)
 
 
 def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from quire.quantization.block_weight import BlockWeight
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.quantized_weight import QuantizedWeight
@@ -17,6 +18,7 @@ def merge_rows(parts: Sequence[QuantizedWeight]) -> Sequence[QuantizedWeight] | 
     """The same weights in one format (a checkpoint may keep the projections of one layer in different ones): with the
     same number of bits, group size and presence of offsets. None when there is no such format: integers beside floats,
     groups that do not divide each other, columns in different orders (act-order)."""
+    parts = [part.unpacked() if isinstance(part, BlockWeight) else part for part in parts]
     integers = [part for part in parts if isinstance(part, IntegerWeight)]
     if len(integers) == len(parts):
         return _merge_integers(integers)

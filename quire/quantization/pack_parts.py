@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.interface import LinearShape
@@ -15,6 +16,11 @@ from quire.quantization.merge import merge_rows
 from quire.quantization.quantized_weight import QuantizedWeight
 
 INTEGER_TYPES = {8: WeightType.I8, 4: WeightType.I4}
+BLOCK_TYPES: Mapping[BlockFormatName, WeightType] = {
+    "Q4_0": WeightType.I4,
+    "Q8_0": WeightType.I8,
+    "MXFP4": WeightType.MXFP4,
+}
 
 
 def pack_parts(
@@ -26,6 +32,9 @@ def pack_parts(
 ) -> PackedMatrix | None:
     """A matrix of the parts, one below the other. None when no format holds them all. rounded_activations: of integers,
     activations are rounded to 8 bits; floats never round them. memory: gives zeroed memory."""
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
+        return _pack_blocks(blocks, shape, rounded_activations, memory)
     merged = merge_rows(parts)
     if merged is None:
         return None
@@ -36,6 +45,22 @@ def pack_parts(
         row += part.shape[0]
     if isinstance(merged[0], IntegerWeight) and merged[0].column_order is not None:
         matrix.set_column_order(merged[0].column_order)
+    return matrix
+
+
+def _pack_blocks(
+    parts: Sequence[BlockWeight], shape: LinearShape, rounded_activations: bool, memory: Callable[[int], torch.Tensor]
+) -> PackedMatrix:
+    kind = BLOCK_TYPES[parts[0].format]
+    rounded = rounded_activations and kind != WeightType.MXFP4
+    matrix = BlockMatrix(
+        kind, shape.in_features, shape.out_features, gated=shape.gated, integer_activations=rounded, memory=memory
+    )
+    row = 0
+    for part in parts:
+        matrix.load_blocks(part.rows, row)
+        part.release()
+        row += part.shape[0]
     return matrix
 
 

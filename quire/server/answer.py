@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
 from quire.server.auth import client_of
-from quire.server.body import read_request, report_ignored
+from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
@@ -105,14 +105,14 @@ def add_answer_route(
     app: FastAPI,
     path: str,
     context: ServerContext,
-    body_type: type[Body],
+    read: Callable[[Request, ServerContext], Awaitable[Body]],
     answer_type: Callable[[ServerContext, Body, str | None], Answer[Body]],
 ) -> None:
     """POST `path`: a client that hangs up ends its request, be it streaming or not."""
 
     @app.post(path)
     async def create(request: Request) -> Response:
-        body = await read_request(request, context, body_type)
+        body = await read(request, context)
         context.admit()
         context.check_priority(body.priority, client_of(request))
         answer = answer_type(context, body, header_id(request))

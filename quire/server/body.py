@@ -42,7 +42,11 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
 
     Raises as `read_body` and `parse_body`.
     """
-    body = await read_body(request, context.max_body_bytes)
+    return await parse_request(request, context, await read_body(request, context.max_body_bytes), kind)
+
+
+async def parse_request(request: Request, context: ServerContext, body: bytes, kind: type[T]) -> T:
+    """`read_request` of a body that is read."""
     parse = partial(parse_body, body, kind, strict=context.settings.strict_fields)
     parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await asyncio.to_thread(parse)
     report_ignored(request, context, unknown)

@@ -19,6 +19,7 @@ from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.long_bodies import read_chat_request
 from quire.server.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -37,7 +38,7 @@ logger = get_logger(__name__)
 
 
 def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
-    add_answer_route(app, "/v1/chat/completions", context, ChatRequest, ChatAnswer)
+    add_answer_route(app, "/v1/chat/completions", context, read_chat_request, ChatAnswer)
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -70,7 +71,7 @@ class ChatAnswer(Answer[ChatRequest]):
         except UserError as error:
             raise self._in_wire_words(error) from None
         self._prompt_text = ""
-        logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
+        logger.debug("%s: %d messages, user %r", self.response_id, body.num_messages, body.user)
 
     @property
     def ineffective_fields(self) -> list[str]:

@@ -18,7 +18,7 @@ from quire.logging import REQUEST_ID
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.limits import Charge, client_salt
-from quire.server.protocol.chat import TemplateInputs
+from quire.server.protocol.chat import LongChatRequest, TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage
 from quire.server.turns import Part, Turns, share_of, split
@@ -62,10 +62,14 @@ async def render_chat(
             param="chat_template",
         )
     engine, messages = context.engine, body.messages or []
-    size = sum(message.size for message in messages)
-    written = await engine.off_loop(size, lambda: [message.to_dict() for message in messages])
+    size, written, conversation = 0, [], None
+    if isinstance(body, LongChatRequest):
+        conversation = body.conversation
+    else:
+        size = sum(message.size for message in messages)
+        written = await engine.off_loop(size, lambda: [message.to_dict() for message in messages])
     rendered = await engine.render(
-        written,
+        written if conversation is None else conversation,
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
         tools=tools,

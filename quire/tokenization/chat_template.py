@@ -7,7 +7,8 @@ conversation made to upset one) ends in an error and not in a stuck server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -58,6 +59,46 @@ class TemplateChoice(NamedTuple):
 DEFAULT_CHOICE = TemplateChoice()
 
 
+class PreparedConversation(NamedTuple):
+    """The messages of a conversation as the processes that render get them, or why they cannot be. messages: encoded,
+    one by one; is_marked: the last one ends with CONTINUE_MARK."""
+
+    messages: list[msgspec.Raw]
+    is_marked: bool
+    error: UserError | None = None
+
+
+def prepare_conversation(
+    messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool
+) -> PreparedConversation:
+    """Check and encode the messages of a conversation, which another process may do for `ChatTemplate.submit`."""
+    try:
+        conversation = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if not conversation:
+            raise UserError("messages must hold at least one message", param="messages")
+        if continue_final_message:
+            _mark_final(conversation)
+        with _encoding_errors():
+            return PreparedConversation(encode_each(conversation), continue_final_message)
+    except UserError as error:
+        return PreparedConversation([], continue_final_message, error)
+
+
+@contextlib.contextmanager
+def _encoding_errors() -> Iterator[None]:
+    """What msgpack does not have is the caller's mistake."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"messages is not valid Unicode: lone surrogate at position {error.start}", param="messages"
+        ) from None
+    except RecursionError:
+        raise UserError("messages are nested too deeply", param="messages") from None
+    except (TypeError, OverflowError) as error:
+        raise UserError(f"messages hold what a chat template cannot be given: {error}", param="messages") from None
+
+
 class ChatTemplate:
     """The templates of one tokenizer. Thread-safe. `close` ends the processes that render them.
 
@@ -95,7 +136,7 @@ class ChatTemplate:
 
     def submit(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | PreparedConversation,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -107,6 +148,7 @@ class ChatTemplate:
     ) -> Future[str]:
         """Have the conversation written, in a process beside this one.
 
+        messages: as they are, or prepared (`prepare_conversation`) with the same `continue_final_message`.
         add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last
         message instead, so that it is continued. options: further variables for the template
         (`chat_template_kwargs`). documents: for templates that know them. max_characters: a longer text is rejected.
@@ -125,15 +167,16 @@ class ChatTemplate:
             raise UserError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
-        conversation = [_plain_message(index, message) for index, message in enumerate(messages)]
-        if not conversation:
-            raise UserError("messages must hold at least one message", param="messages")
+        if not isinstance(messages, PreparedConversation):
+            messages = prepare_conversation(messages, continue_final_message=continue_final_message)
+        assert messages.is_marked == continue_final_message, "the conversation was prepared for something else"
+        if messages.error is not None:
+            raise messages.error
         if continue_final_message:
-            _mark_final(conversation)
             max_characters += len(CONTINUE_MARK)
         variables = {
             **(options or {}),
-            "messages": conversation,
+            "messages": messages.messages,
             "tools": list(tools) if tools else None,
             "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt,
@@ -158,17 +201,8 @@ class ChatTemplate:
         return name
 
     def _encode(self, request: Render) -> bytearray:
-        try:
-            request.variables["messages"] = encode_each(request.variables["messages"])
+        with _encoding_errors():
             frame = encode_frame(request)
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"messages is not valid Unicode: lone surrogate at position {error.start}", param="messages"
-            ) from None
-        except RecursionError:
-            raise UserError("messages are nested too deeply", param="messages") from None
-        except (TypeError, OverflowError) as error:
-            raise UserError(f"messages hold what a chat template cannot be given: {error}", param="messages") from None
         if len(frame) > self._limits.max_conversation_bytes:
             raise UserError(
                 f"the conversation has {len(frame)} bytes; a chat template is given at most "

@@ -207,8 +207,9 @@ class GGUFFile:
         """Let go of the memory that holds a tensor's pages. Views of it stay valid: the pages are read again."""
         first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (entry.start + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self._maps[entry.part].madvise(mmap.MADV_DONTNEED, first, last - first)
+        mapped = self._maps[entry.part]
+        if last > first and hasattr(mmap, "MADV_DONTNEED") and not mapped.closed:
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
         """Give the mappings back, but those of which views are held: they go with the last of these."""

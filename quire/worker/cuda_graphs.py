@@ -15,7 +15,7 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch, StateKernels
 from quire.attention.interface import PlannedStep
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
@@ -303,6 +303,19 @@ class _Pieces:
     ) -> torch.Tensor:
         out = self._attended[: inputs[0].shape[0]]
         self._between("attend_latent", (shape,), inputs, rotation, selected, out)
+        return out
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, ...],
+        rotation: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_tokens, width = inputs[0].shape[0], shape.num_heads * expansion.value_dim
+        out = self._attended.view(-1)[: num_tokens * width].view(num_tokens, width)
+        self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
         return out
 
     def select_keys(

@@ -77,16 +77,17 @@ def test_invariants_are_checked_when_idle_but_not_each_time(monkeypatch: pytest.
     driver = CoreDriver(make_config())
     checks = []
     monkeypatch.setattr(driver.scheduler, "check", lambda: checks.append(driver.clock.now()))
-    for name in "ab":
+    for name, num_checks in (("a", 1), ("b", 1), ("c", 2)):
+        if name == "c":
+            driver.clock.advance(IDLE_CHECK_SECONDS)
+        num_before = len(checks)
         driver.add(name, [1, 2, 3], max_tokens=3)
         while driver.core.has_work:
+            driver.core.check_when_idle()  # which it is not
             driver.step()
-    assert len(checks) == 1
-    driver.clock.advance(IDLE_CHECK_SECONDS)
-    driver.add("c", [1, 2, 3], max_tokens=3)
-    while driver.core.has_work:
-        driver.step()
-    assert len(checks) == 2
+        assert len(checks) == num_before, "the last tokens of a request do not wait for the check"
+        driver.core.check_when_idle()
+        assert len(checks) == num_checks
 
 
 def test_the_queue_is_kept_full() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from quire.clock import VirtualClock
 from quire.engine.messages import CallResult, EngineOutputs, RequestRejected
-from quire.engine.output_window import MIN_SEQUENCES, OutputWindow
+from quire.engine.output_window import FEW_SEQUENCES_SHARE, MANY_SEQUENCES, OutputWindow
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import FinishReason
 from quire.step import PromptLogprobs, TokenLogprobs
@@ -17,7 +17,7 @@ SECONDS = 0.008
 STEP_SECONDS = 0.003
 
 
-def step(number: int, num_sequences: int = MIN_SEQUENCES) -> EngineOutputs:
+def step(number: int, num_sequences: int = MANY_SEQUENCES) -> EngineOutputs:
     """Sequence i gets the token 100 * i + number."""
     return EngineOutputs([SequenceUpdate(f"r{i // 2}", i % 2, [100 * i + number]) for i in range(num_sequences)])
 
@@ -37,7 +37,7 @@ class Run:
         return [] if sent is None else [update.new_token_ids for update in sent.updates]
 
 
-def tokens(*numbers: int, num_sequences: int = MIN_SEQUENCES) -> list[list[int]]:
+def tokens(*numbers: int, num_sequences: int = MANY_SEQUENCES) -> list[list[int]]:
     return [[100 * i + number for number in numbers] for i in range(num_sequences)]
 
 
@@ -54,13 +54,27 @@ def test_tokens_wait_no_longer_than_the_window() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "num_sequences", "goes_on"),
-    [(0.0, MIN_SEQUENCES, True), (SECONDS, MIN_SEQUENCES - 1, True), (SECONDS, MIN_SEQUENCES, False)],
+    [
+        (0.0, MANY_SEQUENCES, True),
+        (0.0, 1, True),
+        (SECONDS, MANY_SEQUENCES - 1, True),
+        (SECONDS, MANY_SEQUENCES, False),
+        (SECONDS, 0, True),
+    ],
 )
 def test_steps_that_are_sent_at_once(seconds: float, num_sequences: int, goes_on: bool) -> None:
     run = Run(seconds)
     for number in (1, 2):
         sent = run.take(step(number, num_sequences), goes_on=goes_on)
         assert sent == tokens(number, num_sequences=num_sequences)
+
+
+@pytest.mark.parametrize("num_sequences", [1, MANY_SEQUENCES - 1])
+def test_few_sequences_wait_for_a_share_of_the_window(num_sequences: int) -> None:
+    run, seconds = Run(), FEW_SEQUENCES_SHARE * SECONDS / 2.5
+    # Their ends are 1, 2 and 3 parts of 2.5 apart: the third would come behind the share.
+    sent = [run.take(step(number, num_sequences), seconds) for number in (1, 2, 3)]
+    assert sent == [[], [], tokens(1, 2, 3, num_sequences=num_sequences)]
 
 
 def finish(outputs: EngineOutputs) -> None:
@@ -107,8 +121,8 @@ def test_what_is_joined_keeps_everything_else() -> None:
 
 
 def test_other_sequences_come_behind_those_that_are_held() -> None:
-    run, other = Run(), step(2, MIN_SEQUENCES + 2)
+    run, other = Run(), step(2, MANY_SEQUENCES + 2)
     other.updates.reverse()
     assert run.take(step(1)) == []
     other.updates[0].finish_reason = FinishReason.LENGTH
-    assert run.take(other) == tokens(1) + tokens(2, num_sequences=MIN_SEQUENCES + 2)[::-1]
+    assert run.take(other) == tokens(1) + tokens(2, num_sequences=MANY_SEQUENCES + 2)[::-1]

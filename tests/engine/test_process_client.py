@@ -22,7 +22,7 @@ from quire.config.options import EngineOptions
 from quire.engine import long_prompts
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest
-from quire.engine.output_window import MIN_SEQUENCES
+from quire.engine.output_window import MANY_SEQUENCES
 from quire.engine.process_client import ProcessClient
 from quire.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from quire.utils import child_process
@@ -84,7 +84,7 @@ def test_a_prompt_that_is_sent_in_pieces_is_that_of_the_inline_core(
 
 
 def test_tokens_of_several_steps_come_at_once(options: EngineOptions) -> None:
-    names = [f"r{number}" for number in range(MIN_SEQUENCES)]
+    names = [f"r{number}" for number in range(MANY_SEQUENCES)]
     client = ProcessClient(msgspec.structs.replace(options, output_window=1.0), executor=FAKES + "plain")
     inline = InProcessClient(options, executor=FAKES + "plain")
     try:

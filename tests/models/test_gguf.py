@@ -20,6 +20,7 @@ from quire.errors import ModelLoadError
 from quire.models.gguf import weights
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.loader import load_model
+from quire.quantization.block_weight import BlockWeight
 from quire.quantization.float_weight import Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.quantization.quantized_weight import QuantizedWeight
@@ -77,6 +78,10 @@ def test_blocks_are_what_their_definition_says(
     data = random_blocks(type_name, rows * blocks_per_row)
     tensor = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
     weight = read(file_of({"output.weight": tensor}, tmp_path / "model.gguf"))["lm_head.weight"]
+    if isinstance(weight, BlockWeight):
+        assert weight.format == type_name
+        assert torch.equal(weight[rows // 2 :].dequantize(), dequantize(type_name, data, shape)[rows // 2 :])
+        weight = weight.unpacked()
     if type_name == "MXFP4":
         assert isinstance(weight, Float4Weight)
     else:
@@ -177,10 +182,19 @@ def test_tensors_that_no_model_has(
         read(file_of(stored, tmp_path / "model.gguf", "llama"))
 
 
-def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
-    data = struct.pack("<e", float("inf")) + bytes(32)
-    path = file_of({"output.weight": StoredTensor(TYPE_NUMBERS["Q8_0"], (1, 32), data)}, tmp_path / "model.gguf")
-    with pytest.raises(ModelLoadError, match=r"tensor .output\.weight.: scales hold infinities or NaN"):
+@pytest.mark.parametrize(
+    ("type_name", "block"),
+    [
+        ("Q8_0", struct.pack("<e", float("inf")) + bytes(32)),
+        ("Q4_0", struct.pack("<e", float("-inf")) + bytes(16)),
+        ("Q4_1", struct.pack("<ee", 1.0, float("nan")) + bytes(16)),
+        ("MXFP4", b"\xff" + bytes(16)),
+    ],
+)
+def test_a_scale_that_is_not_finite(type_name: str, block: bytes, tmp_path: Path) -> None:
+    data = bytes(len(block)) + block
+    path = file_of({"output.weight": StoredTensor(TYPE_NUMBERS[type_name], (2, 32), data)}, tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match=r"tensor .output\.weight.: (scales|offsets) hold"):
         read(path)
 
 
@@ -291,7 +305,8 @@ def test_experts_in_four_bit_floats_stay_what_they_are(tmp_path: Path) -> None:
     path = writer.write(tmp_path / "model.gguf")
     assert_logits(path, model)
     found = read(path)["model.layers.1.mlp.experts.4.down_proj.weight"]
-    assert isinstance(found, Float4Weight)
+    assert isinstance(found, BlockWeight)
+    assert isinstance(found.unpacked(), Float4Weight)
 
 
 def test_llama3_frequencies_come_as_divisors(tmp_path: Path) -> None:

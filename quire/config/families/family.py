@@ -107,7 +107,8 @@ class Family:
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
     usual_values: what a config.json of this family means by keys that it leaves out; Transformers writes what differs.
     checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
-    that old checkpoints carry and no model needs.
+    that old checkpoints carry and no model needs. draft_prefix: of the tensors of a head for drafts, which the engine
+    loads where a checkpoint has them; "": it knows none.
     """
 
     model_type: str
@@ -157,6 +158,7 @@ class Family:
     usual_values: Mapping[str, Any] = field(default_factory=dict)
     checkpoint_base: str = "model."
     checkpoint_surplus: str = r"rotary_emb\.inv_freq$"
+    draft_prefix: str = ""
     gguf: GGUFNames | None = None
 
     def read(self, fields: Fields, name: str) -> ModelShape:

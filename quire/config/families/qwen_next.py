@@ -66,6 +66,7 @@ _NEXT = Family(
     has_shared_gate=True,
     state_layer=_delta_rule,
     state_layers=_delta_layers,
+    draft_prefix="mtp.",
     rope=RopeDefaults(share=0.25),
 )
 FAMILIES = (

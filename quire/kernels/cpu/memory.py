@@ -29,24 +29,3 @@ def allocate(num_bytes: int) -> torch.Tensor:
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class Arena:
-    """Memory for many tensors, next to each other in large mappings. In a mapping of its own, what is smaller than a
-    huge page, and the end of anything larger, would lie in small pages. A mapping lives as long as any of its tensors.
-    """
-
-    def __init__(self, chunk_bytes: int = 64 << 20) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._chunk = allocate(0)
-        self._used = 0
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8, zero, at a multiple of ALIGNMENT. Raises InsufficientMemoryError like `allocate`."""
-        if num_bytes >= self._chunk_bytes:
-            return allocate(num_bytes)
-        if self._used + num_bytes > len(self._chunk):
-            self._chunk, self._used = allocate(self._chunk_bytes), 0
-        start = self._used
-        self._used = -(-(start + num_bytes) // ALIGNMENT) * ALIGNMENT
-        return self._chunk[start : start + num_bytes]

@@ -20,6 +20,9 @@ _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightTy
 """What values come in, of types whose scales are float32."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
 """Input features that share a scale."""
+_BLOCK_BYTES = {WeightType.I4: 18, WeightType.I8: 34, WeightType.MXFP4: 17}
+"""Of 32 values and their scale in a GGUF file: Q4_0, Q8_0 and MXFP4."""
+_BLOCK_VALUES = 32
 _PANEL = 32
 _MOST_FEATURES = 2**31 - 1
 
@@ -33,6 +36,9 @@ class PackedMatrix:
     room for offsets: weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's
     many matrices.
     """
+
+    scale_dtype = torch.float32
+    """Of what is not a code."""
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class PackedMatrix:
         count = panels * self.num_groups * _PANEL
         self.scales: torch.Tensor | None = None
         if type in _VALUE_DTYPES or type == WeightType.NVFP4:
-            self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, torch.float32)
+            self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, self.scale_dtype)
         self.scale_codes = self._zeros(count, torch.uint8) if type in _FP4_GROUPS else None
         self.offsets = self._zeros(count, torch.float32) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
@@ -198,7 +204,13 @@ class PackedMatrix:
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
         """What the kernels read, in the order of `PackedWeight`."""
-        return self.data, self.scales, self.offsets, self.column_sums, self.column_order, self.scale_codes
+        is_wide = self.scale_dtype == torch.float32
+        scales, halves = (self.scales, None) if is_wide else (None, self.scales)
+        return self.data, scales, self.offsets, self.column_sums, self.column_order, self.scale_codes, halves
+
+    def _centre(self) -> float:
+        """The value that stands for zero, where no offsets are stored."""
+        return 0.0
 
     def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
         return _native.PackedWeight(
@@ -209,6 +221,7 @@ class PackedMatrix:
             self.gated,
             self.integer_activations,
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
+            centre=self._centre(),
         )
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -232,6 +245,47 @@ class PackedMatrix:
         half, width = self.out_features // 2, _PANEL // 2
         side, inside = rows // half, rows % half
         return inside // width * _PANEL + side * width + inside % width
+
+
+class BlockMatrix(PackedMatrix):
+    """A matrix of blocks of 32 values with a scale each, as GGUF files store them: scales in float16, and four bits
+    that mean value - 8 (Q4_0, in a matrix of I4); eight bits (Q8_0, I8); MXFP4. The bytes of the file and no more."""
+
+    scale_dtype = torch.float16
+
+    def __init__(
+        self,
+        type: WeightType,
+        in_features: int,
+        out_features: int,
+        *,
+        gated: bool = False,
+        integer_activations: bool = False,
+        memory: Callable[[int], torch.Tensor] = allocate,
+    ) -> None:
+        if type not in _BLOCK_BYTES or in_features % _BLOCK_VALUES:
+            raise ValueError(f"no blocks of {_BLOCK_VALUES} values make up {in_features} inputs of {type}")
+        super().__init__(
+            type,
+            in_features,
+            out_features,
+            group_size=None if type in _FP4_GROUPS else _BLOCK_VALUES,
+            gated=gated,
+            integer_activations=integer_activations,
+            memory=memory,
+        )
+
+    def load_blocks(self, rows: torch.Tensor, first_row: int = 0) -> None:
+        """Rows of whole blocks [n, bytes of a row], uint8, as the file has them."""
+        wanted = self.num_groups * _BLOCK_BYTES[self.type]
+        if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != wanted:
+            raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} do not fit {wanted} bytes of blocks")
+        self._check_place(len(rows), first_row)
+        rows = _with_contiguous_rows(rows)
+        _native.pack_blocks(self.as_native(), rows.data_ptr(), rows.stride(0), first_row, len(rows))
+
+    def _centre(self) -> float:
+        return 8.0 if self.type == WeightType.I4 else 0.0
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -419,11 +419,36 @@ class LatentKernels:
         """inputs, selected: as `CacheOperations.attend_latent` has them, contiguous; queries are turned in place. out:
         [T, num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
-        slots, tables = batch.slot_mapping[group], batch.block_tables[group]
+        self.prepare(turned_query, latent, turned_key, rotation, batch, group)
+        self.attend(query, turned_query, out, batch, group, selected)
+
+    def prepare(
+        self,
+        turned_query: torch.Tensor,
+        latent: torch.Tensor,
+        turned_key: torch.Tensor,
+        rotation: Rotation | None,
+        batch: DeviceBatch,
+        group: int,
+    ) -> None:
+        """The first half of `run`: turn, and write the tokens' latents."""
+        slots = batch.slot_mapping[group]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
         grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
         self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        turned_query: torch.Tensor,
+        out: torch.Tensor,
+        batch: DeviceBatch,
+        group: int,
+        selected: torch.Tensor | None = None,
+    ) -> None:
+        """The second half, over what is written."""
+        tables = batch.block_tables[group]
         if self._attend_selected is not None and selected is not None and batch.max_seq_len > self._shape.top:
             columns = batch.rows, batch.query_start, batch.seq_lens, tables, batch.num_seqs, tables.stride(0)
             grid = batch.num_tokens, self._head_tiles

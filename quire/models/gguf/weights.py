@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
 from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
+from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry, parts_of
@@ -30,6 +31,10 @@ _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
 """Those with a row for each element of a value head."""
 _VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Those with rows of value heads at all."""
+_WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in ("Q4_0", "Q8_0", "MXFP4")}
+"""Types of blocks that packed matrices hold as they are."""
+_MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
+"""Bits that are set in a half-precision number that is not finite, and the code of an exponent that is none."""
 _CHUNK_BYTES = 2**18
 """Blocks taken apart at once: what that needs besides the result stays in the processor's cache."""
 
@@ -38,8 +43,9 @@ class GGUFWeights:
     """One file, or the files of a split model. directory: where error messages place the weights, here the (first)
     file itself.
 
-    Plain tensors are views of the file, quantised ones are made two ahead; the pages of a tensor are dropped when all
-    of it is made, so that the file is never in memory as a whole.
+    Plain tensors are views of the file, and so are blocks that are packed as they are; others are taken apart two
+    ahead. The pages of a tensor are dropped when all of it is made or packed, so that the file is never in memory as a
+    whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,9 +84,12 @@ class GGUFWeights:
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
                     self._reading = file.paths[entry.part]
+                    is_held = False
                     for own, weight in _named(file, entry, layout, name):
+                        is_held = isinstance(weight, BlockWeight)
                         yield self._reading, own, weight
-                    file.release(entry)
+                    if not is_held:
+                        file.release(entry)
                 done += entry.num_bytes
                 yield _Done(done, total)
 
@@ -98,19 +107,19 @@ def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) ->
     if entry.name.endswith(f"{JOINED_EXPERTS}.weight"):
         yield from _gate_and_up(file, entry, layout)
         return
-    data, shape = file.data(entry), entry.shape
+    shape = entry.shape
     number = next((number for number in (EXPERT, HEAD) if number in name), None)
     if len(shape) > 1 and number is not None:
         size = entry.num_bytes // shape[0]
         for index in range(shape[0]):
-            own = replace(entry, shape=shape[1:], num_bytes=size)
-            yield name.replace(number, str(index)), _weight(data[index * size : (index + 1) * size], own, layout)
+            own = replace(entry, shape=shape[1:], start=entry.start + index * size, num_bytes=size)
+            yield name.replace(number, str(index)), _weight(file, own, layout)
         return
     if len(shape) > 2:
         raise ModelLoadError(f"tensor {entry.name!r} has {len(shape)} dimensions")
     if entry.name.endswith("ffn_gate_inp_shexp.weight"):  # of one row, which files leave out
         entry = replace(entry, shape=(1, *shape))
-    weight = _weight(data, entry, layout)
+    weight = _weight(file, entry, layout)
     if entry.name.endswith("ssm_conv1d.weight") and isinstance(weight, torch.Tensor):
         weight = weight.unsqueeze(1)  # a channel's taps, which Hugging Face has as a matrix of one row
     if entry.name.endswith("ssm_a") and isinstance(weight, torch.Tensor):  # -exp(A_log)
@@ -122,23 +131,23 @@ def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) ->
 
 def _gate_and_up(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> Iterator[tuple[str, WeightTensor]]:
     """Of a tensor that has gate above up for each expert, both matrices of each."""
-    data, (count, rows, columns) = file.data(entry), entry.shape
+    count, rows, columns = entry.shape
     size = entry.num_bytes // count // 2
     for index in range(count):
         for place, kind in enumerate((GATE_EXPERTS, UP_EXPERTS)):
             own = entry.name.replace(JOINED_EXPERTS, kind)
-            part = replace(entry, name=own, shape=(rows // 2, columns), num_bytes=size)
+            start = entry.start + (2 * index + place) * size
+            part = replace(entry, name=own, shape=(rows // 2, columns), start=start, num_bytes=size)
             name = hf_name(own, layout.names)
             assert name is not None, "an architecture with gates of experts has both"
-            start = (2 * index + place) * size
-            yield name.replace(EXPERT, str(index)), _weight(data[start : start + size], part, layout)
+            yield name.replace(EXPERT, str(index)), _weight(file, part, layout)
 
 
-def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
-    """data: of the entry. [rows, columns] for a matrix, [size] for a norm's weight or a bias."""
+def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
+    """[rows, columns] for a matrix, [size] for a norm's weight or a bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
-    rows = np.frombuffer(data, dtype=np.uint8).reshape(num_rows, -1)
+    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
     own = entry.name.split(".")[2] if layer_of(entry.name) is not None else ""
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(own)
     if layout.names.interleaved and num_heads is not None:
@@ -152,13 +161,41 @@ def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightT
         plain = plain.float() - layout.names.norm_offset if is_norm else plain
         return plain if layout.state is None or own != "ssm_out" else _value_columns(plain, layout.state)
     try:
-        is_float = entry.type.name == "MXFP4"
-        weight = _mxfp4_weight(rows, entry.shape[-1]) if is_float else _integer_weight(rows, entry.type)
+        if len(entry.shape) == 2 and entry.type.name in _WHOLE_BLOCKS and (layout.state is None or own != "ssm_out"):
+            return _block_weight(file, entry, rows)
+        weight = _taken_apart(rows, entry.type)
         if layout.state is not None and own == "ssm_out":
             return _value_columns(weight, layout.state)
     except ModelLoadError as error:
         raise ModelLoadError(f"tensor {entry.name!r}: {error.message}") from None
     return weight if len(entry.shape) == 2 else weight.dequantize()[0]
+
+
+def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeight:
+    """Raises ModelLoadError for scales that are not finite."""
+    blocks = rows.reshape(-1, entry.type.num_bytes)
+    for first in range(0, len(blocks), _CHUNK_BYTES // entry.type.num_bytes):
+        some = blocks[first : first + _CHUNK_BYTES // entry.type.num_bytes]
+        if entry.type.name == "MXFP4":
+            is_finite = some[:, 0].max() != _NAN_EXPONENT
+        else:
+            is_finite = (some[:, :2].view("<u2") & _MOST_HALF).max() != _MOST_HALF
+        if not is_finite:
+            raise ModelLoadError("scales hold infinities or NaN")
+    return BlockWeight(
+        torch.from_numpy(rows),
+        _WHOLE_BLOCKS[entry.type.name],
+        entry.shape[1],
+        unpack=lambda part: _taken_apart(part.numpy(), entry.type),
+        release=lambda: file.release(entry),
+    )
+
+
+def _taken_apart(rows: Bytes, block: BlockType) -> IntegerWeight | Float4Weight:
+    """rows: [n, bytes of a row], whole blocks. Raises ModelLoadError for scales that are not finite."""
+    if block.name == "MXFP4":
+        return _mxfp4_weight(rows, rows.shape[1] // block.num_bytes * block.values)
+    return _integer_weight(rows, block)
 
 
 def _mxfp4_weight(rows: Bytes, num_columns: int) -> Float4Weight:

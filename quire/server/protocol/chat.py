@@ -24,6 +24,7 @@ from quire.server.protocol.tools import (
     ToolChoice,
     ToolFields,
 )
+from quire.tokenization.chat_template import PreparedConversation
 
 SUPPORTED_CHAT_FIELDS = (
     "chat_template",
@@ -123,6 +124,10 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         )
 
     @property
+    def num_messages(self) -> int:
+        return len(self.messages)
+
+    @property
     def generation_prompt(self) -> bool:
         return self.add_generation_prompt is not False and not self.continue_final_message
 
@@ -164,6 +169,16 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             names |= {"tools": "functions", "tool_choice": "function_call"}
         message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
         return type(error)(message, param=names.get(error.param or "", error.param))
+
+
+class LongChatRequest(ChatRequest, kw_only=True, frozen=True):
+    """A large request, read in another process (quire/server/long_bodies.py): `messages` has the last one alone."""
+
+    conversation: PreparedConversation
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.conversation.messages)
 
 
 class TopLogprob(msgspec.Struct):

@@ -33,7 +33,7 @@ SAMPLE_BYTES = 512
 """... and of larger files this many bytes at every stride. Any changed tensor of at least SAMPLE_STRIDE bytes is
 noticed, for a hundredth of the reading, from pages that loading the model has just brought into memory."""
 
-_NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape"}
+_NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 _NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
 """Of the device: what `code` says more exactly; and graphs, whose padding changes no more than the rest of a batch."""

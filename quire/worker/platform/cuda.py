@@ -83,7 +83,8 @@ class CudaPlatform:
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
         formats = f"{model.weight_format} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
-        return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
+        expanded = ", prompts of latent attention expanded" if model.expands_prompts else ""
+        return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}{expanded}"
 
     def code_identity(self) -> dict[str, str]:
         return device_code(device_name(self._device), device_limits(self._device).capability, triton.__version__)
@@ -204,8 +205,9 @@ class CudaPlatform:
 
     def _make_passes(self, model: CausalLM, backends: DeviceBackends) -> CudaGraphRunner:
         config, settings = self._config.model, self._settings
+        attention = config.shape.attention
         shape = PassShape(
-            attention_size=config.num_heads * config.shape.attention.attended_dim,
+            attention_size=config.num_heads * max(attention.attended_dim, attention.value_dim),
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,

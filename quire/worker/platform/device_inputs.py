@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, HostColumns
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
@@ -61,6 +61,7 @@ class DeviceInputs:
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
+            host=HostColumns(batch.query_start, batch.starts),
         )
         return on_device_batch, buffers.token_ids[:num_tokens]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, HostColumns
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
@@ -166,4 +166,5 @@ def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) 
         slot_mapping=(slots,) * len(layout.token_groups),
         block_tables=(table,) * len(layout.token_groups),
         state_tables=tuple(state_tables),
+        host=HostColumns(batch.query_start, batch.starts),
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import ALIGNMENT, HUGE_PAGE, Arena, allocate
+from quire.kernels.cpu.arena import Arena
+from quire.kernels.cpu.memory import ALIGNMENT, HUGE_PAGE, allocate
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -65,3 +66,16 @@ def test_what_is_larger_than_a_mapping_gets_its_own() -> None:
     small, large, next_small = arena.allocate(64), arena.allocate(1 << 17), arena.allocate(64)
     assert large.shape == (1 << 17,)
     assert next_small.data_ptr() - small.data_ptr() == 64
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not describe its mappings")
+@pytest.mark.parametrize("size", [3 * HUGE_PAGE + 100, 16 * HUGE_PAGE])
+def test_the_system_has_given_what_an_arena_hands_out(size: int) -> None:
+    """Of a mapping's part, and of a mapping of its own."""
+    memory = Arena(8 * HUGE_PAGE).allocate(size)
+    mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^Rss: +(\d+) kB", SMAPS.read_text(), re.M | re.S)
+    (resident,) = [
+        int(kilobytes) << 10 for start, end, kilobytes in mappings if int(start, 16) <= memory.data_ptr() < int(end, 16)
+    ]
+    assert resident >= size
+    assert not memory.any()

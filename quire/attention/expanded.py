@@ -1,0 +1,154 @@
+"""Prompts over latents in the ordinary form of attention, in plain torch: keys and values of each head are made from
+the latents of all earlier tokens, a few heads and a piece of the keys at a time.
+
+For each head a query and a key then cost key_dim + value_dim multiplications (320 in DeepSeek-V3), not 2 * rank +
+rope_dim (1,088). Making a key and a value costs rank * (nope_dim + value_dim), as much as absorbing a query. So a whole
+prompt is cheaper expanded; a few tokens behind a long context are not (there, 171 are needed), and stay absorbed as
+single tokens do. A token has other bits in one form than in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch, AttentionStep
+from quire.attention.latent import ExpansionRule, LatentExpansion, LatentShape
+
+PIECE_KEYS = 1024
+"""Keys that are expanded at a time."""
+TILE_ROWS = 128
+"""Queries whose scores are in memory at a time, for all heads of a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A sequence whose tokens in a step are expanded. sequence: its number in the batch; tokens: those of the step;
+    start: the position of the first."""
+
+    sequence: int
+    tokens: slice
+    start: int
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the sequence after the step."""
+        return self.start + self.tokens.stop - self.tokens.start
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The other sequences of a step, as a step of their own. tokens: their indices in the whole step."""
+
+    tokens: torch.Tensor
+    step: AttentionStep
+
+
+class Split(NamedTuple):
+    """A step in two. rest: None where prompts are all there is."""
+
+    prompts: Sequence[Prompt]
+    rest: Rest | None
+
+
+class ExpandingStep(AttentionStep, Protocol):
+    """A step of a back end that tells prompts from other tokens."""
+
+    def split(self, rule: ExpansionRule) -> Split:
+        """The prompts that are expanded, and the rest."""
+        ...
+
+    def latents(self, layer: int, prompt: Prompt, width: int) -> torch.Tensor:
+        """The first `width` elements of what the layer keeps of a prompt's tokens, all those of the step included:
+        [num_keys, width]."""
+        ...
+
+
+def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.ndarray) -> list[Prompt]:
+    """query_start: [S + 1]; starts: [S], positions of the sequences' first tokens."""
+    counts = np.diff(query_start)
+    chosen = np.flatnonzero((counts > 1) & rule.pays(counts.astype(np.int64), starts.astype(np.int64)))
+    return [
+        Prompt(index, slice(int(query_start[index]), int(query_start[index + 1])), int(starts[index]))
+        for index in chosen.tolist()
+    ]
+
+
+def rest_of(batch: AttentionBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, AttentionBatch] | None:
+    """The tokens of the sequences that are not among the prompts, and the batch of these alone; None where there are
+    none."""
+    is_rest = torch.ones(len(batch.start_positions), dtype=torch.bool)
+    is_rest[[prompt.sequence for prompt in prompts]] = False
+    index = torch.nonzero(is_rest)[:, 0]
+    if not len(index):
+        return None
+    tokens = torch.nonzero(is_rest[batch.sequence_index])[:, 0]
+    counts = batch.query_start.diff()[index]
+    return tokens, AttentionBatch(
+        query_start=torch.cat((counts.new_zeros(1), counts.cumsum(0))),
+        start_positions=batch.start_positions[index],
+        positions=batch.positions[tokens],
+        sequence_index=torch.repeat_interleave(counts),
+        block_tables=tuple(table[index] for table in batch.block_tables),
+        slot_mapping=tuple(slots[tokens] for slots in batch.slot_mapping),
+    )
+
+
+def attend_expanded(
+    shape: LatentShape,
+    expansion: LatentExpansion,
+    query: tuple[torch.Tensor, torch.Tensor],
+    kept: torch.Tensor,
+    start: int,
+) -> torch.Tensor:
+    """query: of one sequence's tokens from position `start` on, [T, num_heads, nope_dim] and, rotated, [T, num_heads,
+    rope_dim]. kept: [start + T, rank + rope_dim]. Returns [T, num_heads * value_dim], computed in float32."""
+    plain, turned = (part.transpose(0, 1).float() * shape.scale for part in query)
+    latents, keys = kept[:, : shape.rank].to(query[0].dtype), kept[:, shape.rank :].float()
+    out = plain.new_empty(len(kept) - start, shape.num_heads, expansion.value_dim)
+    for index, expand in enumerate(expansion.parts):
+        heads = slice(index * expansion.heads, (index + 1) * expansion.heads)
+        _attend_part(expand, expansion, (plain[heads], turned[heads]), latents, keys, out[:, heads])
+    return out.flatten(1).to(query[0].dtype)
+
+
+def _attend_part(
+    expand: Callable[[torch.Tensor], torch.Tensor],
+    expansion: LatentExpansion,
+    query: tuple[torch.Tensor, torch.Tensor],
+    latents: torch.Tensor,
+    turned_keys: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """query: [heads, T, dim] each, scaled. out: [T, heads, value_dim], written."""
+    plain, turned = query
+    num_heads, num_tokens = plain.shape[:2]
+    start = len(latents) - num_tokens
+    largest = plain.new_full((num_heads, num_tokens, 1), -torch.inf)
+    total, weighted = torch.zeros_like(largest), plain.new_zeros(num_heads, num_tokens, expansion.value_dim)
+    for first in range(0, len(latents), PIECE_KEYS):
+        end = min(first + PIECE_KEYS, len(latents))
+        expanded = expand(latents[first:end]).float().unflatten(1, (num_heads, -1)).transpose(0, 1)
+        keys, values = expanded.split((expansion.nope_dim, expansion.value_dim), dim=2)
+        keys = torch.cat((keys, turned_keys[first:end].expand(num_heads, -1, -1)), dim=2).transpose(1, 2)
+        for row in range(max(0, first - start) // TILE_ROWS * TILE_ROWS, num_tokens, TILE_ROWS):
+            rows = slice(row, min(row + TILE_ROWS, num_tokens))
+            seen = min(end, start + rows.stop) - first
+            if seen <= 0:
+                continue
+            scores = torch.bmm(torch.cat((plain[:, rows], turned[:, rows]), dim=2), keys[:, :, :seen])
+            if first + seen > start + row + 1:
+                positions = torch.arange(start + row, start + rows.stop, device=scores.device)[:, None]
+                hidden = torch.arange(first, first + seen, device=scores.device) > positions
+                scores.masked_fill_(hidden, -torch.inf)
+            before = largest[:, rows]
+            maximum = torch.maximum(before, scores.amax(-1, keepdim=True))
+            weights, kept_share = scores.sub_(maximum).exp_(), (before - maximum).exp()
+            largest[:, rows] = maximum
+            total[:, rows] = total[:, rows] * kept_share + weights.sum(-1, keepdim=True)
+            weighted[:, rows] = weighted[:, rows] * kept_share + torch.bmm(weights, values[:, :seen])
+    out.copy_((weighted / total).transpose(0, 1))

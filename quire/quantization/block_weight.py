@@ -1,0 +1,47 @@
+"""Matrices in blocks as a GGUF file has them, not taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+
+from quire.quantization.quantized_weight import QuantizedWeight
+
+BLOCK_VALUES = 32
+BlockFormatName = Literal["Q4_0", "Q8_0", "MXFP4"]
+Unpack = Callable[[torch.Tensor], QuantizedWeight]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeight(QuantizedWeight):
+    """rows: [N, bytes of a row] uint8, whole blocks of 32 values with finite scales, where the file is mapped or in
+    memory. unpack: makes the common form of some rows. release: lets go of the memory that holds the file's pages,
+    which come back when they are read again; called when all rows have been copied."""
+
+    rows: torch.Tensor
+    format: BlockFormatName
+    num_columns: int
+    unpack: Unpack
+    release: Callable[[], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), self.num_columns
+
+    def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
+        return replace(self, rows=self.rows[which])
+
+    def columns(self, start: int, length: int) -> QuantizedWeight:  # type: ignore[override]
+        return self.unpacked().columns(start, length)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.unpacked().dequantize()
+
+    def unpacked(self) -> QuantizedWeight:
+        """The same matrix in the common form of its numbers."""
+        unpacked = self.unpack(self.rows)
+        self.release()
+        return unpacked

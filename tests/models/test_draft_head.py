@@ -1,0 +1,184 @@
+"""The head for drafts of Qwen3-Next and Qwen 3.5, against its definition over Transformers' layer in float64."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from quire.attention.native_backend import NativeAttention
+from quire.cli.plan import main as plan
+from quire.config.hf_config import ModelChoices, load_model_config
+from quire.config.load import LoadConfig
+from quire.errors import ModelLoadError
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
+from quire.models.loader import load_model
+from tests.models.harness import PagedRunner, random_prompts, randomize, save
+from tests.models.hybrid_families import qwen3_5, qwen3_5_moe, qwen3_5_vision, qwen3_next
+
+SIZE = 48
+KEPT = ("layers.0.", "norm.")
+"""Of a model of one layer, what is a head's too."""
+CASES: dict[str, Callable[..., PreTrainedModel]] = {
+    "next": lambda **options: qwen3_next(num_hidden_layers=2, full_attention_interval=2, **options),
+    "moe": lambda **options: qwen3_5_moe(num_hidden_layers=2, full_attention_interval=2, **options),
+    "dense": lambda **options: qwen3_5(num_hidden_layers=2, full_attention_interval=2, attention_bias=True, **options),
+    "tied": lambda **options: qwen3_5(
+        num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=True, **options
+    ),
+}
+
+
+def following(token_ids: torch.Tensor) -> torch.Tensor:
+    """The tokens behind those of a step, as the tests have them."""
+    return (7 * token_ids + 3) % 97
+
+
+class Twin(nn.Module):
+    """The definition: fc([norm(embedding of the next token), norm(hidden state)]), one layer, norm."""
+
+    def __init__(self, make: Callable[..., PreTrainedModel]) -> None:
+        super().__init__()
+        body = make(layer_types=["full_attention"] * 2)
+        self.body = randomize(body, seed=5)
+        self.body.model.layers = self.body.model.layers[:1]
+        self.body.config.num_hidden_layers = 1
+        norm = type(self.body.model.norm)
+        self.token_norm, self.hidden_norm = norm(SIZE, eps=1e-6), norm(SIZE, eps=1e-6)
+        self.fc = nn.Linear(2 * SIZE, SIZE, bias=False)
+        with torch.no_grad():
+            for weight in (self.token_norm.weight, self.hidden_norm.weight):
+                weight.normal_(0.0, 0.2)
+            self.fc.weight.normal_(0.0, 0.15)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As a checkpoint names them."""
+        body = {f"mtp.{name}": value for name, value in self.body.model.state_dict().items() if name.startswith(KEPT)}
+        return body | {
+            "mtp.fc.weight": self.fc.weight.detach(),
+            "mtp.pre_fc_norm_embedding.weight": self.token_norm.weight.detach(),
+            "mtp.pre_fc_norm_hidden.weight": self.hidden_norm.weight.detach(),
+        }
+
+    def forward(self, model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+        """Logits, [T, vocabulary]."""
+        with torch.no_grad():
+            ids = torch.tensor([prompt])
+            hidden = model.model(ids).last_hidden_state
+            tokens = model.get_input_embeddings()(following(ids))
+            x = self.fc(torch.cat((self.token_norm(tokens), self.hidden_norm(hidden)), dim=-1))
+            return model.lm_head(self.body.model(inputs_embeds=x).last_hidden_state)[0]
+
+
+class Drafting:
+    """A model whose logits are those of the guesses, for the runner of the tests."""
+
+    def __init__(self, model) -> None:  # type: ignore[no-untyped-def]
+        self.model, self.head = model, model.draft_head
+        self.compute_logits = model.compute_logits
+
+    def cache_specs(self) -> list[LayerSpec]:
+        return [*self.model.cache_specs(), *self.head.cache_specs()]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = self.model.forward(batch)
+        return self.head.forward(hidden, batch._replace(token_ids=following(batch.token_ids)))
+
+
+def saved(name: str, directory: Path) -> tuple[PreTrainedModel, Twin]:
+    """A model and its head, and a checkpoint of both."""
+    model, twin = randomize(CASES[name]()), Twin(CASES[name])
+    save(model, directory)
+    add(directory, twin)
+    return model, twin
+
+
+def add(directory: Path, twin: Twin) -> None:
+    path = directory / "model.safetensors"
+    extra = {key: value.contiguous() for key, value in twin.tensors().items()}
+    save_file({**load_file(path), **extra}, path)
+
+
+def loaded(directory: Path, *, native: bool = False, drafts: bool = True, quantization: str | None = None):  # type: ignore[no-untyped-def]
+    config = load_model_config(
+        str(directory),
+        dtype="float32",
+        max_model_len=None,
+        revision=None,
+        config_only=False,
+        choices=ModelChoices(load_draft_head=drafts),
+    )
+    return load_model(config, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 2) if native else None)
+
+
+def runner(model, *, native: bool) -> PagedRunner:  # type: ignore[no-untyped-def]
+    made = PagedRunner(model)
+    if native:
+        made.backend = NativeAttention(made.layout, made.pages, "float32", 4, 2)
+    return made
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("name", CASES)
+def test_guesses_are_those_of_the_definition(name: str, native: bool, tmp_path: Path) -> None:
+    hf, twin = saved(name, tmp_path)
+    model = loaded(tmp_path, native=native)
+    prompts = random_prompts([30, 11], 97)
+    drafting = runner(Drafting(model), native=native)
+    rows = [drafting.add(prompt) for prompt in prompts]
+    logits = [drafting.step([(rows[0], 17), (rows[1], 11)])]
+    logits = [[part.clone() for part in logits[0]], drafting.step([(rows[0], 13)])]
+    for each in (hf, twin.body):
+        each.set_experts_implementation("eager")  # the other ones compute in at most 32 bits
+    hf.double(), twin.double()
+    for found, prompt in zip((torch.cat((logits[0][0], logits[1][0])), logits[0][1]), prompts, strict=True):
+        expected = twin(hf, prompt)
+        torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
+    without = runner(loaded(tmp_path, native=native, drafts=False), native=native)
+    with_head = runner(model, native=native)
+    own = [each.step([(each.add(prompts[0]), 30)])[0].clone() for each in (without, with_head)]
+    assert torch.equal(*own), "the model's own logits"
+
+
+def test_the_head_counts_as_weights_and_takes_no_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, twin = saved("moe", tmp_path)
+    with caplog.at_level(logging.INFO):
+        model, without = loaded(tmp_path), loaded(tmp_path, drafts=False)
+    elements = sum(value.numel() for value in twin.tensors().values())
+    assert model.weight_bytes() == without.weight_bytes() + 4 * elements
+    assert model.cache_specs() == without.cache_specs()
+    assert "of the weights are the head for drafts" in caplog.text
+    assert f"the head for drafts ({len(twin.tensors())} tensors, mtp.*) is left out" in caplog.text
+    assert plan([str(tmp_path)]) == 0
+    assert f"; {elements:,} of them are the head for drafts" in capsys.readouterr().out
+
+
+def test_a_damaged_head_is_named(tmp_path: Path) -> None:
+    saved("dense", tmp_path)
+    path, tensor = tmp_path / "model.safetensors", "mtp.layers.0.self_attn.k_proj.weight"
+    tensors = load_file(path)
+    save_file({key: value for key, value in tensors.items() if key != tensor}, path)
+    with pytest.raises(ModelLoadError, match=f"'{tensor}' missing"):
+        loaded(tmp_path)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(SIZE, SIZE)}, path)
+    with pytest.raises(ModelLoadError, match=r"'mtp\.fc\.weight' has shape \[48, 48\]"):
+        loaded(tmp_path)
+    save_file(tensors | {"mtp.layers.900.norm.weight": torch.zeros(1)}, path)
+    with pytest.raises(ModelLoadError, match="a head for drafts of 901 layers"):
+        loaded(tmp_path)
+
+
+def test_a_model_of_several_modalities_keeps_its_head(tmp_path: Path) -> None:
+    save(randomize(qwen3_5_vision()), tmp_path)
+    add(tmp_path, Twin(CASES["tied"]))
+    assert loaded(tmp_path).draft_head is not None
