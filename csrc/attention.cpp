@@ -83,8 +83,8 @@ void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& 
   float decay[16];
   if constexpr (kDots) {
     dot_score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
-    dot_weigh_rows<T>(tile, count, args.soft_cap, scratch.scores, rows, decay, scratch.weight_factors,
-                      scratch.weights);
+    (sees_whole(rows, count, args.soft_cap) ? dot_weigh_rows<T, true> : dot_weigh_rows<T, false>)(
+        tile, count, args.soft_cap, scratch.scores, rows, decay, scratch.weight_factors, scratch.weights);
     dot_value_rows<T, R>(scratch.weights, tile, next, low, high, args.head_dim, decay, scratch.weight_factors, sums);
   } else {
     score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);

@@ -353,18 +353,20 @@ void dot_value_rows(const std::byte* weights, const KeyTile& tile, const KeyTile
   }
 }
 
-// As weigh_rows, with the weights in words and their scales in `factors`.
-template <CacheType T>
-QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
-                                 float* decay, float* factors, std::byte* words) {
+// As weigh_rows, with the weights in words and their scales in `factors`. kWhole: as sees_whole says. Not inline: beside
+// the products, constants and sums would not all fit the registers.
+template <CacheType T, bool kWhole>
+[[gnu::noinline]] void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
+                                      float* decay, float* factors, std::byte* words) {
   using D = Dots<T>;
   const Live live(rows, count);
   typename D::WeightScale of_all, of_row;
   bool known = false;  // of_all: of rows that see the whole tile
-  raise_maxima<T == CacheType::kI8>(tile, count, soft_cap, scores, rows, decay);
+  raise_maxima<T == CacheType::kI8, kWhole>(tile, count, soft_cap, scores, rows, decay);
   for (int r = 0; r < count; ++r) {
     const Sight sight(rows[r]);
-    if (sight.masked) {
+    const bool masked = !kWhole && sight.masked;
+    if (masked) {
       of_row.set(tile, live, sight);
     } else if (!known) {
       of_all.set(tile, live, sight);
@@ -376,12 +378,12 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
 #pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
       weights[i] = zero();
-      if (!live.has(i)) continue;
+      if (!kWhole && !live.has(i)) continue;
       weights[i] = exp_weight(load(scores + r * kKeyTile + i * kLanes) - maximum);
       sum += weights[i];
     }
     store(rows[r].weight_sum, sum);
-    const auto& scale = sight.masked ? of_row : of_all;
+    const auto& scale = masked ? of_row : of_all;
     D::store_weights(weights, scale, words + r * kWeightWords * kWordBytes);
     factors[r] = scale.factor;
   }

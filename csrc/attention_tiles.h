@@ -218,6 +218,11 @@ struct Sight {
   }
 };
 
+// Whether each of `count` rows sees the whole tile and nothing bends its scores: most tiles of a prompt.
+QUIRE_INLINE bool sees_whole(const RowState* rows, int count, float soft_cap) {
+  return rows[0].high == kKeyTile && rows[count - 1].low == 0 && soft_cap <= 0;
+}
+
 // The vectors of a tile with keys that some of `count` rows see.
 struct Live {
   int begin, end;
@@ -234,8 +239,8 @@ QUIRE_INLINE vf load_scales(const float* const* scales, int i) {
 }
 
 // Scores of live vectors as they are weighed: scaled, capped, minus infinity for keys that a row does not see. Moves
-// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys.
-template <bool kScaled>
+// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys. kWhole: as sees_whole says.
+template <bool kScaled, bool kWhole = false>
 QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                                float* decay) {
   const vf minus_infinity = broadcast(-__builtin_inff());
@@ -245,13 +250,16 @@ QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, f
     float* row = scores + r * kKeyTile;
     const Sight sight(rows[r]);
     vf top = minus_infinity;
+#pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
-      if (!live.has(i)) continue;
+      if (!kWhole && !live.has(i)) continue;
       vf score = load(row + i * kLanes);
       if constexpr (kScaled) score *= load_scales(tile.key_scales, i);
-      if (soft_cap > 0) score = capped(score, soft_cap);
-      score = sight.choose(i, score, minus_infinity);
-      if (kScaled || sight.masked || soft_cap > 0) store(row + i * kLanes, score);
+      if constexpr (!kWhole) {
+        if (soft_cap > 0) score = capped(score, soft_cap);
+        score = sight.choose(i, score, minus_infinity);
+      }
+      if (kScaled || (!kWhole && (sight.masked || soft_cap > 0))) store(row + i * kLanes, score);
       top = max(score, top);
     }
     const float maximum = max(max_everywhere(top), broadcast(rows[r].maximum))[0];

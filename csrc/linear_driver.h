@@ -77,10 +77,51 @@ struct Finish {
   int64_t width;  // of a row of out
 };
 
+// What follows the sums of a tile where it is little: whole panels without a bias, of which a gated one is SiLU's and adds
+// no residual, and one that is not has no activation. The same operations as finish_tile, without a look at each row.
+template <bool kGated, bool kScaled, bool kResidual>
+void finish_plain(const Finish& finish, const float* sums, const float* row_scales, int64_t first_row, int64_t rows,
+                  int64_t panel) {
+  constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
+  const int64_t stride = finish.args.out.stride, beside = finish.args.residual.stride;
+  float* out = finish.out + first_row * stride + panel * kWidth;
+  const float* residual = kResidual ? finish.residual + first_row * beside + panel * kWidth : nullptr;
+  for (int64_t r = 0; r < rows; ++r, sums += kPanel, out += stride) {
+    const vf scale = broadcast(kScaled ? row_scales[r] : 1.0f);
+#pragma GCC unroll 8
+    for (int64_t c = 0; c < kWidth; c += kLanes) {
+      vf value = load(sums + c);
+      if constexpr (kScaled) value *= scale;
+      if constexpr (kGated) {
+        vf up = load(sums + kPanel / 2 + c);
+        if constexpr (kScaled) up *= scale;
+        value = value * sigmoid(value) * up;
+      }
+      if constexpr (kResidual) value += load(residual + r * beside + c);
+      store(out + c, value);
+    }
+  }
+}
+
+// As finish_plain says, if it may. False: it may not.
+template <bool kGated>
+QUIRE_INLINE bool finishes_plainly(const Finish& finish, const float* sums, const float* row_scales, int64_t first_row,
+                                   int64_t rows, int64_t panel) {
+  constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
+  if (finish.args.bias || (panel + 1) * kWidth > finish.width || (kGated && finish.residual) ||
+      finish.args.activation != (kGated ? Activation::kSilu : Activation::kNone))
+    return false;
+  const auto run = row_scales ? finish.residual ? finish_plain<kGated, true, !kGated> : finish_plain<kGated, true, false>
+                   : finish.residual ? finish_plain<kGated, false, !kGated> : finish_plain<kGated, false, false>;
+  run(finish, sums, row_scales, first_row, rows, panel);
+  return true;
+}
+
 // What follows the sums of a tile: kLanes columns at once, of `kPanel` sums a row.
 template <bool kGated>
 inline void finish_tile(const Finish& finish, const float* sums, const float* row_scales, int64_t first_row,
                         int64_t rows, int64_t panel) {
+  if (finishes_plainly<kGated>(finish, sums, row_scales, first_row, rows, panel)) return;
   constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
   const LinearArgs& args = finish.args;
   const float* bias = args.bias ? args.bias + panel * kPanel : nullptr;
