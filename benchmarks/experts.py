@@ -28,9 +28,8 @@ from benchmarks.kernels.run import READ
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, WeightType
-from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.memory import allocate
-from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.kernels.cpu.packing import Arena, BlockMatrix, PackedMatrix
 from quire.layers.experts import Routing, route
 
 PROMPT = 1024

@@ -6,12 +6,13 @@ Imports no torch. What a family of models calls its sizes is data (`quire/config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.draft_head import count_draft_layers
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.generation import read_generation, sampling_defaults
@@ -28,11 +29,14 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
+from quire.utils.safetensors_header import read_header
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 _LONGEST_NAME = 100
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MOST_DRAFT_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -214,12 +218,45 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
 def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields) -> ModelShape:
     """The shape with the head for drafts that the checkpoint brings, if any: layers of attention as the model's own,
     with experts if the model has some."""
-    num_layers = count_draft_layers(path, prefix)
+    num_layers = _count_draft_layers(path, prefix)
     attends = [layer for layer in shape.layers if layer.attention.kind != "state"]
     if num_layers and not attends:
         raise fields.error(f"the checkpoint has a head for drafts ({prefix}*), and the model no layer of its kind")
     attends.sort(key=lambda layer: layer.experts is None)
     return replace(shape, draft_layers=tuple(attends[:1]) * num_layers)
+
+
+def _count_draft_layers(directory: Path, prefix: str) -> int:
+    """Layers of the head whose tensors' names begin with `prefix`, by an index or the headers of safetensors files; 0
+    where neither names such a tensor. Reads no weights. Raises ModelLoadError for files that cannot be read, and for
+    more layers than any model has."""
+    layer = re.compile(rf"{re.escape(prefix)}layers\.(\d{{1,9}})\.")
+    num_layers = 0
+    for name in _tensor_names(directory):
+        if name.startswith(prefix):
+            found = layer.match(name)
+            num_layers = max(num_layers, 1 if found is None else int(found[1]) + 1)
+    if num_layers > _MOST_DRAFT_LAYERS:
+        raise ModelLoadError(f"{directory}: a head for drafts of {num_layers} layers; most: {_MOST_DRAFT_LAYERS}")
+    return num_layers
+
+
+def _tensor_names(directory: Path) -> Iterable[str]:
+    for index in _INDEX_FILES:
+        if (directory / index).is_file():
+            weight_map = read_json(directory / index).get("weight_map")
+            return weight_map if isinstance(weight_map, dict) else ()  # what else it is, loading says
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    return [name for file in files for name in _header_names(file)]
+
+
+def _header_names(file: Path) -> Iterable[str]:
+    try:
+        header = json.loads(read_header(file))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} is not a valid safetensors file: {str(error)[:200]}") from None
+    return header if isinstance(header, dict) else ()
 
 
 def _known_dtype(dtype: str) -> str:

@@ -10,8 +10,7 @@ import torch
 
 from quire.config.model import DTYPE_BYTES
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.arena import Arena
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import Arena, PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.layers.experts import ExpertWeights
 from quire.logging import get_logger

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTrain
 @pytest.fixture
 def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Heads come in parts of 4, keys in pieces of 16, and first positions of what is expanded are listed."""
-    monkeypatch.setattr("quire.layers.latent_expansion.EXPANDED_HEADS", 4)
+    monkeypatch.setattr("quire.layers.latent_attention.EXPANDED_HEADS", 4)
     monkeypatch.setattr("quire.layers.latent_attention.EXPANDED_HEADS", 4)
     for module in ("expanded", "native_expanded"):
         monkeypatch.setattr(f"quire.attention.{module}.PIECE_KEYS", 16)

@@ -21,9 +21,8 @@ from benchmarks.kernels.subjects.machine import (
     relative_error,
 )
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.memory import allocate
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import Arena, PackedMatrix
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.quantization.quantize_floats import quantize_mxfp4

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.memory import ALIGNMENT, HUGE_PAGE, allocate
+from quire.kernels.cpu.packing import Arena
 
 SMAPS = Path("/proc/self/smaps")
 
