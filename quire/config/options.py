@@ -161,7 +161,6 @@ HELP: dict[str, str] = {
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
     "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
     "expert_counts": "count how many tokens each expert computes, for LLM.stats()",
-    "output_window": "milliseconds in which outputs of several short steps are sent together; 0: each alone"
-    "fewer than 8 sequences (0: none)",
+    "output_window": "most seconds that tokens of short steps wait to be sent together (below 8 sequences a quarter)",
     "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }
