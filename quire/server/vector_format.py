@@ -8,7 +8,6 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 from fastapi import Response
 
 from quire.errors import UserError
@@ -59,6 +58,8 @@ def _to_bfloat16(word: int) -> int:
 
 def _to_float8(vector: list[float], kind: str) -> bytes:
     """To nearest, ties to even."""
+    import numpy as np  # heavy: a server that makes no such vectors starts without it
+
     num_bits, bias, largest = _FLOAT8[kind]
     codes = np.arange(largest + 1)
     exponents, fractions = codes >> num_bits, codes & ((1 << num_bits) - 1)

@@ -39,6 +39,9 @@ class BlockedCore:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    def check_when_idle(self) -> None:
+        pass
+
     def idle(self) -> bool:
         return False
 
