@@ -119,14 +119,24 @@ class TorchCacheOperations:
         step: AttentionStep,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        query, turned_query, latent, turned_key = inputs
-        turned_query = self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
-        turned_key = self._prepared(turned_key[:, None], None, rotation)
-        step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
+        query, turned_query = inputs[0], self._write_latent(shape, inputs, rotation, step)
         query = torch.cat((query.unflatten(1, (shape.num_heads, shape.rank)), turned_query), dim=2)
         if selected is not None:
             return step.attend_selected(shape.as_attention, query, selected).flatten(1)
         return step.attend_cached(shape.as_attention, query).flatten(1)
+
+    def _write_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        """Keep the latents with their rotated keys. Returns the rotated parts of queries, [T, num_heads, rope_dim]."""
+        _, turned_query, latent, turned_key = inputs
+        turned_key = self._prepared(turned_key[:, None], None, rotation)
+        step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
+        return self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
 
     def attend_expanded(
         self,
@@ -136,10 +146,7 @@ class TorchCacheOperations:
         rotation: Rotation | None,
         step: ExpandingStep,
     ) -> torch.Tensor:
-        query, turned_query, latent, turned_key = inputs
-        turned_query = self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
-        turned_key = self._prepared(turned_key[:, None], None, rotation)
-        step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
+        query, turned_query = inputs[0], self._write_latent(shape, inputs, rotation, step)
         out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
         prompts, rest = step.split(expansion.rule(shape))
         if rest is not None:
