@@ -11,6 +11,7 @@ from quire.sampling_params import RequestOutputKind
 
 MAX_DIMENSIONS = 2**24
 TASKS = ("embed", "classify", "score", "encode")
+PADDINGS = ("max_length", "do_not_pad")
 UNAVAILABLE = (
     *("skip_reading_prefix_cache", "extra_kwargs", "step_tag_id", "returned_token_ids", "late_interaction_params"),
     "late_chunking_params",
@@ -25,14 +26,18 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     normalize: whether the vector gets length 1; None: as the model's files say. use_activation: whether a classifier's
     logits become probabilities (or what else the model's activation makes of them); None: yes. truncate_prompt_tokens:
     most tokens of a text, special ones included; longer texts lose their ends; -1: the model's context; None: longer
-    texts are refused. task: "embed", "classify" or "score", which must be what the call asks for; None: that. The other
-    fields are vLLM's, and stay as they are: outputs always have the prompt's token ids, and come once, at the end.
+    texts are refused. padding: "max_length" puts the tokenizer's padding tokens, which the model reads as any other,
+    behind a text up to the model's context, for models that were trained so (a field of vLLM's requests, not of its
+    PoolingParams); None and "do_not_pad": nothing is added. task: "embed", "classify" or "score", which must be what
+    the call asks for; None: that. The other fields are vLLM's, and stay as they are: outputs always have the prompt's
+    token ids, and come once, at the end.
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    padding: str | None = None
     task: str | None = None
     requires_token_ids: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
@@ -53,6 +58,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise UserError(f"{name} is not supported for models that pool", param=name)
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise UserError(f"dimensions must be positive, not {self.dimensions}", param="dimensions")
+        if self.padding not in (None, *PADDINGS):
+            raise UserError(f"padding must be one of {', '.join(PADDINGS)}, not {self.padding!r}", param="padding")
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1 and not 1 <= cut <= MAX_DIMENSIONS:
             raise UserError(

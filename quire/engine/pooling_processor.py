@@ -93,6 +93,8 @@ class PoolingProcessor:
         if isinstance(content, str):
             content = self.with_prompt(content)
         token_ids, second_segment = self._tokens(content, second, params.truncate_prompt_tokens)
+        if params.padding == "max_length":
+            token_ids = self._padded(token_ids, is_pair=second is not None)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -110,7 +112,7 @@ class PoolingProcessor:
         if truncate is not None and truncate > longest:
             raise UserError(
                 f"truncate_prompt_tokens is greater than the model's context of {longest} tokens. Please request a "
-                "smaller truncation size, or -1 for as many as fit",
+                "smaller truncation size. -1 stands for as many as fit",
                 param="truncate_prompt_tokens",
             )
         limit = longest if truncate == -1 else truncate
@@ -141,6 +143,16 @@ class PoolingProcessor:
                 param="prompt",
             )
         return token_ids, boundary
+
+    def _padded(self, token_ids: list[int], *, is_pair: bool) -> list[int]:
+        """The tokens with padding up to the model's context."""
+        tokenizer = self._inputs.tokenizer
+        padding_id = None if tokenizer is None else tokenizer.padding_token_id
+        if padding_id is None:
+            raise UserError("padding needs a tokenizer with a padding token, and this model has none", param="padding")
+        if is_pair:
+            raise UserError("the texts of a pair get no padding (only 'do_not_pad')", param="padding")
+        return token_ids + [padding_id] * (self._inputs.max_model_len - len(token_ids))
 
     def _check_dimensions(self, params: PoolingParams, pooling: PoolingConfig) -> None:
         wanted = params.dimensions

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from quire.engine.request_part import CLIENT_NAME
-from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail
+from quire.server.errors import api_error
 from quire.server.keys import Client, KeyRing
 from quire.server.limits import CLIENT
 
@@ -55,8 +55,7 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
                 message = (
                     "Incorrect API key provided" if given else "an API key is required: 'Authorization: Bearer KEY'"
                 )
-                detail = ErrorDetail(message, INVALID_REQUEST, None, "invalid_api_key")
-                raise ApiError(401, detail, {"WWW-Authenticate": "Bearer"})
+                raise api_error(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if is_admins:
             _check_admin(client, keys, is_local=on_unix_socket or _is_local(request))
         request.state.client = client
@@ -81,7 +80,7 @@ def _check_admin(client: Client, keys: KeyRing, *, is_local: bool) -> None:
         if is_local:
             return
         message = "without an admin's API key (--admin-api-key) this route answers only clients on this machine"
-    raise ApiError(403, ErrorDetail(message, INVALID_REQUEST, None, "not_an_admin"))
+    raise api_error(403, message, "not_an_admin")
 
 
 def _is_local(request: Request) -> bool:

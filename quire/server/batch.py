@@ -13,6 +13,7 @@ import httpx
 import msgspec
 from fastapi import FastAPI
 
+from quire.server.errors import error_type
 from quire.server.openapi import OPERATIONS
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
@@ -129,4 +130,4 @@ def _custom_id(line: bytes) -> str | None:
 
 
 def _error(message: str) -> dict[str, str]:
-    return {"message": message[:1000], "type": "invalid_request_error", "code": "invalid_batch_line"}
+    return {"message": message[:1000], "type": error_type(400), "code": "invalid_batch_line"}

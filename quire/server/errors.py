@@ -27,9 +27,6 @@ from quire.server.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnectedErr
 
 logger = get_logger(__name__)
 
-INVALID_REQUEST = "invalid_request_error"
-RATE_LIMIT = "rate_limit_error"
-SERVER_ERROR = "server_error"
 MAX_SHOWN_CHARACTERS = 200
 """Of a path that does not exist."""
 
@@ -66,6 +63,24 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+_ERROR_TYPES = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+def error_type(status: int) -> str:
+    """What an error of this status is called, on every route but Anthropic's: vLLM's names, which are those of the
+    exceptions that OpenAI's clients raise (docs/decisions/0088-names-of-errors.md)."""
+    return _ERROR_TYPES.get(status, "BadRequestError")
+
+
 MESSAGES_PATH = "/v1/messages"
 """Under it errors have Anthropic's shape."""
 
@@ -97,7 +112,7 @@ _MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"
 
 
 class ApiError(Exception):
-    """A failure with its HTTP status; `detail` is what the client reads."""
+    """A failure with its HTTP status; `detail` is what the client reads (`api_error` makes both)."""
 
     def __init__(self, status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail.message)
@@ -106,21 +121,31 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
+def api_error(
+    status: int,
+    message: str,
+    code: str | None = None,
+    *,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ApiError:
+    """A failure with the name that goes with its status."""
+    return ApiError(status, ErrorDetail(message, error_type(status), param, code), headers)
+
+
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> ApiError:
     """A mistake of the client: 400, or the status given."""
-    return ApiError(status, ErrorDetail(message, INVALID_REQUEST, param, code))
+    return api_error(status, message, code, param=param)
 
 
 def unavailable(message: str) -> ApiError:
     """503: the server is leaving or its engine is gone; another server may answer."""
-    return ApiError(503, ErrorDetail(message, SERVER_ERROR, None, "service_unavailable"))
+    return api_error(503, message, "service_unavailable")
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
     """429 with the number of seconds after which trying again makes sense."""
-    return ApiError(
-        429, ErrorDetail(message, RATE_LIMIT, None, "rate_limit_exceeded"), {"Retry-After": str(retry_after)}
-    )
+    return api_error(429, message, "rate_limit_exceeded", headers={"Retry-After": str(retry_after)})
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -139,14 +164,13 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, InternalError):
         return _internal_error(error, error.summary, error.error_id)
     if isinstance(error, ModelOutputError):  # of this request alone, and it would probably fail again
-        return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "model_error"))
+        return api_error(500, str(error), "model_error")
     if isinstance(error, ChatTemplateProcessError):  # of this request alone
-        return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "chat_template_error"))
+        return api_error(500, str(error), "chat_template_error")
     if isinstance(error, QuireError):
         return unavailable(str(error))
     if isinstance(error, HTTPException):
-        detail = ErrorDetail(str(error.detail), INVALID_REQUEST)
-        return ApiError(error.status_code, detail, error.headers)
+        return api_error(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, ClientDisconnectedError | ClientDisconnect):
         return invalid_request("the client closed the connection", status=CLIENT_CLOSED_REQUEST)
     return _internal_error(error, "internal server error", new_error_id())
@@ -155,7 +179,7 @@ def to_api_error(error: BaseException) -> ApiError:
 def _internal_error(error: BaseException, summary: str, error_id: str) -> ApiError:
     """500. What happened is for the log, where the id that the client reads finds it."""
     logger.error("error %s: %s", error_id, summary, exc_info=error)
-    return ApiError(500, ErrorDetail(f"{summary} ({_see_log(error_id)})", SERVER_ERROR, None, "internal_error"))
+    return api_error(500, f"{summary} ({_see_log(error_id)})", "internal_error")
 
 
 def _see_log(error_id: str) -> str:
@@ -192,7 +216,7 @@ def install_error_handlers(app: FastAPI) -> None:
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     what = shorten(f"{request.method} {request.scope['path']}", MAX_SHOWN_CHARACTERS)
     if error.status_code == 404:
-        return ApiError(404, ErrorDetail(f"unknown request URL: {what}", INVALID_REQUEST, None, "unknown_url"))
+        return api_error(404, f"unknown request URL: {what}", "unknown_url")
     # The router names the methods of one route only, and a path may have several. Where it is a route's own path, it is
     # not the id that another route would take its end for.
     routes = [route for route in request.app.routes if isinstance(route, Route)]
@@ -200,4 +224,4 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     found = [route for route in found if not route.param_convertors] or found
     allowed = ", ".join(sorted({method for route in found for method in route.methods or ()}))
     message = f"method not allowed: {what} (allowed: {allowed})"
-    return ApiError(405, ErrorDetail(message, INVALID_REQUEST, None, "method_not_allowed"), {"Allow": allowed})
+    return api_error(405, message, "method_not_allowed", headers={"Allow": allowed})

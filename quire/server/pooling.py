@@ -22,6 +22,7 @@ from quire.server.errors import invalid_request
 from quire.server.generation import render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.protocol.pooling import (
+    POOLING_TASKS,
     ClassificationItem,
     ClassificationRequest,
     ClassificationResponse,
@@ -96,6 +97,17 @@ def _check_task(context: ServerContext, task: str) -> None:
         raise invalid_request(error.message, param="model", code="model_not_suitable", status=404) from None
 
 
+def _check_wanted_task(context: ServerContext, task: str) -> None:
+    """Raise a 400 error for a task of the body that is not the model's."""
+    reason = f"the tasks of this server are {' and '.join(POOLING_TASKS)}"
+    if task in POOLING_TASKS:
+        try:
+            return context.engine.pooling.check_task(task)
+        except UserError as error:
+            reason = error.message
+    raise invalid_request(f"Unsupported task: {task!r} ({reason})", param="task")
+
+
 async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     """The texts of a request, as token ids where they are a conversation or get no special tokens."""
     if body.messages is not None:
@@ -120,7 +132,7 @@ async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> Embeddi
 
 async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse | Response:
     if body.task is not None:
-        _check_task(context, body.task)
+        _check_wanted_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
     outputs = await _run(context, body, params, await _texts(context, body))
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail, error_response, invalid_request, shorten
+from quire.server.errors import ApiError, api_error, error_response, invalid_request, shorten
 
 ANY = "*"
 MAX_SHOWN_CHARACTERS = 100
@@ -90,7 +90,7 @@ class SiteGuard:
         if len(origins) == 1 and (origins[0] in self._origins or _is_same_site(origins[0], scope["scheme"], site)):
             return None
         message = f"pages of {_shown(', '.join(origins))} may not call this server: --cors-allowed-origins adds origins"
-        return ApiError(403, ErrorDetail(message, INVALID_REQUEST, None, "origin_not_allowed"))
+        return api_error(403, message, "origin_not_allowed")
 
 
 class RootPath:

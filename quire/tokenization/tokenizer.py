@@ -82,6 +82,7 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
+        self.padding_token_id = self._special_id("pad_token")
         self.pieces = compile_pieces(backend)
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None

@@ -96,7 +96,7 @@ def test_wrong_values_name_their_field(fields: str, param: str) -> None:
     prompt = "" if '"prompt"' in fields else ', "prompt": "a"'
     error = failure("{" + fields + prompt + "}")
     assert error.detail.param == param
-    assert error.detail.type == "invalid_request_error"
+    assert error.detail.type == "BadRequestError"
     assert "\n" not in error.detail.message
 
 

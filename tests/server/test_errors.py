@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from quire.errors import EngineDeadError, InternalError, QuireError, UserError
-from quire.server.errors import to_api_error
+from quire.server.errors import api_error, error_type, to_api_error
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.sse import events
@@ -45,7 +46,7 @@ async def assert_lives(served: Served) -> None:
 )
 async def test_bodies_that_are_not_json(served: Served, path: str, content: bytes, code: str) -> None:
     found = error(await served.client.post(path, content=content, headers=JSON), 400)
-    assert (found["type"], found["code"]) == ("invalid_request_error", code)
+    assert (found["type"], found["code"]) == ("BadRequestError", code)
     await assert_lives(served)
 
 
@@ -161,7 +162,7 @@ class TestBodySize:
         answer = (await reader.read()).decode()
         writer.close()
         assert answer.startswith("HTTP/1.1 431 ")
-        assert json.loads(answer.split("\r\n\r\n")[1])["error"]["type"] == "invalid_request_error"
+        assert json.loads(answer.split("\r\n\r\n")[1])["error"]["type"] == "BadRequestError"
         await assert_lives(live)
 
 
@@ -175,7 +176,7 @@ class TestInternalErrors:
         for stream in (False, True):
             response = await served.client.post("/v1/completions", json={**GOOD, "stream": stream})
             found = error(response, 500)
-            assert found["type"] == "server_error"
+            assert found["type"] == "InternalServerError"
             assert "secret" not in response.text
             assert "secret path" in caplog.text
             caplog.clear()
@@ -189,8 +190,17 @@ class TestInternalErrors:
             assert response.status_code == 200
             *chunks, last = events(response.text)
             assert chunks
-            assert last["error"]["type"] == "server_error"
+            assert last["error"]["type"] == "ServiceUnavailableError"
             assert "the engine core failed (error " in last["error"]["message"]
+
+
+def test_types_are_the_exceptions_of_clients() -> None:
+    """vLLM's names, which are those of what OpenAI's client raises for a status."""
+    for status in (400, 401, 403, 404, 409, 422, 429, 500):
+        answer = httpx.Response(status, request=httpx.Request("POST", "http://x"))
+        raised = openai.OpenAI(api_key="x")._make_status_error("", body=None, response=answer)
+        assert api_error(status, "no").detail.type == error_type(status) == type(raised).__name__
+    assert [error_type(status) for status in (413, 415, 503)] == ["BadRequestError"] * 2 + ["ServiceUnavailableError"]
 
 
 async def test_a_dead_engine(model_path: Path) -> None:
@@ -243,7 +253,7 @@ def test_what_a_client_reads_of_a_failure_is_a_sentence_and_the_id_of_a_log_reco
 
 async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path) -> None:
     message = "the model computed NaN or infinite logits for this request; the engine's log says more"
-    expected = {"message": message, "type": "server_error", "param": None, "code": "model_error"}
+    expected = {"message": message, "type": "InternalServerError", "param": None, "code": "model_error"}
     async with serving(model_path, ServerSettings(), executor="nonfinite") as served:
         bodies = [{"prompt": "abc!"}, {"prompt": ["abc", "abc!"]}, {"prompt": "abc!", "n": 2, "temperature": 1}]
         for body in bodies:

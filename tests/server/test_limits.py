@@ -73,7 +73,7 @@ async def test_tokens_a_minute_count_prompts_and_answers(keyed: Served) -> None:
     assert (await ask(keyed, "short", "=a", n=2)).status_code == 200  # 3 + 2 * 2
     assert (await ask(keyed, "short", "=ab")).status_code == 200  # begins within the limit
     refused = await ask(keyed, "short", "=a")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "RateLimitError")
     assert "10 tokens a minute" in refused.json()["error"]["message"]
 
 

@@ -37,7 +37,7 @@ async def test_too_many_waiting_requests_are_refused(model_path: Path) -> None:
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             error = response.json()["error"]
-            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            assert (error["type"], error["code"]) == ("RateLimitError", "rate_limit_exceeded")
             assert "2 requests wait" in error["message"]
         # Only generation waits in the queue: the rest is served.
         assert (await served.client.post("/tokenize", json={"prompt": "a"})).status_code == 200

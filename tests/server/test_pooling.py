@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -176,7 +177,10 @@ async def test_a_conversation_has_a_vector(paths: dict[str, Path]) -> None:
             both = await client.post("/v1/embeddings", json={"input": "w1", "messages": messages})
             assert (both.status_code, both.json()["error"]["param"]) == (400, "input")
             assert (await client.post("/pooling", json={"input": "w1", "task": "embed"})).status_code == 200
-            assert (await client.post("/pooling", json={"input": "w1", "task": "classify"})).status_code == 404
+            for task in ("classify", "token_embed"):
+                refused = await client.post("/pooling", json={"input": "w1", "task": task})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "task")
+                assert refused.json()["error"]["message"].startswith(f"Unsupported task: {task!r} (")
     finally:
         (paths["embedder"] / "chat_template.jinja").unlink()
 
@@ -191,6 +195,32 @@ async def test_labels(paths: dict[str, Path], references: dict[str, object]) -> 
         assert (each["label"], each["num_classes"]) == (f"LABEL_{int(expected.argmax())}", 3)
     assert refused.status_code == 404
     assert "is a classifier: it gives no embeddings" in refused.json()["error"]["message"]
+
+
+async def test_padding(paths: dict[str, Path], references: dict[str, object]) -> None:
+    """Up to the context, read as other tokens are; pairs get none."""
+    (paths["embedder"] / "tokenizer_config.json").write_text('{"pad_token": "w7"}')
+    async with client_of(paths["embedder"]) as client:
+
+        async def answer(**fields: object) -> dict[str, Any]:
+            found: dict[str, Any] = (await client.post("/v1/embeddings", json={"input": TEXTS[0], **fields})).json()
+            return found
+
+        padded = await answer(padding="max_length")
+        num_tokens = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+        assert padded["usage"]["prompt_tokens"] == num_tokens
+        text = tokens_of(TEXTS[0])
+        expected = await answer(input=[*text, *[7] * (num_tokens - len(text))])
+        assert padded["data"] == expected["data"]
+        plain = await answer()
+        assert (await answer(padding="do_not_pad"))["data"] == plain["data"] != padded["data"]
+        assert (await answer(padding="longest"))["error"]["param"] == "padding"
+    (paths["embedder"] / "tokenizer_config.json").unlink()
+    async with client_of(paths["reranker"]) as client:
+        pair = {"text_1": "w1", "text_2": "w2"}
+        assert (await client.post("/score", json={**pair, "padding": "do_not_pad"})).status_code == 200
+        refused = await client.post("/score", json={**pair, "padding": "max_length"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "padding")
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -220,7 +250,7 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
         ({"input": "w1", "dimension": 1}, "dimension", "unknown field"),
         ({"input": "w1", "truncation_side": "left"}, "truncation_side", "is not supported"),
-        ({"input": "w1", "padding": "max_length"}, "padding", "is not supported"),
+        ({"input": "w1", "padding": "max_length"}, "padding", "needs a tokenizer with a padding token"),
     ],
 )
 async def test_mistakes_are_named(

@@ -271,7 +271,7 @@ def errors() -> None:
     error = raises(openai.NotFoundError, lambda: client.completions.create(model="other", prompt="a"))
     equal((error.code, error.param), ("model_not_found", "model"))
     error = raises(openai.BadRequestError, lambda: client.completions.create(model=MODEL, prompt="a", temperature=-1))
-    equal((error.param, error.type), ("temperature", "invalid_request_error"))
+    equal((error.param, error.type), ("temperature", "BadRequestError"))
     error = raises(openai.BadRequestError, lambda: client.completions.create(model=MODEL, prompt="a", max_tokens=10**6))
     equal(error.code, "context_length_exceeded")
 

@@ -18,7 +18,9 @@ MAX_INPUTS = 2048
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+Padding = Literal["max_length", "do_not_pad"]
 ByteOrder = Literal["native", "little", "big"]
+POOLING_TASKS = ("embed", "classify")
 MaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -39,23 +41,24 @@ class PoolingFields(RequestStruct, kw_only=True, frozen=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         "chat_template": (),
         "mm_processor_kwargs": ({},),
-        "padding": ("do_not_pad",),
         "truncation_side": ("right",),
     }
 
     def params(self, **more: Any) -> PoolingParams:
-        """The engine's settings."""
+        """The engine's settings. more: those of one route."""
         cut = self.truncate_prompt_tokens
         return PoolingParams(truncate_prompt_tokens=cut, use_activation=self.use_activation, **more)
 
 
 class InputFields(PoolingFields, kw_only=True, frozen=True):
     """input: a text, token ids, a list of texts or a list of token-id lists. messages: in its place a conversation,
-    written with the model's template. add_special_tokens: default true for texts, false for a conversation."""
+    written with the model's template. add_special_tokens: default true for texts, false for a conversation. padding: as
+    PoolingParams has it."""
 
     input: Inputs | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    padding: Padding | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -67,6 +70,9 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
             check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
         elif len(self.inputs) > MAX_INPUTS:
             raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.inputs)}", param="input")
+
+    def params(self, **more: Any) -> PoolingParams:
+        return super().params(padding=self.padding, **more)
 
     @property
     def special_tokens(self) -> bool:
@@ -114,10 +120,10 @@ class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
 
 
 class PoolingRequest(VectorFields, kw_only=True, frozen=True):
-    """What the model makes of texts, a vector each or the scores of its labels. task: what the model must be for; None:
-    whatever it is for."""
+    """What the model makes of texts, a vector each or the scores of its labels. task: what the model must be for, one
+    of POOLING_TASKS; None: whatever it is for."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: ShortString | None = None
 
 
 class ClassificationRequest(InputFields, kw_only=True, frozen=True):
@@ -135,6 +141,7 @@ class PairFields(PoolingFields, kw_only=True, frozen=True):
         **PoolingFields.UNSUPPORTED,
         "chat_template_kwargs": ({},),
         "instruction": (),
+        "padding": ("do_not_pad",),
     }
 
 
