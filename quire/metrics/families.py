@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from quire.stats import EngineStats, shares
@@ -32,6 +33,20 @@ class MetricNames(enum.StrEnum):
         if not is_vllm or self is MetricNames.QUIRE:
             return (OUR_PREFIX,)
         return (THEIR_PREFIX,) if self is MetricNames.VLLM else (THEIR_PREFIX, OUR_PREFIX)
+
+
+class ToolReading(NamedTuple):
+    """One look of a tool parser at an answer: a whole one of a choice, or one piece of a stream."""
+
+    mode: str
+    outcome: str
+    request_type: str
+
+    @classmethod
+    def all(cls) -> Iterator[ToolReading]:
+        """Every combination of labels."""
+        outcomes, types = ("tool_call", "no_tool_call"), ("chat_completions", "responses", "other")
+        return (cls(*labels) for labels in product(("streaming", "non_streaming"), outcomes, types))
 
 
 Read = Callable[[EngineStats], float]

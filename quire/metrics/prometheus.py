@@ -7,9 +7,10 @@ histograms are fed from requests and outputs.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import add
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,13 +18,14 @@ from prometheus_client.registry import Collector
 
 from quire.clock import Clock, SystemClock
 from quire.engine.messages import EngineReady
-from quire.metrics.families import COUNTERS, GAUGES, Family, MetricNames, Read, Row, histograms
+from quire.metrics.families import COUNTERS, GAUGES, Family, MetricNames, Read, Row, ToolReading, histograms
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest, FinishReason
 from quire.stats import EngineStats
 from quire.utils.shared_numbers import Numbers
 
+Name = TypeVar("Name", bound=Hashable)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "rate_limit")
 """Why the server refuses a request before the engine sees it: two bounds of the queue, and the limits of an API key."""
@@ -68,6 +70,7 @@ class EngineMetrics(Collector):
         self._steps = StepTokens(numbers)  # first, as in the parent
         self._finished = Counts(FINISH_REASONS, numbers)
         self._rejections = Counts(REJECTIONS, numbers)
+        self._tool_readings = Counts(tuple(ToolReading.all()), numbers)
         self._histograms = {
             name: self._steps.histogram if name == STEP_TOKENS else Histogram(*row, numbers)
             for name, row in histograms(ready.max_model_len).items()
@@ -102,6 +105,10 @@ class EngineMetrics(Collector):
     def record_rejection(self, reason: str) -> None:
         """Count a request that the server refused. reason: one of REJECTIONS."""
         self._rejections.add(reason)
+
+    def record_tool_reading(self, reading: ToolReading) -> None:
+        """Count a look of a tool parser at an answer."""
+        self._tool_readings.add(reading)
 
     def record_stats(self, stats: EngineStats) -> None:
         """Take a new snapshot; it replaces the one before."""
@@ -155,6 +162,7 @@ class EngineMetrics(Collector):
         yield from self._counted(
             "admission_rejections", "Requests refused before the engine saw them.", "reason", self._rejections.totals()
         )
+        yield from self._families(CounterMetricFamily, _tool_readings(self._tool_readings.totals()))
         asleep = self._sleep_level()
         states = {state: float(level == asleep) for level, state in enumerate(SLEEP_STATES)}
         yield from self._gauges("engine_sleep_state", "1 for the state that the engine is in.", "sleep_state", states)
@@ -199,6 +207,12 @@ def _family(name: str, help: str, label: str, values: Mapping[str, float]) -> Fa
     """A family of vLLM with one sample for each value of `label`."""
     rows = tuple(Row((key,), _constant(value)) for key, value in values.items())
     return Family(name, help, rows, is_vllm=True, labels=(label,))
+
+
+def _tool_readings(counts: Mapping[ToolReading, float]) -> Family:
+    help = "Looks of the tool parser at answers: one for a choice, of a stream one for a piece."
+    rows = tuple(Row(reading, _constant(count)) for reading, count in counts.items())
+    return Family("tool_call_parser_invocations", help, rows, is_vllm=True, labels=ToolReading._fields)
 
 
 def _constant(value: float) -> Read:
@@ -262,17 +276,17 @@ class StepTokens:
         self._before = stats
 
 
-class Counts:
+class Counts(Generic[Name]):
     """A counter for each of some names."""
 
-    def __init__(self, names: Sequence[str], numbers: Numbers) -> None:
+    def __init__(self, names: Sequence[Name], numbers: Numbers) -> None:
         self._places = {name: place for place, name in enumerate(names)}
         self._cells = numbers.allocate(len(names))
 
-    def add(self, name: str) -> None:
+    def add(self, name: Name) -> None:
         self._cells.own[self._places[name]] += 1
 
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> dict[Name, float]:
         return dict(zip(self._places, self._cells.totals(), strict=True))
 
 

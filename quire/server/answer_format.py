@@ -127,6 +127,11 @@ class AnswerFormat:
         """Whether the text is more than content."""
         return self._mode != "none" or self._formats.reasoning is not None or self._reasons_itself
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether a tool parser reads the text."""
+        return self._mode == "auto"
+
     def settle(self, params: SamplingParams, prompt: str | None) -> SamplingParams:
         """Take the written prompt, which says where the model begins; return the settings to run with."""
         if not self.parses:
@@ -156,10 +161,14 @@ class AnswerFormat:
             delta.reasoning = ""
         return delta
 
+    def num_calls(self, completion: CompletionOutput) -> int:
+        """Of what was read of it so far."""
+        parser = self._parsers.get(completion.index)
+        return 0 if parser is None else parser.num_calls
+
     def finish_reason(self, completion: CompletionOutput) -> str | None:
         """OpenAI's: a call that the client asked for by name ends with the model's own reason."""
-        parser = self._parsers.get(completion.index)
-        is_call = parser is not None and parser.num_calls > 0 and self._mode != "function"
+        is_call = self.num_calls(completion) > 0 and self._mode != "function"
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 
     @property

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from quire.server.body import read_request, report_ignored
+from quire.server.chat import Asked
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
@@ -44,7 +45,8 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
         _report(request, context, body)
         model = context.served_name(body.model)
         chat = chat_body(body.to_chat(reasons=reasons), NAMES)
-        turn = begin_turn(context, request, chat, NAMES, ends_with_context=True)
+        asked = Asked("other", is_streamed=body.stream)
+        turn = begin_turn(context, request, chat, NAMES, asked=asked, ends_with_context=True)
         answer = _MessageAnswer(turn, model, body.max_tokens)
         headers = {"X-Request-Id": turn.response_id, "request-id": turn.response_id}
         if body.stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -13,7 +14,9 @@ from msgspec import UNSET, UnsetType
 from quire.engine.input_processor import TokensPrompt
 from quire.errors import UserError
 from quire.logging import get_logger
+from quire.metrics.families import ToolReading
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
@@ -41,6 +44,13 @@ def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
     add_answer_route(app, "/v1/chat/completions", context, read_chat_request, ChatAnswer)
 
 
+class Asked(NamedTuple):
+    """By what route an answer was asked for, for its metrics, and whether as a stream."""
+
+    request_type: str
+    is_streamed: bool
+
+
 class ChatAnswer(Answer[ChatRequest]):
     """One conversation being answered, as a whole or as a stream."""
 
@@ -54,10 +64,12 @@ class ChatAnswer(Answer[ChatRequest]):
         *,
         ends_with_context: bool = False,
         weight: AnswerWeight | None = None,
+        asked: Asked | None = None,
     ) -> None:
         """ends_with_context: max_tokens that do not fit behind the prompt mean as many as fit, and are no error.
-        weight: of this and other answers together."""
+        weight: of this and other answers together. asked: None: as the body says."""
         super().__init__(context, body, header_id)
+        self._asked = asked or Asked("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
         self.weight = weight or AnswerWeight(
             logprobs=self._params.logprobs,
@@ -95,7 +107,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 first = first or output
                 self._counter.count_output(0, output)
                 for completion in output.outputs:
-                    texts[completion.index].add(self._format.read(completion))
+                    texts[completion.index].add(self._read(completion))
                     self._extend(choices, completion)
         assert first is not None
         for index, choice in choices.items():
@@ -212,7 +224,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _piece(self, completion: CompletionOutput) -> ChatChunkChoice | None:
         """What is new in a completion; None: nothing that can be told yet."""
-        delta = self._format.read(completion)
+        delta = self._read(completion)
         is_news = bool(delta) or completion.finish_reason is not None
         if not is_news and not (completion.token_ids and self._tells_tokens):
             return None
@@ -224,6 +236,17 @@ class ChatAnswer(Answer[ChatRequest]):
             stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    def _read(self, completion: CompletionOutput) -> OutputDelta:
+        """What is new, counted where a tool parser has read it: each piece of a stream, else the whole."""
+        delta = self._format.read(completion)
+        is_streamed = self._asked.is_streamed
+        if self._format.reads_calls and (is_streamed or completion.finish_reason is not None):
+            has_calls = bool(delta.tool_calls) if is_streamed else self._format.num_calls(completion) > 0
+            mode = "streaming" if is_streamed else "non_streaming"
+            outcome = "tool_call" if has_calls else "no_tool_call"
+            self._context.metrics.record_tool_reading(ToolReading(mode, outcome, self._asked.request_type))
+        return delta
 
     def _finish_reason(self, completion: CompletionOutput) -> str | None:
         reason = self._format.finish_reason(completion)

@@ -13,6 +13,7 @@ from quire.server.auth import owner_of
 from quire.server.background import AnyResponse, BackgroundResponses, not_found, not_streamed
 from quire.server.background_elsewhere import ResponseElsewhere, answer_question, find_anywhere
 from quire.server.body import read_request
+from quire.server.chat import Asked
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
@@ -102,7 +103,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
         before, given, chat = await kept.chat(owner, body)
-        turn = begin_turn(context, request, chat, NAMES)
+        turn = begin_turn(context, request, chat, NAMES, asked=Asked("responses", is_streamed=body.stream))
         stores = body.store and num_stored > 0
 
         async def keep(answer: ResponseAnswer) -> None:

@@ -19,7 +19,7 @@ from quire.errors import EngineDeadError, UserError
 from quire.server.answer import header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import ChatAnswer
+from quire.server.chat import Asked, ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
 from quire.server.generation import render_chat
@@ -258,13 +258,14 @@ def begin_turn(
     body: ChatRequest,
     names: dict[str, str],
     *,
+    asked: Asked,
     ends_with_context: bool = False,
 ) -> Turn:
-    """Admit the request. ends_with_context: as ChatAnswer has it. Raises ApiError."""
+    """Admit the request. asked, ends_with_context: as ChatAnswer has them. Raises ApiError."""
     context.admit()
     context.check_priority(body.priority, client_of(request))
     try:
-        answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context)
+        answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
         # Tools are flat in these APIs.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
         return Turn(answer)

@@ -40,6 +40,7 @@ FAMILIES_OF_VLLM: dict[str, tuple[str, set[str], str]] = {
     "generation_tokens": ("counter", set(), ""),
     "request_success": ("counter", {"finished_reason"}, ""),
     "admission_rejections": ("counter", {"reason"}, ""),
+    "tool_call_parser_invocations": ("counter", {"mode", "outcome", "request_type"}, ""),
     "request_prompt_tokens": ("histogram", set(), LENGTHS),
     "request_generation_tokens": ("histogram", set(), LENGTHS),
     "iteration_tokens_total": ("histogram", set(), "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384"),
@@ -131,6 +132,9 @@ def test_label_values() -> None:
     assert values("request_success", "finished_reason") > {"stop", "length", "abort", "error"}
     assert values("admission_rejections", "reason") > {"max_num_queued_reqs", "max_num_queued_tokens"}
     assert values("engine_sleep_state", "sleep_state") == {"awake", "weights_offloaded", "discard_all"}
+    assert values("tool_call_parser_invocations", "mode") == {"streaming", "non_streaming"}
+    assert values("tool_call_parser_invocations", "outcome") == {"tool_call", "no_tool_call"}
+    assert values("tool_call_parser_invocations", "request_type") == {"chat_completions", "responses", "other"}
     assert values("num_requests_running", "engine") == {"0"}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
@@ -102,6 +103,34 @@ async def test_a_call(served: Served) -> None:
         {"type": "function", "function": {"name": "get_time", "arguments": "{}"}},
     ]
     assert (await ask(served, CALL))["choices"][0]["message"]["content"] is None
+
+
+async def test_readings_of_the_tool_parser_are_counted(served: Served) -> None:
+    """By route, by mode, and by whether there was a call; of a stream each piece."""
+    name = "vllm:tool_call_parser_invocations_total"
+
+    async def counted() -> dict[tuple[str, str, str], float]:
+        families = text_string_to_metric_families((await served.client.get("/metrics")).text)
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        keys = ("request_type", "mode", "outcome")
+        return {tuple(each.labels[key] for key in keys): each.value for each in samples if each.value}  # type: ignore[misc]
+
+    await ask(served, CALL, n=2)
+    await ask(served, "No.")
+    await ask(served, CALL, tool_choice="none")
+    function = {"type": "function", **WEATHER["function"]}
+    await served.client.post("/v1/responses", json={"model": "tiny", "input": "=" + CALL, "tools": [function]})
+    expected = {("chat_completions", "non_streaming", "tool_call"): 2}
+    expected |= {
+        ("chat_completions", "non_streaming", "no_tool_call"): 1,
+        ("responses", "non_streaming", "tool_call"): 1,
+    }
+    assert await counted() == expected
+    await streamed(served, "No. " + CALL)
+    assert (await counted()).keys() - expected.keys() == {
+        ("chat_completions", "streaming", "tool_call"),
+        ("chat_completions", "streaming", "no_tool_call"),
+    }
 
 
 async def test_a_streamed_call_beside_others(served: Served) -> None:
