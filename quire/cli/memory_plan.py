@@ -163,8 +163,10 @@ def weight_format(model: ModelConfig) -> str:
 def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
     """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a float32 scale for each
     group of inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
-    loading, else in the model's dtype. Norms and biases are counted like the layers they belong to."""
+    loading, else in the model's dtype. Norms and biases are counted like the layers they belong to. Matrices that
+    expand prompts are kept besides the others."""
     quantization, total = model.quantization, shape.parameters()
+    total += shape.expansion_parameters if model.expands_prompts else 0
     if quantization is None:
         return total * model.dtype_bytes
     table = shape.embedding_parameters

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         quantization = config.model.quantization
         stored = None if quantization is None else quantization.stored_type
         precision = Precision.of(plan.shape, stored or config.model.dtype, config.model.kv_cache_dtype)
-        cost = CostModel(plan.shape, target.device, layout, precision)
+        cost = CostModel(plan.shape, target.device, layout, precision, expands_prompts=config.model.expands_prompts)
     speeds: tuple[Speed, ...] = ()
     if target.knows_speed:
         speeds = predict(plan, cost) if target.is_profile else bounds(plan, cost)
@@ -191,7 +191,9 @@ def _plan_for_devices(
         raise ConfigError(f"quantization must be one of {', '.join(STORED_AS)}", param="quantization")
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
+    precision = Precision.of(shape, dtype, kv_dtype)
+    expands = options.mla_prompt == "expanded" or (options.mla_prompt == "auto" and target.device.kind != "cpu")
+    cost = CostModel(shape, target.device, layout, precision, expands_prompts=expands)
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
     config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None

@@ -167,7 +167,9 @@ def _limit(cost: CostModel, work: StepWork) -> str:
     fast = replace(quiet, bandwidth=math.inf)
 
     def seconds(variant: Hardware) -> float:
-        return CostModel(cost.shape, variant, cost.layout, cost.precision).step_seconds(work)
+        return CostModel(
+            cost.shape, variant, cost.layout, cost.precision, expands_prompts=cost.expands_prompts
+        ).step_seconds(work)
 
     memory, compute, total = seconds(unlimited), seconds(fast), cost.step_seconds(work)
     if max(memory, compute) < total / 2:

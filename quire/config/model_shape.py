@@ -75,6 +75,16 @@ class AttentionShape:
         return self.latent_dim - self.latent_rank if self.kind == "latent" else self.key_dim
 
     @property
+    def expansion_elements(self) -> int:
+        """Elements of the matrices that are kept besides to expand the prompts of a layer of "latent" attention; 0
+        where nothing is saved by it."""
+        if self.kind != "latent" or self.index_top:
+            return 0
+        if self.key_dim + self.value_dim >= self.latent_dim + self.latent_rank:
+            return 0
+        return self.num_heads * (self.key_dim - self.rotated_dim + self.value_dim) * self.latent_rank
+
+    @property
     def attended_dim(self) -> int:
         """Elements that attention gives for a head: for "latent", before values are expanded."""
         return self.latent_rank if self.kind == "latent" else self.value_dim
@@ -274,6 +284,11 @@ class ModelShape:
     def looked_up_parameters(self) -> int:
         """Elements of tables of which a token reads one row: input embeddings that are not tied, learned positions."""
         return self.positions * self.hidden + (0 if self.is_tied else self.embedding_parameters)
+
+    @property
+    def expansion_parameters(self) -> int:
+        """Elements of the matrices that are kept a second time, to expand prompts."""
+        return sum(count * layer.attention.expansion_elements for layer, count in self.layer_counts.items())
 
     def parameters(self) -> int:
         """Elements of all weights, tied ones once."""

@@ -127,12 +127,16 @@ class CostModel:
         hardware: Hardware,
         layout: ParallelConfig | None = None,
         precision: Precision | None = None,
+        *,
+        expands_prompts: bool = False,
     ) -> None:
-        """Raises UserError when the model cannot be laid out so, or the device lacks the dtype."""
+        """expands_prompts: the matrices that expand latents for prompts are kept a second time. Raises UserError when
+        the model cannot be laid out so, or the device lacks the dtype."""
         self.shape = shape
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
+        self.expands_prompts = expands_prompts
         self.windows = windows_of(shape)
         self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
@@ -213,12 +217,16 @@ class CostModel:
         return {name: value for name, value in seconds.items() if value}
 
     @property
+    def _expansion(self) -> int:
+        return self.shape.expansion_parameters if self.expands_prompts else 0
+
+    @property
     def weight_bytes(self) -> float:
         """Of the whole model, once."""
         shape, precision = self.shape, self.precision
         tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
         routed = shape.routed_parameters
-        rest = shape.parameters() - tables - routed
+        rest = shape.parameters() - tables - routed + self._expansion
         return (
             rest * DTYPE_BYTES[precision.weights]
             + tables * DTYPE_BYTES[precision.tables or precision.weights]
@@ -232,7 +240,7 @@ class CostModel:
         tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
         all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
         routed = shape.routed_parameters
-        rest = shape.parameters() - all_tables - routed
+        rest = shape.parameters() - all_tables - routed + self._expansion
         share = self._layers / shape.num_layers
         table_size = DTYPE_BYTES[precision.tables or precision.weights]
         dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size

@@ -175,7 +175,7 @@ def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConf
 
 def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
     cost = scenario.cost
-    return CostModel(cost.shape, cost.hardware, layout, cost.precision)
+    return CostModel(cost.shape, cost.hardware, layout, cost.precision, expands_prompts=cost.expands_prompts)
 
 
 def _lowest_rate(scenario: Scenario) -> float:

@@ -22,6 +22,7 @@ from quire.simulator.hardware import find, profiles, to_json
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
+from tests.models.families import deepseek_v3
 
 GIB = 1024**3
 CONFIG = {
@@ -378,6 +379,27 @@ def test_the_table_of_devices_is_plausible() -> None:
         assert 10e9 < device.memory < 1e12
         assert 30e9 < device.bandwidth < 2e13
         assert 10 < device.peaks["float16"] / device.bandwidth < 1000 or device.kind == "cpu", name
+
+
+def test_matrices_that_expand_prompts_are_counted_beside_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU they are kept by default, elsewhere by `mla_prompt`."""
+    config = deepseek_v3(num_hidden_layers=2, qk_nope_head_dim=4, v_head_dim=8).config
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    extra = 2 * config.num_attention_heads * (4 + 8) * config.kv_lora_rank
+    here = ["--memory", "64MiB"]
+    for flags, has_extra in (
+        (here, False),
+        ([*here, "--mla-prompt", "expanded"], True),
+        (["--gpu", "h200"], True),
+        (["--gpu", "h200", "--mla-prompt", "absorbed"], False),
+        (["--gpu", "h200", "--tp", "2"], True),
+    ):
+        found = plan_json(capsys, str(tmp_path), "--dtype", "float32", *flags)
+        assert found["weight_bytes"] == 4 * (found["num_parameters"] + extra * has_extra), flags
+    assert found["weight_bytes_per_device"] == found["weight_bytes"] / 2
 
 
 @pytest.mark.parametrize(

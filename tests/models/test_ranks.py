@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.attention import torch_backend
+from quire.attention.expanded import Prompt
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.errors import ConfigError, ModelLoadError
@@ -21,7 +25,7 @@ from quire.parallel.single import SINGLE_RANK
 from tests.fakes.ranks import run_ranks
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
-from tests.models.families import FAMILIES, llama
+from tests.models.families import FAMILIES, deepseek_v3, llama
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
 from tests.models.hybrid_families import HYBRID_FAMILIES
 
@@ -29,8 +33,11 @@ SavedModels = Callable[[str], SavedModel]
 PROMPTS = random_prompts([20, 7], 97)
 
 
-def load_share(directory: Path, group: ProcessGroup, load_format: str = "auto") -> Decoder:
+def load_share(
+    directory: Path, group: ProcessGroup, load_format: str = "auto", *, expands_prompts: bool = False
+) -> Decoder:
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
+    config = replace(config, expands_prompts=expands_prompts)
     return load_model(config, LoadConfig(load_format, 0), group=group)
 
 
@@ -54,6 +61,30 @@ def test_two_ranks_compute_what_one_does(saved_model: SavedModels, family: str) 
     first, second = shared_logits(directory, 2)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, atol=2e-3, rtol=1e-4)
+
+
+def test_prompts_of_latent_attention_that_two_ranks_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps and expands the matrices of its own heads, here in parts of 2."""
+    monkeypatch.setattr("quire.layers.latent_attention.EXPANDED_HEADS", 2)
+    starts: list[int] = []
+    find = torch_backend.expanded_prompts
+
+    def found(*arguments: Any) -> list[Prompt]:
+        prompts = find(*arguments)
+        starts.extend(prompt.start for prompt in prompts)
+        return prompts
+
+    monkeypatch.setattr(torch_backend, "expanded_prompts", found)
+    directory = save(randomize(deepseek_v3(num_hidden_layers=2, qk_nope_head_dim=4, v_head_dim=8)), tmp_path)
+    absorbed = logits_of(load_share(directory, SINGLE_RANK))
+    assert not starts
+    expected = logits_of(load_share(directory, SINGLE_RANK, expands_prompts=True))
+    num_expanded = len(starts)
+    first, second = run_ranks(2, lambda group: logits_of(load_share(directory, group, expands_prompts=True)))
+    assert len(starts) == 3 * num_expanded > 0
+    assert torch.equal(first, second)
+    for other in (expected, absorbed):
+        torch.testing.assert_close(first, other, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])

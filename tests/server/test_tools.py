@@ -120,8 +120,8 @@ async def test_readings_of_the_tool_parser_are_counted(served: Served) -> None:
     await ask(served, CALL, tool_choice="none")
     function = {"type": "function", **WEATHER["function"]}
     await served.client.post("/v1/responses", json={"model": "tiny", "input": "=" + CALL, "tools": [function]})
-    expected = {("chat_completions", "non_streaming", "tool_call"): 2}
-    expected |= {
+    expected = {
+        ("chat_completions", "non_streaming", "tool_call"): 2,
         ("chat_completions", "non_streaming", "no_tool_call"): 1,
         ("responses", "non_streaming", "tool_call"): 1,
     }
