@@ -199,23 +199,26 @@ async def test_labels(paths: dict[str, Path], references: dict[str, object]) -> 
 
 async def test_padding(paths: dict[str, Path], references: dict[str, object]) -> None:
     """Up to the context, read as other tokens are; pairs get none."""
-    (paths["embedder"] / "tokenizer_config.json").write_text('{"pad_token": "w7"}')
-    async with client_of(paths["embedder"]) as client:
+    config = paths["embedder"] / "tokenizer_config.json"
+    config.write_text('{"pad_token": "w7"}')
+    try:
+        async with client_of(paths["embedder"]) as client:
 
-        async def answer(**fields: object) -> dict[str, Any]:
-            found: dict[str, Any] = (await client.post("/v1/embeddings", json={"input": TEXTS[0], **fields})).json()
-            return found
+            async def answer(**fields: object) -> dict[str, Any]:
+                found: dict[str, Any] = (await client.post("/v1/embeddings", json={"input": TEXTS[0], **fields})).json()
+                return found
 
-        padded = await answer(padding="max_length")
-        num_tokens = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
-        assert padded["usage"]["prompt_tokens"] == num_tokens
-        text = tokens_of(TEXTS[0])
-        expected = await answer(input=[*text, *[7] * (num_tokens - len(text))])
-        assert padded["data"] == expected["data"]
-        plain = await answer()
-        assert (await answer(padding="do_not_pad"))["data"] == plain["data"] != padded["data"]
-        assert (await answer(padding="longest"))["error"]["param"] == "padding"
-    (paths["embedder"] / "tokenizer_config.json").unlink()
+            padded = await answer(padding="max_length")
+            num_tokens = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+            assert padded["usage"]["prompt_tokens"] == num_tokens
+            text = tokens_of(TEXTS[0])
+            expected = await answer(input=[*text, *[7] * (num_tokens - len(text))])
+            assert padded["data"] == expected["data"]
+            plain = await answer()
+            assert (await answer(padding="do_not_pad"))["data"] == plain["data"] != padded["data"]
+            assert (await answer(padding="longest"))["error"]["param"] == "padding"
+    finally:
+        config.unlink()
     async with client_of(paths["reranker"]) as client:
         pair = {"text_1": "w1", "text_2": "w2"}
         assert (await client.post("/score", json={**pair, "padding": "do_not_pad"})).status_code == 200
