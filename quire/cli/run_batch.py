@@ -76,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(
     options: EngineOptions, settings: ServerSettings, concurrency: int | None, requests: BinaryIO, answers: BinaryIO
 ) -> int:
-    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. Raises EngineDeadError when the engine dies."""
+    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. Raises EngineDeadError when
+    the engine dies."""
     from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
     from quire.server.app import create_app
     from quire.server.batch import run_batch

@@ -48,7 +48,7 @@ class AsyncControl(ABC):
 
     @property
     def refuses_new(self) -> bool:
-        """Whether the pause ends or ran out what lived, so that a server refuses new requests instead of holding them."""
+        """Whether the pause keeps no requests ("abort", "wait"): a server refuses new ones instead of holding them."""
         return self._control.refuses_new
 
     @abstractmethod
@@ -74,9 +74,10 @@ class AsyncControl(ABC):
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Start no request until `resume`; new ones wait (a server refuses them unless mode is "keep"). mode: "abort" ends
-        all requests with the finish reason "abort", "wait" returns when those that run have ended, "keep" stops them where they are, so that they go on at
-        `resume` with the tokens that they would have had. clear_cache: forget cached prefixes as well, but with "keep".
+        """Start no request until `resume`; new ones wait (a server refuses them unless mode is "keep"). mode: "abort"
+        ends all requests with the finish reason "abort", "wait" returns when those that run have ended, "keep" stops
+        them where they are, so that they go on at `resume` with the tokens that they would have had. clear_cache:
+        forget cached prefixes as well, but with "keep".
 
         Raises UserError for another mode. Cancelled, it leaves the engine paused."""
         check_mode(mode)

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.server.errors import to_api_error
 from quire.server.protocol.response_items import InputItem, input_item_id, listed
+from quire.server.protocol.response_tools import namespaces_of
 from quire.server.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
@@ -32,7 +33,6 @@ from quire.server.protocol.responses import (
     TextConfig,
     TextFormat,
 )
-from quire.server.protocol.response_tools import namespaces_of
 from quire.server.response_store import StoredResponse, response_event
 from quire.server.turn import Event, Kind, Segment, Step, Turn
 from quire.tokenization.tokenizer import Tokenizer

@@ -122,7 +122,7 @@ def test_sleep(level: int, state: str) -> None:
 
 
 def test_tokens_of_an_iteration(metrics: EngineMetrics) -> None:
-    """A prompt of 10 tokens, of which a cache had 2, and 3 tokens of an answer; the last comes after its step's plan."""
+    """A prompt of 10 tokens, of which a cache had 2, and 3 of an answer; the last comes after its step's plan."""
     for steps, tokens in ((1, 0), (1, 1), (3, 2), (3, 3)):
         metrics.record_stats(
             EngineStats(

@@ -120,8 +120,8 @@ async def test_calls_of_functions_in_a_namespace(scripted: Served, monkeypatch: 
         await client.responses.create(input="b", previous_response_id=whole.id, **asked)
         [assistant] = [each.to_dict() for each in ScriptedAnswer.bodies[0].messages if each.role == "assistant"]
         assert assistant["tool_calls"][0]["function"]["name"] == "maps__weather"
-        items = await client.responses.input_items.list(events[-1].response.id)
-        assert [item.type for item in items.data] == ["message"]
+        items = (await client.responses.input_items.list(whole.id, order="asc")).data
+        assert [(item.namespace, item.name) for item in items if item.type == "function_call"] == [("maps", "weather")]
 
 
 async def test_thoughts_are_their_summary_where_one_is_asked_for(scripted: Served) -> None:

@@ -63,8 +63,8 @@ class Reasoning(msgspec.Struct, frozen=True):
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     """input: a text of the user, or items. instructions: the system's message. store: whether the response can be gone
     on from. background: the answer says only that the response is queued, and it is made whether the client waits or
-    not. truncation: whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether the
-    response tells the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has
+    not. truncation: whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether
+    the response tells the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has
     them."""
 
     input: str | Items
