@@ -353,7 +353,7 @@ def test_threads_share_one_processor(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     ("most", "wanted", "given"),
-    [(-1, -1, 9000), (-1, 5000, 5000), (-1, 9001, 9000), (12_000, -1, 9000), (8000, -1, None)],
+    [(-1, -1, 9000), (-1, 5000, 5000), (-1, 9001, 9000), (12_000, 11_000, 9000), (8000, -1, None)],
 )
 def test_alternatives_up_to_the_whole_vocabulary(most: int, wanted: int, given: int | None) -> None:
     wide = InputProcessor(None, vocab_size=9000, max_model_len=CONTEXT, eos_token_ids=[], seed=0, max_logprobs=most)

@@ -102,7 +102,8 @@ async def test_a_pause_holds_or_refuses_new_requests(model_path: Path) -> None:
             assert ((await get("/ready")).status_code, (await get("/health")).status_code) == (503, 200)
             new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
             if mode != "keep":
-                assert ((await new).status_code, "POST /resume" in (await new).text) == (503, True)
+                refused = await asyncio.wait_for(new, 20)
+                assert (refused.status_code, "POST /resume" in refused.text) == (503, True)
                 await running
             served.hurry()
             await asyncio.sleep(0.1)
