@@ -18,8 +18,8 @@ MAX_BEAM_STOP_TOKENS = 32
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 """What an engine gives unless its option `max_logprobs` says otherwise."""
-MOST_LOGPROBS = 4096
-"""What it gives at most: each alternative is 16 bytes and more on the way to the caller."""
+MOST_LOGPROBS = 2**20
+"""What may be asked for at most, more than any vocabulary has."""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_SEED = 2**63 - 1

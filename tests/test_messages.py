@@ -185,7 +185,9 @@ EXAMPLES: list[msgspec.Struct] = [
     RESULT,
     REFUSAL,
     EngineOutputs([UPDATE], stats=STATS, results=[RESULT], rejections=[REFUSAL]),
-    EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
+    EngineReady(
+        max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native", max_concurrency=2.5
+    ),
     Ask(4, "echo", b"why"),
     Answer(4, b"so"),
     AskSession(4, 2, b"why"),

@@ -99,6 +99,10 @@ class ContiguousScheduler(ABC):
         """The longest sequence, up to `limit` tokens, that one region can hold."""
         return min(limit, self.kv.longest)
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks of `num_tokens` side by side."""
+        return -(-num_tokens // self._stats.block_size)
+
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queue a request. Raises UserError (PromptTooLongError when it could never run), also for what these systems
         do not have: priorities, registered prefixes and constraints."""

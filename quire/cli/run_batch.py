@@ -76,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(
     options: EngineOptions, settings: ServerSettings, concurrency: int | None, requests: BinaryIO, answers: BinaryIO
 ) -> int:
-    """Returns the exit status: 0 also where single lines failed. Raises EngineDeadError when the engine dies."""
+    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. Raises EngineDeadError when
+    the engine dies."""
     from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
     from quire.server.app import create_app
     from quire.server.batch import run_batch
@@ -98,7 +99,7 @@ async def _run(
             f"quire: {counts.total} requests in {seconds:.1f} s: {counts.num_answered} answered, "
             f"{counts.num_failed} failed\n"
         )
-        return 0
+        return 1 if counts.num_malformed else 0
     finally:
         engine.shutdown()
 

@@ -129,7 +129,7 @@ HELP: dict[str, str] = {
     "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
     "generation_config": "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a directory",
     "override_generation_config": "JSON object whose keys replace those of generation_config.json",
-    "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary, up to 4096)",
+    "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",

@@ -35,7 +35,6 @@ from quire.config.resolve_device import (
 from quire.config.scheduler import SchedulerConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
-from quire.sampling_params import MOST_LOGPROBS
 from quire.utils.control_groups import usable_cores
 from quire.utils.sizes import parse_bytes
 
@@ -307,13 +306,13 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _max_logprobs(options: EngineOptions) -> int:
-    """-1: the vocabulary, which vLLM's users also write as its size."""
+    """-1: the vocabulary."""
     if options.max_logprobs < -1:
         raise ConfigError(
             f"max_logprobs must be positive, 0, or -1 for the vocabulary, not {options.max_logprobs}",
             param="max_logprobs",
         )
-    return -1 if options.max_logprobs > MOST_LOGPROBS else options.max_logprobs
+    return options.max_logprobs
 
 
 def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:

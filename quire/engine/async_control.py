@@ -27,6 +27,7 @@ class ControlState:
     is_asleep: bool = False
     sleep_level: int = 0
     pauses: bool = False
+    refuses_new: bool = False
     num_running: int = 0
 
 
@@ -44,6 +45,11 @@ class AsyncControl(ABC):
     def pauses(self) -> bool:
         """Whether a front end has paused the engine."""
         return self._control.pauses
+
+    @property
+    def refuses_new(self) -> bool:
+        """Whether the pause keeps no requests ("abort", "wait"): a server refuses new ones instead of holding them."""
+        return self._control.refuses_new
 
     @abstractmethod
     async def ask(self, method: str, argument: str = "") -> CallResult:
@@ -68,13 +74,14 @@ class AsyncControl(ABC):
         return await self._count("reset_prefix_cache")
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Start no request until `resume`; new ones wait. mode: "abort" ends all requests with the finish reason
-        "abort", "wait" returns when those that run have ended, "keep" stops them where they are, so that they go on at
-        `resume` with the tokens that they would have had. clear_cache: forget cached prefixes as well, but with "keep".
+        """Start no request until `resume`; new ones wait (a server refuses them unless mode is "keep"). mode: "abort"
+        ends all requests with the finish reason "abort", "wait" returns when those that run have ended, "keep" stops
+        them where they are, so that they go on at `resume` with the tokens that they would have had. clear_cache:
+        forget cached prefixes as well, but with "keep".
 
         Raises UserError for another mode. Cancelled, it leaves the engine paused."""
         check_mode(mode)
-        self._control.pauses = True
+        self._control.pauses, self._control.refuses_new = True, mode != "keep"
         await self.ask("pause", "all" if mode == "keep" else "new")
         if mode == "abort":
             await self.ask("abort_all")
@@ -87,7 +94,7 @@ class AsyncControl(ABC):
     async def resume(self) -> None:
         """End a pause. Nothing happens when there is none."""
         await self.ask("resume")
-        self._control.pauses = False
+        self._control.pauses = self._control.refuses_new = False
 
     pause_generation, resume_generation = pause, resume
     """vLLM's names of them."""

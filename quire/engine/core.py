@@ -132,6 +132,7 @@ class EngineCore:
             block_size=layout.block_size,
             seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
             backend=executor.describe_backend(),
+            max_concurrency=layout.num_usable_blocks / max(1, self.scheduler.most_blocks(max_model_len)),
         )
 
     @property
@@ -281,7 +282,7 @@ class EngineCore:
                 self._pause.end()
                 return CallResult(call_id, 0)
             case "is_paused":
-                return CallResult(call_id, int(self._pause.scope != ""))
+                return CallResult(call_id, self._pause.level)
             case "abort_all":
                 ended = self.scheduler.abort_all(self._clock.now())
                 self._ended += ended

@@ -20,7 +20,7 @@ from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.request import MAX_PRIORITY, EngineRequest
-from quire.sampling_params import MAX_LOGPROBS, MOST_LOGPROBS, SamplingParams, ThinkingBudget
+from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.compiler import GrammarCompiler
 from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, PreparedConversation, TemplateChoice
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
@@ -68,7 +68,7 @@ class InputProcessor:
     the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
     requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
-    vocabulary, up to MOST_LOGPROBS. takes_priorities: whether a request may bring one. pools: the model gives vectors
+    vocabulary. takes_priorities: whether a request may bring one. pools: the model gives vectors
     of texts, and generates none.
 
     `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
@@ -346,11 +346,11 @@ class InputProcessor:
 
     def _with_alternatives(self, params: SamplingParams) -> SamplingParams:
         """`params` with numbers of alternatives that the engine gives. Raises UserError for more than it does."""
-        most = min(self.vocab_size, MOST_LOGPROBS) if self._max_logprobs == -1 else self._max_logprobs
+        most = self.vocab_size if self._max_logprobs == -1 else self._max_logprobs
         changes = {}
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
-            if wanted is None or 0 <= wanted <= most:
+            if wanted is None or 0 <= wanted <= min(most, self.vocab_size):
                 continue
             number = self.vocab_size if wanted == -1 else min(wanted, self.vocab_size)
             if number > most:

@@ -31,7 +31,8 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
     `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
-    or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused`, `abort_all`."""
+    or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused` (0; 1: "new", 2: "all"),
+    `abort_all`."""
 
     call_id: int
     method: str
@@ -106,6 +107,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     """Phase of the start-up -> seconds."""
     backend: str
     """What computes, for people to read (`Executor.describe_backend`)."""
+    max_concurrency: float = 0.0
+    """Sequences of `max_model_len` tokens that the KV cache holds; 0 without one."""
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):

@@ -25,6 +25,11 @@ class Pause:
         self._scheduler = scheduler
 
     @property
+    def level(self) -> int:
+        """0 while the engine is not paused, 1 for the scope "new", 2 for "all"."""
+        return SCOPES.index(self.scope) + 1 if self.scope else 0
+
+    @property
     def stops_all(self) -> bool:
         """Whether no step may be planned."""
         return self.scope == "all"

@@ -100,6 +100,7 @@ class ReplicatedClient:
             block_size=each[0].block_size,
             seconds={phase: max(ready.seconds[phase] for ready in each) for phase in each[0].seconds},
             backend=f"{each[0].backend}, {len(each)} replicas",
+            max_concurrency=sum(ready.max_concurrency for ready in each),
         )
 
     @property

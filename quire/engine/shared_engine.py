@@ -326,7 +326,7 @@ class SharedEngine:
     def _route_result(self, parts: dict[int, EngineOutputs], result: CallResult) -> None:
         method = self._own_calls.pop(result.call_id, None)
         if method is not None:
-            self._note_state(method, bool(result.value))
+            self._note_state(method, result.value)
         session, call_id = self._calls.pop(result.call_id, (0, 0))
         if session:
             result.call_id = call_id
@@ -339,11 +339,11 @@ class SharedEngine:
                 self._heard[session] = now
                 _part(parts, session).stats = stats
 
-    def _note_state(self, method: str, value: bool) -> None:
+    def _note_state(self, method: str, value: object) -> None:
         if method == "is_paused":
-            self._state.pauses = value
+            self._state.pauses, self._state.refuses_new = bool(value), value == 1
         else:
-            self._state.is_asleep = value
+            self._state.is_asleep = bool(value)
             self._state.sleep_level = self._state.sleep_level if value else 0
 
     def _note_end(self, request_id: str, index: int | None) -> None:

@@ -40,9 +40,10 @@ class EngineState:
     is_asleep = _Number(5, bool)
     sleep_level = _Number(6, int)
     pauses = _Number(7, bool)
+    refuses_new = _Number(8, bool)
 
     def __init__(self, numbers: Numbers) -> None:
-        self.common = numbers.allocate(8).common
+        self.common = numbers.allocate(9).common
 
 
 class Loads:

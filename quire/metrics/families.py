@@ -84,7 +84,8 @@ def _plain(families: Mapping[str, tuple[str, str]], *, is_vllm: bool) -> tuple[F
     return tuple(Family(name, help, (Row((), _field(field)),), is_vllm) for name, (field, help) in families.items())
 
 
-def _local_compute(stats: EngineStats) -> float:
+def local_compute(stats: EngineStats) -> float:
+    """Prompt tokens of started requests that no cache had."""
     return stats.prompt_tokens_total - stats.prefix_cache_hits_total
 
 
@@ -104,7 +105,7 @@ COUNTERS: tuple[Family, ...] = (
         "prompt_tokens_by_source",
         "Prompt tokens by where their keys and values came from; blocks of host memory and disk are local.",
         (
-            Row(("local_compute",), _local_compute),
+            Row(("local_compute",), local_compute),
             Row(("local_cache_hit",), _field("prefix_cache_hits_total")),
             Row(("external_kv_transfer",), lambda stats: 0.0),
         ),
@@ -245,7 +246,7 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
     return {
         "request_prompt_tokens": ("Prompt tokens of a request.", lengths),
         "request_generation_tokens": ("Tokens generated for a request.", lengths),
-        "iteration_tokens_total": ("Tokens computed in one step.", TOKENS_OF_A_STEP),
+        "iteration_tokens_total": ("Tokens of prompts computed in one step, and tokens generated.", TOKENS_OF_A_STEP),
         "request_max_num_generation_tokens": ("Tokens of the longest sequence of a request.", lengths),
         "request_params_n": ("Parameter n of a request.", PARAMS_N),
         "request_params_max_tokens": ("Parameter max_tokens of a request, resolved.", lengths),

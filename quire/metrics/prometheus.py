@@ -18,7 +18,17 @@ from prometheus_client.registry import Collector
 
 from quire.clock import Clock, SystemClock
 from quire.engine.messages import EngineReady
-from quire.metrics.families import COUNTERS, GAUGES, Family, MetricNames, Read, Row, ToolReading, histograms
+from quire.metrics.families import (
+    COUNTERS,
+    GAUGES,
+    Family,
+    MetricNames,
+    Read,
+    Row,
+    ToolReading,
+    histograms,
+    local_compute,
+)
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest, FinishReason
@@ -65,7 +75,7 @@ class EngineMetrics(Collector):
         self.names = names
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self._cache_config = dict(cache_config or {})
+        self._cache_config = {**(cache_config or {}), "kv_cache_max_concurrency": f"{ready.max_concurrency:.2f}"}
         self._sleep_level = sleep_level
         self._steps = StepTokens(numbers)  # first, as in the parent
         self._finished = Counts(FINISH_REASONS, numbers)
@@ -248,6 +258,10 @@ class Histogram:
         self._own[bisect_left(self.buckets, value)] += times
         self._own[-1] += value * times
 
+    def add(self, value: float) -> None:
+        """Add to the sum what belongs to an observation before."""
+        self._own[-1] += value
+
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
         """The exposition as `name`, with cumulative counts."""
         family = HistogramMetricFamily(name, self.help, labels=list(labels))
@@ -261,19 +275,27 @@ class Histogram:
 
 
 class StepTokens:
-    """How many tokens steps compute, from the snapshots that follow them."""
+    """How many tokens come of steps, from the snapshots that follow them: as vLLM counts them, those of prompts that
+    were computed, when their requests start, and those generated."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.histogram = Histogram(*histograms(1)[STEP_TOKENS], numbers)
         self._before = EngineStats()
 
     def record(self, stats: EngineStats) -> None:
-        """Take a new snapshot: several steps since the last one count as their mean."""
+        """Take a new snapshot: several steps since the last one count as their mean. What comes of a step that an
+        earlier snapshot has planned adds to the sum alone."""
         num_steps = stats.steps_total - self._before.steps_total
+        num_tokens = _num_iteration_tokens(stats) - _num_iteration_tokens(self._before)
         if num_steps > 0:
-            num_tokens = stats.scheduled_tokens_total - self._before.scheduled_tokens_total
             self.histogram.observe(num_tokens / num_steps, num_steps)
+        else:
+            self.histogram.add(num_tokens)
         self._before = stats
+
+
+def _num_iteration_tokens(stats: EngineStats) -> float:
+    return local_compute(stats) + stats.generation_tokens_total
 
 
 class Counts(Generic[Name]):

@@ -61,6 +61,10 @@ class EngineScheduler(Protocol):
         """The longest sequence, up to `limit` tokens, that the pool can hold."""
         ...
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that one sequence of `num_tokens` holds at most."""
+        ...
+
     def add_request(self, source: EngineRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queue a request. constraint: the one that it names. Raises UserError when it is rejected."""
         ...

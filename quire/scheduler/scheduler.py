@@ -158,6 +158,10 @@ class Scheduler:
         """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
         return self._registration.longest_sequence(limit)
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that one sequence of `num_tokens` holds at most."""
+        return self.kv.most_blocks(num_tokens, self._max_chunk)
+
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)

@@ -18,6 +18,8 @@ from quire.server.openapi import OPERATIONS
 
 PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.is_queued)
 """The routes that a line may name."""
+MALFORMED = "malformed_batch_line"
+"""Code of the error of a line that is no request."""
 _HOST = "http://localhost"
 
 
@@ -31,9 +33,11 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
+    """body: None where the answer is an error, which the line has as its own."""
+
     status_code: int
     request_id: str
-    body: msgspec.Raw
+    body: msgspec.Raw | None = None
 
 
 class BatchResult(msgspec.Struct):
@@ -47,8 +51,11 @@ class BatchResult(msgspec.Struct):
 
 @dataclass
 class BatchCounts:
+    """num_malformed: those of the failed lines that were no requests."""
+
     num_answered: int = 0
     num_failed: int = 0
+    num_malformed: int = 0
 
     @property
     def total(self) -> int:
@@ -67,6 +74,7 @@ async def run_batch(
         result = await running[0]
         running.popleft()
         counts.num_failed += result.error is not None
+        counts.num_malformed += result.error is not None and result.error.get("code") == MALFORMED
         counts.num_answered += result.error is None
         write(msgspec.json.encode(result) + b"\n")
 
@@ -93,15 +101,14 @@ async def _answer(client: httpx.AsyncClient, line: bytes) -> BatchResult:
     try:
         request = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return BatchResult(result_id, _custom_id(line), None, _error(f"the line is no request: {error}"))
+        return BatchResult(result_id, _custom_id(line), None, _error(f"the line is no request: {error}", MALFORMED))
     if (problem := _problem(request)) is not None:
         return BatchResult(result_id, request.custom_id, None, _error(problem))
     headers = {"Content-Type": "application/json"}
     answer = await client.post(request.url, content=msgspec.json.encode(request.body), headers=headers)
-    response = BatchResponse(
-        answer.status_code, answer.headers.get("x-request-id", result_id), msgspec.Raw(answer.content)
-    )
+    response = BatchResponse(answer.status_code, answer.headers.get("x-request-id", result_id))
     if answer.status_code == httpx.codes.OK:
+        response.body = msgspec.Raw(answer.content)
         return BatchResult(result_id, request.custom_id, response)
     found = msgspec.json.decode(answer.content)
     return BatchResult(result_id, request.custom_id, response, found.get("error", found))
@@ -129,5 +136,5 @@ def _custom_id(line: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _error(message: str) -> dict[str, str]:
-    return {"message": message[:1000], "type": error_type(400), "code": "invalid_batch_line"}
+def _error(message: str, code: str = "invalid_batch_line") -> dict[str, str]:
+    return {"message": message[:1000], "type": error_type(400), "code": code}

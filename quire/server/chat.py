@@ -72,7 +72,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self._asked = asked or Asked("chat_completions", is_streamed=body.stream)
         self._ends_with_context = ends_with_context
         self.weight = weight or AnswerWeight(
-            logprobs=self._params.logprobs,
+            logprobs=self._num_alternatives(self._params.logprobs),
             return_token_ids=body.return_token_ids,
             is_streamed=body.stream,
             num_listed=len(body.logprob_token_ids or ()),
@@ -172,11 +172,15 @@ class ChatAnswer(Answer[ChatRequest]):
         )
         return spaced(outputs, body.stream_interval if body.stream else None)
 
+    def _num_alternatives(self, wanted: int | None) -> int | None:
+        return None if wanted is None else num_alternatives(wanted, self._context.engine.model_config.vocab_size)
+
     def _weigh(self, num_tokens: int) -> None:
         """Refuse a request whose answer would be too large, before anything of it runs."""
         body, longest = self._body, self._context.engine.ready.max_model_len
         num_tokens = min(num_tokens, longest, body.max_kept_tokens or longest)
-        num_entries = 0 if body.prompt_logprobs is None else num_alternatives(body.prompt_logprobs) + 1
+        wanted = self._num_alternatives(body.prompt_logprobs)
+        num_entries = 0 if wanted is None else wanted + 1
         self.weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
         self.weigh_plan()
 

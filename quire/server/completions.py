@@ -42,8 +42,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def __init__(self, context: ServerContext, body: CompletionRequest, header_id: str | None = None) -> None:
         super().__init__(context, body, header_id)
+        self._vocab_size = context.engine.model_config.vocab_size
         self._weight = AnswerWeight(
-            logprobs=body.logprobs,
+            logprobs=None if body.logprobs is None else num_alternatives(body.logprobs, self._vocab_size),
             return_token_ids=body.return_token_ids,
             is_streamed=body.stream,
             num_listed=len(body.logprob_token_ids or ()),
@@ -144,7 +145,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             keep = min(longest, body.max_kept_tokens or longest)
             num_tokens = sum(min(keep, num_prompt_tokens(prompt)) for prompt in prompts)
             scored = [
-                num_alternatives(k) + 1
+                num_alternatives(k, self._vocab_size) + 1
                 for k in (body.prompt_logprobs, body.logprobs if body.echo else None)
                 if k is not None
             ]

@@ -108,14 +108,16 @@ class ServerContext:
             raise unavailable("the engine is paused")
 
     def admit(self) -> None:
-        """Raise unless a new generating request may come in: 503 as `check_alive` and while the engine sleeps, 429 when
-        too many wait already.
+        """Raise unless a new generating request may come in: 503 as `check_alive`, while the engine sleeps and under a
+        pause that keeps no requests, 429 when too many wait already.
 
         Requests that the engine has not reported on yet count as waiting; answers that their clients have not read to
         the end do not: the engine is done with them.
         """
         self.check_alive()
         self.engine.check_awake()
+        if self.engine.refuses_new:
+            raise unavailable("the engine is paused, and takes requests again after POST /resume")
         num_waiting = self.engine.num_pending - self.engine.num_running
         limit = self.settings.max_num_queued
         if limit is not None and num_waiting >= limit:

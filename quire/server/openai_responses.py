@@ -111,7 +111,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
             await kept.store.put(owner, answer.body.id, answer.stored(conversation))
 
         keep_at_end = keep if stores and not body.background else None
-        answer = ResponseAnswer(turn, body, model, stores=stores, keep=keep_at_end)
+        answer = ResponseAnswer(turn, body, model, stores=stores, tokenizer=context.tokenizer, keep=keep_at_end)
         headers = {"X-Request-Id": answer.body.id}
         if body.background:
             conversation = Conversation.of(before, given, answer.body.id)

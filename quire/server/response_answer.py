@@ -8,9 +8,11 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.server.errors import to_api_error
 from quire.server.protocol.response_items import InputItem, input_item_id, listed
+from quire.server.protocol.response_tools import namespaces_of
 from quire.server.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
@@ -20,6 +22,7 @@ from quire.server.protocol.responses import (
     OutputReasoning,
     OutputText,
     OutputTokensDetails,
+    RawMessage,
     Reasoning,
     ReasoningText,
     ResponseBody,
@@ -32,6 +35,7 @@ from quire.server.protocol.responses import (
 )
 from quire.server.response_store import StoredResponse, response_event
 from quire.server.turn import Event, Kind, Segment, Step, Turn
+from quire.tokenization.tokenizer import Tokenizer
 
 _PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -64,9 +68,12 @@ class ResponseAnswer:
         model: str,
         *,
         stores: bool,
+        tokenizer: Tokenizer,
         keep: Callable[[ResponseAnswer], Awaitable[None]] | None = None,
     ) -> None:
         self._turn, self._request, self._keep = turn, request, keep
+        self._tokenizer = tokenizer
+        self._namespaces = namespaces_of(request.tools)
         self._number = 0
         self._summarizes = request.reasoning is not None and request.reasoning.summary is not None
         name = turn.response_id.partition("-")[2]
@@ -153,7 +160,7 @@ class ResponseAnswer:
         name, text = f"response.{_DELTAS[segment.kind]}.done", segment.text
         match segment.kind:
             case Kind.CALL:
-                written = [self._event(name, **place, name=segment.name, arguments=text)]
+                written = [self._event(name, **place, name=self._name(segment)[1], arguments=text)]
             case Kind.TEXT:
                 written = [self._event(name, **place, text=text, logprobs=segment.logprobs)]
             case Kind.REASONING:
@@ -199,8 +206,12 @@ class ResponseAnswer:
 
     def _add_output(self) -> None:
         """What the turn has said and counted so far."""
-        body, usage = self.body, self._turn.usage
-        body.output = [self._item(segment, self._status_of(segment)) for segment in self._turn.segments]
+        body, turn, usage = self.body, self._turn, self._turn.usage
+        if self._request.enable_response_messages:
+            skips = self._request.skip_special_tokens is not False
+            body.input_messages = self._raw(turn.prompt_token_ids)
+            body.output_messages = self._raw(turn.token_ids, skip_special_tokens=skips)
+        body.output = [self._item(segment, self._status_of(segment)) for segment in turn.segments]
         body.usage = ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(usage.num_cached),
@@ -235,7 +246,15 @@ class ResponseAnswer:
             case Kind.REASONING:
                 summary = [SummaryText(segment.text)] if self._summarizes else []
                 return OutputReasoning(item_id, [ReasoningText(segment.text)], status, summary)
-        return OutputCall(item_id, segment.call_id, segment.name, segment.text, status)
+        namespace, name = self._name(segment)
+        return OutputCall(item_id, segment.call_id, name, segment.text, status, namespace)
+
+    def _name(self, segment: Segment) -> tuple[str | UnsetType, str]:
+        """Namespace and name of the function that is called."""
+        return self._namespaces.get(segment.name, (UNSET, segment.name))
+
+    def _raw(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> list[RawMessage]:
+        return [RawMessage(self._tokenizer.decode(token_ids, skip_special_tokens), token_ids)]
 
 
 _DELTAS = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text", Kind.CALL: "function_call_arguments"}

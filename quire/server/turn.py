@@ -106,6 +106,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
     stop_reason: int | str | None = None
 
 
@@ -137,6 +138,7 @@ class TurnUsage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice]
     usage: TurnUsage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Chunk)
@@ -154,6 +156,9 @@ class Turn:
         self.stop_string: str | None = None
         """The stop string that ended the turn, if one did."""
         self.usage = TurnUsage()
+        self.prompt_token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        """Of the prompt and of the turn, where the request asks for them."""
         self._open: Segment | None = None
         self._call_index: int | None = None
         self._logprobs: list[Any] = []
@@ -169,6 +174,7 @@ class Turn:
                     break
                 chunk = _decoder.decode(memoryview(data)[_DATA:])
                 self.usage = chunk.usage or self.usage
+                self.prompt_token_ids = chunk.prompt_token_ids or self.prompt_token_ids
                 if not begun:
                     begun = True
                     yield Event(Step.BEGIN)
@@ -192,6 +198,7 @@ class Turn:
         delta = choice.delta
         if choice.logprobs is not None:
             self._logprobs += choice.logprobs.content or []
+        self.token_ids += choice.token_ids or []
         for kind, piece in (
             (Kind.REASONING, delta.reasoning or delta.reasoning_content),
             (Kind.TEXT, delta.content),

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from quire.errors import UserError
-from quire.sampling_params import MOST_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.outputs import CompletionOutput
@@ -18,24 +17,24 @@ TOKEN_BYTES = 8
 """The text or the id of one token."""
 
 
-def num_alternatives(wanted: int) -> int:
-    """Of a token, at most: -1 asks for the whole vocabulary."""
-    return MOST_LOGPROBS if wanted == -1 else wanted
+def num_alternatives(wanted: int, vocab_size: int) -> int:
+    """Of a token: -1 asks for the whole vocabulary."""
+    return vocab_size if wanted == -1 else min(wanted, vocab_size)
 
 
 class AnswerWeight:
     """Counts the bytes of one request's answer, roughly: those known before it runs by `prompt` and `planned`, those of
     a request without max_tokens as they come by `generated`. Each raises UserError beyond MAX_ANSWER_BYTES.
 
-    logprobs: alternatives of each generated token beside the chosen one; None: no logprobs. is_streamed: what is
-    generated is sent and forgotten, and does not count.
+    logprobs: alternatives of each generated token beside the chosen one, as `num_alternatives`; None: no logprobs.
+    is_streamed: what is generated is sent and forgotten, and does not count.
     """
 
     def __init__(self, *, logprobs: int | None, return_token_ids: bool, is_streamed: bool, num_listed: int = 0) -> None:
         self._bytes_per_token = TOKEN_BYTES * (1 + return_token_ids)
         self._has_logprobs = logprobs is not None
         if logprobs is not None:
-            self._bytes_per_token += LOGPROB_BYTES * (num_alternatives(logprobs) + 1 + num_listed)
+            self._bytes_per_token += LOGPROB_BYTES * (logprobs + 1 + num_listed)
         self._is_streamed = is_streamed
         self._known = 0
         self._generated = 0

@@ -349,3 +349,16 @@ def test_threads_share_one_processor(tokenizer: Tokenizer) -> None:
     for thread in threads:
         thread.join()
     assert sorted(seeds) == sorted(mix_seed(0, number) for number in range(400))
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "given"),
+    [(-1, -1, 9000), (-1, 5000, 5000), (-1, 9001, 9000), (12_000, 11_000, 9000), (8000, -1, None)],
+)
+def test_alternatives_up_to_the_whole_vocabulary(most: int, wanted: int, given: int | None) -> None:
+    wide = InputProcessor(None, vocab_size=9000, max_model_len=CONTEXT, eos_token_ids=[], seed=0, max_logprobs=most)
+    if given is None:
+        refused(wide, [5], "asks for 9000 alternatives, and at most 8000", "logprobs", logprobs=wanted)
+        return
+    params = process(wide, [5], logprobs=wanted, prompt_logprobs=wanted).params
+    assert (params.logprobs, params.prompt_logprobs) == (given, given)

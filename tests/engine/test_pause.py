@@ -34,7 +34,7 @@ def test_a_kept_request_goes_on_with_the_same_tokens(depth: int, num_blocks: int
         driver.step()
     assert driver.core.is_blocked
     assert (driver.core.stats().steps_total, driver.tokens) == (steps, tokens)
-    assert call(driver, "is_paused").value == 1
+    assert call(driver, "is_paused").value == 2
     call(driver, "resume")
     driver.run()
     assert driver.tokens["a", 0] == generate_alone(PROMPT, max_tokens=20, temperature=1.0, seed=3)[0]

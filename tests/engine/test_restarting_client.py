@@ -351,7 +351,7 @@ def test_requests_that_a_pause_keeps_are_kept_by_the_next_engine(
         outputs = client.receive(0.01)
         for update in outputs.updates if outputs is not None else ():  # planned before the pause
             heard["r0", 0].append(update)
-    assert call(client, "is_paused").value == 1
+    assert call(client, "is_paused").value == 2
     num_steps = stats(client).steps_total
     for _ in range(3):
         client.receive(0.01)

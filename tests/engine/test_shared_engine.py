@@ -141,7 +141,8 @@ def test_a_session_that_ends_leaves_no_request_and_the_engines_true_state(shared
     shared.engine.close_session(first.session)
     wait_for(second, lambda outputs: [each for each in outputs.updates if each.finish_reason == FinishReason.LENGTH])
     assert stats(second).num_running == stats(second).num_waiting == 0
-    assert (shared.state.engine.is_asleep, shared.state.engine.pauses) == (False, True)
+    state = shared.state.engine
+    assert (state.is_asleep, state.pauses, state.refuses_new) == (False, True, True)
     first.send(add("late#1.9"))  # what was still on its way
     assert stats(second).num_waiting == 0
     assert shared.open().session == 3, "no number is given twice"

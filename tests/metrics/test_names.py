@@ -23,7 +23,8 @@ TO_FIRST_TOKEN = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5
 PER_TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
 LATENCIES = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 
-CACHE_LABELS = {"block_size", "num_gpu_blocks", "kv_cache_size_tokens", "cache_dtype", "enable_prefix_caching"}
+CACHE_LABELS = {"block_size", "num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"}
+CACHE_LABELS |= {"cache_dtype", "enable_prefix_caching"}
 FAMILIES_OF_VLLM: dict[str, tuple[str, set[str], str]] = {
     "num_requests_running": ("gauge", set(), ""),
     "num_requests_waiting": ("gauge", set(), ""),

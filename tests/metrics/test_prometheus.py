@@ -122,10 +122,15 @@ def test_sleep(level: int, state: str) -> None:
 
 
 def test_tokens_of_an_iteration(metrics: EngineMetrics) -> None:
-    for steps, tokens in ((1, 10), (1, 10), (3, 40)):
-        metrics.record_stats(EngineStats(steps_total=steps, scheduled_tokens_total=tokens))
+    """A prompt of 10 tokens, of which a cache had 2, and 3 of an answer; the last comes after its step's plan."""
+    for steps, tokens in ((1, 0), (1, 1), (3, 2), (3, 3)):
+        metrics.record_stats(
+            EngineStats(
+                steps_total=steps, prompt_tokens_total=10, prefix_cache_hits_total=2, generation_tokens_total=tokens
+            )
+        )
     found = sums(metrics)
-    assert (found["iteration_tokens_total_count"], found["iteration_tokens_total_sum"]) == (3, 40)
+    assert (found["iteration_tokens_total_count"], found["iteration_tokens_total_sum"]) == (3, 8 + 3)
 
 
 def test_times_of_a_request(metrics: EngineMetrics, clock: VirtualClock) -> None:

@@ -83,8 +83,9 @@ async def test_without_the_settings_there_are_no_such_routes(model_path: Path) -
             assert (await served.client.request(method, path)).status_code == 404
 
 
-async def test_a_pause_holds_new_requests(model_path: Path) -> None:
-    """Running ones are kept, ended or waited for; the tokens are those of an engine that was not paused."""
+async def test_a_pause_holds_or_refuses_new_requests(model_path: Path) -> None:
+    """Running ones are kept, and new ones with them; or they are ended or waited for, and new ones are refused. The
+    tokens are those of an engine that was not paused."""
     body = {**BODY, "max_tokens": 200}
     async with serving(model_path) as served:
         expected = (await served.client.post("/v1/completions", json=body)).json()["choices"]
@@ -101,16 +102,19 @@ async def test_a_pause_holds_new_requests(model_path: Path) -> None:
             assert ((await get("/ready")).status_code, (await get("/health")).status_code) == (503, 200)
             new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
             if mode != "keep":
+                refused = await asyncio.wait_for(new, 20)
+                assert (refused.status_code, "POST /resume" in refused.text) == (503, True)
                 await running
             served.hurry()
             await asyncio.sleep(0.1)
-            assert not new.done()
-            assert running.done() == (mode != "keep")
+            assert running.done() == new.done() == (mode != "keep")
             assert (await post("/resume")).json() == {"status": "resumed"}
             choice = (await running).json()["choices"]
             assert choice == expected if mode != "abort" else choice[0]["finish_reason"] == "abort"
-            assert (await new).text.endswith("data: [DONE]\n\n")
             assert (await get("/ready")).status_code == 200
+            if mode != "keep":
+                new = asyncio.ensure_future(post("/v1/completions", json={**body, "stream": True}))
+            assert (await new).text.endswith("data: [DONE]\n\n")
             await served.until_idle()
 
 

@@ -200,6 +200,7 @@ def test_a_pause_and_sleep_are_everywhere(pair: tuple[httpx.Client, httpx.Client
             assert one.post(begin).status_code == 200
             assert [client.get("/ready").status_code for client in pair] == [503, 503]
             assert other.get("/is_paused").json()["is_paused"] is (begin == "/pause")
+            assert [complete(client).status_code for client in pair] == [503, 503]
             assert other.get("/is_sleeping").json()["is_sleeping"] is (begin == "/sleep")
             assert other.post(end).status_code == 200
             assert [client.get("/ready").status_code for client in pair] == [200, 200]

@@ -88,7 +88,7 @@ async def test_what_is_wrong_with_a_line_stands_in_its_place(local: Served) -> N
     ]
     statuses = [each["response"] and each["response"]["status_code"] for each in found]
     assert statuses == [None, None, None, None, None, None, 400, 404, 404, 200, None]
-    assert found[6]["error"]["param"] == found[6]["response"]["body"]["error"]["param"] == "temperature"
+    assert (found[6]["error"]["param"], found[6]["response"]["body"]) == ("temperature", None)
     assert found[4]["error"]["message"].startswith("a batch is not streamed")
     assert found[10]["error"]["message"].startswith("a batch waits for its answers")
 
@@ -153,3 +153,6 @@ def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     found = [json.loads(each) for each in target.read_text().splitlines()]
     assert [len(each["response"]["body"]["choices"]) for each in found] == [1, 2]
     assert "2 requests in" in capfd.readouterr().err
+    source.write_bytes(b'{"custom_id": "no url"}\n' + line(0, prompt="import os\n", temperature=0))
+    assert main(["run-batch", str(source), str(target), "--num-blocks-override", "64"]) == 1
+    assert [json.loads(each)["error"] is None for each in target.read_text().splitlines()] == [False, True]

@@ -308,7 +308,7 @@ def test_vllms_fields() -> None:
     }
     flags = dict.fromkeys(("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"), False)
     assert (fields | flags).items() <= to_chat(**fields, **flags).items()
-    for name in ("previous_input_messages", "enable_response_messages", "kv_transfer_params"):
+    for name in ("previous_input_messages", "kv_transfer_params"):
         assert name in ResponsesRequest.UNSUPPORTED
 
 
@@ -320,3 +320,49 @@ def test_choices_of_tools() -> None:
     assert to_chat(tools=tools, tool_choice=allowed)["tool_choice"]["allowed_tools"]["mode"] == "required"
     with pytest.raises(UserError):
         to_chat(tools=tools, tool_choice={"type": "mcp"})
+
+
+def test_functions_of_namespaces_as_a_chat() -> None:
+    """They are called namespace__name, and chosen by that or by a name that no other tool has."""
+    files, web = (
+        {
+            "type": "namespace",
+            "name": space,
+            "description": "d",
+            "tools": [{"type": "function", "name": name} for name in names],
+        }
+        for space, names in (("files", ("read", "list")), ("web", ("read", "open")))
+    )
+    tools = [files, {"type": "function", "name": "list"}, web]
+    called = {"type": "function_call", "call_id": "c", "namespace": "web", "name": "read", "arguments": "{}"}
+    chat = to_chat(tools=tools, input=[called, {"type": "function_call_output", "call_id": "c", "output": "x"}])
+    names = [tool["function"]["name"] for tool in chat["tools"]]
+    assert names == ["files__read", "files__list", "list", "web__read", "web__open"]
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "web__read"
+    for name, meant in (("open", "web__open"), ("web__read", "web__read"), ("list", "list"), ("other", "other")):
+        choice = to_chat(tools=tools, tool_choice={"type": "function", "name": name})["tool_choice"]
+        assert choice["function"]["name"] == meant
+    for wrong in (
+        {"tools": tools, "tool_choice": {"type": "function", "name": "read"}},
+        {"tools": [{"type": "namespace", "name": "empty"}]},
+        {"tools": [{"type": "namespace", "name": "deep", "tools": [files]}]},
+        {"tools": [{"type": "function", "name": "f", "tools": []}]},
+    ):
+        with pytest.raises((UserError, msgspec.ValidationError)):
+            to_chat(**wrong)
+
+
+async def test_what_the_model_was_given_and_gave(client: openai.AsyncOpenAI, fast: Served) -> None:
+    asked: Any = {"model": "tiny", "input": "=hello", "extra_body": {"enable_response_messages": True}}
+    whole = await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as stream:
+        streamed = await stream.get_final_response()
+    tokenizer = fast.context.tokenizer
+    for answer in (whole, streamed):
+        [given], [gave] = answer.input_messages, answer.output_messages
+        assert given["type"] == gave["type"] == "raw_message_tokens"
+        assert given["message"] == tokenizer.decode(given["tokens"], skip_special_tokens=False)
+        assert "=hello" in given["message"]
+        assert len(given["tokens"]) == answer.usage.input_tokens
+        assert (gave["message"], len(gave["tokens"])) == (answer.output_text, answer.usage.output_tokens)
+    assert not hasattr(await client.responses.create(model="tiny", input="=a"), "input_messages")

@@ -120,6 +120,7 @@ async def test_metrics(served: Served) -> None:
     assert value("request_params_max_tokens_count", **tiny) == 2
     cache = {"cache_dtype": served.engine.model_config.kv_cache_dtype, "enable_prefix_caching": "True"}
     sizes = {"block_size": "16", "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024"}
+    sizes["kv_cache_max_concurrency"] = f"{1024 / served.engine.ready.max_model_len:.2f}"
     assert value("cache_config_info", **sizes, **cache, **tiny) == 1
     assert value("http_requests_total", handler="/v1/completions", method="POST", status="200") == 2
     assert value("http_requests_total", handler="unmatched", method="other", status="404") == 1

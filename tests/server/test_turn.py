@@ -102,6 +102,28 @@ async def test_responses(scripted: Served) -> None:
         assert [each["id"] for each in assistant["tool_calls"]] == ["call_a", "call_b"]
 
 
+async def test_calls_of_functions_in_a_namespace(scripted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedAnswer, "deltas", [call(0, "maps__weather", "{}", "call_a")])
+    member = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    asked: Any = {
+        "model": "tiny",
+        "tools": [{"type": "namespace", "name": "maps", "description": "d", "tools": [member]}],
+    }
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="k", max_retries=0) as client:
+        whole = await client.responses.create(input="a", **asked)
+        events = [event async for event in await client.responses.create(input="a", stream=True, **asked)]
+        told = [event.item for event in events if event.type.startswith("response.output_item.")]
+        assert [(item.namespace, item.name) for item in (*whole.output, *told)] == [("maps", "weather")] * 3
+        [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert done.name == "weather"
+        ScriptedAnswer.bodies.clear()
+        await client.responses.create(input="b", previous_response_id=whole.id, **asked)
+        [assistant] = [each.to_dict() for each in ScriptedAnswer.bodies[0].messages if each.role == "assistant"]
+        assert assistant["tool_calls"][0]["function"]["name"] == "maps__weather"
+        items = (await client.responses.input_items.list(whole.id, order="asc")).data
+        assert [(item.namespace, item.name) for item in items if item.type == "function_call"] == [("maps", "weather")]
+
+
 async def test_thoughts_are_their_summary_where_one_is_asked_for(scripted: Served) -> None:
     asked: Any = {"model": "tiny", "reasoning": {"summary": "auto"}}
     async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="k", max_retries=0) as client:

@@ -49,7 +49,7 @@ MODEL: tuple[VllmFlag, ...] = (
     to("enforce_eager", "flag"),
     refused("enable_return_routed_experts", "flag", "answers do not tell which experts were used", False),
     refused("return_sampling_mask", "flag", "answers do not tell which tokens could be drawn", False),
-    to("max_logprobs", "int", why="-1 or more than 4,096: the whole vocabulary, up to 4,096 alternatives"),
+    to("max_logprobs", "int", why="-1: the whole vocabulary"),
     to("logprobs_mode", "text", why="prompt logprobs are raw in each mode"),
     noted("use_fp64_gumbel", "flag", "draws do not use Gumbel noise", False),
     noted("enable_trace_replay", "flag", "steps are logged with --step-log", False),

@@ -11,6 +11,7 @@ from msgspec import Meta
 from quire.errors import UserError
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.messages import MAX_MESSAGES
+from quire.server.protocol.response_tools import flat_name
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a part of a message -> its field."""
@@ -21,7 +22,6 @@ _ITEM_NO_EFFECT = frozenset(
         "phase",
         "encrypted_content",
         "caller",
-        "namespace",
         "async",
         "created_by",
         "internal_chat_message",
@@ -51,7 +51,8 @@ class Part(msgspec.Struct, frozen=True):
 
 class InputItem(msgspec.Struct, frozen=True):
     """message, function_call, function_call_output, reasoning, or item_reference to one of a stored response; without a
-    type a message. id: of an item_reference; other items get ids of their own."""
+    type a message. id: of an item_reference; other items get ids of their own. namespace: of the function that a
+    function_call calls."""
 
     type: str = "message"
     id: ShortString | None = None
@@ -59,6 +60,7 @@ class InputItem(msgspec.Struct, frozen=True):
     content: str | list[Part] | None = None
     call_id: ShortString | None = None
     name: ShortString | None = None
+    namespace: ShortString | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
@@ -108,7 +110,8 @@ def listed(item: InputItem, item_id: str) -> dict[str, Any]:
             kind = "output_text" if item.role == "assistant" else "input_text"
             return {**head, "role": item.role, "content": _listed_parts(item.content, kind)}
         case "function_call":
-            return {**head, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            space = {} if item.namespace is None else {"namespace": item.namespace}
+            return {**head, "call_id": item.call_id, "name": item.name, **space, "arguments": item.arguments}
         case "function_call_output":
             is_text = isinstance(item.output, str)
             output = item.output if is_text else _listed_parts(item.output, "input_text")
@@ -146,7 +149,8 @@ def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) 
     if item.type == "function_call":
         if last is None:
             found.append(last := {"role": "assistant", "content": None})
-        function = {"name": item.name, "arguments": item.arguments}
+        name = item.name if item.namespace is None else flat_name(item.namespace, item.name or "")
+        function = {"name": name, "arguments": item.arguments}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         return
     field = "reasoning" if item.type == "reasoning" else "content"

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.server.protocol.common import SharedFields, ShortString, TokenId
 from quire.server.protocol.response_items import InputItem, Items, messages_of
+from quire.server.protocol.response_tools import NamedTool, ResponseTool
 
 NAMES = {
     "messages": "input",
@@ -34,49 +35,6 @@ PASSED_ON = (
 """Fields that the chat endpoint has under the same name."""
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class FunctionTool(msgspec.Struct, frozen=True):
-    """A tool of the client. The server's own tools of OpenAI's API have other types."""
-
-    type: str
-    name: ShortString | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "defer_loading", "output_schema"})
-
-    def __post_init__(self) -> None:
-        if self.type != "function":
-            raise UserError(f"tools of type {self.type!r} are not supported (only 'function' is)", param="type")
-        if self.name is None:
-            raise UserError("a tool of type 'function' needs a name", param="name")
-
-    def to_chat(self) -> dict[str, Any]:
-        fields = ("name", "description", "parameters", "strict")
-        function = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
-        return {"type": "function", "function": function}
-
-
-class NamedTool(msgspec.Struct, frozen=True):
-    """tool_choice: a function, or `allowed_tools` with a mode and a list of them."""
-
-    type: str
-    name: ShortString | None = None
-    mode: ShortString | None = None
-    tools: list[dict[str, Any]] | None = None
-
-    def to_chat(self) -> dict[str, Any]:
-        if self.type == "function" and self.name is not None:
-            return {"type": "function", "function": {"name": self.name}}
-        if self.type == "allowed_tools" and self.tools:
-            tools = [{"type": "function", "function": {"name": tool.get("name")}} for tool in self.tools]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode or "auto", "tools": tools}}
-        raise UserError(
-            f"tool_choice of type {self.type!r} is not supported (only 'function' with a name and 'allowed_tools' are)",
-            param="tool_choice",
-        )
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -105,8 +63,9 @@ class Reasoning(msgspec.Struct, frozen=True):
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     """input: a text of the user, or items. instructions: the system's message. store: whether the response can be gone
     on from. background: the answer says only that the response is queued, and it is made whether the client waits or
-    not. truncation: whether the beginning of a prompt that is too long is cut off. Sampling fields as the chat endpoint
-    has them."""
+    not. truncation: whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether
+    the response tells the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has
+    them."""
 
     input: str | Items
     instructions: str | None = None
@@ -114,7 +73,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     store: bool = True
     background: bool = False
     stream: bool = False
-    tools: list[FunctionTool] = []  # noqa: RUF012  # msgspec copies it
+    tools: list[ResponseTool] = []  # noqa: RUF012  # msgspec copies it
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
@@ -132,6 +91,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     spaces_between_special_tokens: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
     structured_outputs: dict[str, Any] | None = None
+    enable_response_messages: bool = False
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {
@@ -153,7 +113,6 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
         "context_management": ([],),
         "conversation": (),
         "ec_transfer_params": ({},),
-        "enable_response_messages": (False,),
         "kv_transfer_params": ({},),
         "max_tool_calls": (),
         "mm_payload": ({},),
@@ -177,9 +136,9 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
         if self.max_output_tokens is not None:
             fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
-            fields["tools"] = [tool.to_chat() for tool in self.tools]
+            fields["tools"] = [function for tool in self.tools for function in tool.to_chat()]
             choice = self.tool_choice
-            fields["tool_choice"] = choice if isinstance(choice, str) else choice.to_chat()
+            fields["tool_choice"] = choice if isinstance(choice, str) else choice.to_chat(self.tools)
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         elif self.tool_choice not in ("auto", "none"):
             raise UserError("tool_choice asks for a call, and there are no tools", param="tool_choice")
@@ -192,6 +151,8 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
                 fields["response_format"]["json_schema"] = schema
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
+        if self.enable_response_messages:
+            fields["return_token_ids"] = True
         if LOGPROBS in self.include:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         return fields
@@ -231,9 +192,17 @@ class OutputCall(msgspec.Struct, tag="function_call"):
     name: str
     arguments: str
     status: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputReasoning | OutputMessage | OutputCall
+
+
+class RawMessage(msgspec.Struct, tag="raw_message_tokens"):
+    """What the model was given or gave."""
+
+    message: str
+    tokens: list[int]
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -287,12 +256,14 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     text: TextConfig
     tool_choice: str | NamedTool
-    tools: list[FunctionTool]
+    tools: list[ResponseTool]
     top_logprobs: int | None = None
     top_p: float | None = None
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None = None
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
 
 
 class ResponseDeleted(msgspec.Struct):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
-from quire.sampling_params import MOST_LOGPROBS, UNAVAILABLE, RepetitionDetectionParams, SamplingParams
+from quire.sampling_params import UNAVAILABLE, RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.common import Int32, ShortString, TokenId
 from quire.server.protocol.structured import StructuredFields
 
@@ -38,7 +38,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
     bad_words: Annotated[list[ShortString], Meta(max_length=1024)] | None = None
     logit_bias: dict[TokenId, float] | None = None
-    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
     prompt_logprobs: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
