@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from quire.server.body import read_request, report_ignored
+from quire.server.body import report_ignored
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
+from quire.server.long_conversations import read_chat
 from quire.server.protocol.anthropic import (
     NAMES,
     AnswerBlock,
@@ -27,7 +28,7 @@ from quire.server.protocol.anthropic import (
 )
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, count_prompt_tokens
+from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, count_prompt_tokens
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -40,10 +41,12 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post(MESSAGES_PATH)
     async def create(request: Request) -> Response:
-        body = await read_request(request, context, MessagesRequest)
+        read = await read_chat(request, context, MessagesRequest)
+        body = read.body
         _report(request, context, body)
         model = context.served_name(body.model)
-        chat = chat_body(body.to_chat(reasons=reasons), NAMES)
+        read.check()
+        chat = read.chat(body.to_chat(reasons=reasons), NAMES)
         turn = begin_turn(context, request, chat, NAMES, ends_with_context=True)
         answer = _MessageAnswer(turn, model, body.max_tokens)
         headers = {"X-Request-Id": turn.response_id, "request-id": turn.response_id}
@@ -53,9 +56,10 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        body = await read_request(request, context, CountTokensRequest)
-        context.served_name(body.model)
-        chat = chat_body(body.to_chat(reasons=reasons), NAMES)
+        read = await read_chat(request, context, CountTokensRequest)
+        context.served_name(read.body.model)
+        read.check()
+        chat = read.chat(read.body.to_chat(reasons=reasons), NAMES)
         return json_response(TokenCount(await count_prompt_tokens(context, chat, NAMES)))
 
 
