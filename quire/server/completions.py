@@ -32,9 +32,8 @@ logger = get_logger(__name__)
 
 
 def add_completion_routes(app: FastAPI, context: ServerContext) -> None:
-    add_answer_route(
-        app, "/v1/completions", context, partial(read_long_request, kind=CompletionRequest), CompletionAnswer
-    )
+    read = partial(read_long_request, kind=CompletionRequest)
+    add_answer_route(app, "/v1/completions", context, read, CompletionAnswer)
 
 
 class CompletionAnswer(Answer[CompletionRequest]):

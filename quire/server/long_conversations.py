@@ -77,7 +77,7 @@ async def read_chat(request: Request, context: ServerContext, kind: type[T]) -> 
     strict = context.settings.strict_fields
 
     def decode(answer: bytes) -> tuple[ReadChat[T], list[str]] | NeedsStore | Rejected:
-        found = _DECODER.decode(answer)
+        found: FoundChat | NeedsStore | Rejected = _DECODER.decode(answer)
         if not isinstance(found, FoundChat):
             return found
         parsed, _ = parse_body(found.body, kind, strict=strict)
