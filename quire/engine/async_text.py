@@ -49,11 +49,18 @@ class AsyncText(ABC):
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
 
-    async def read_elsewhere(self, reader: str, content: bytes) -> bytes | None:
-        """What the function `reader` ("module:name") makes of `content` in one of these processes; None: there are
-        none. Raises InternalError when the process ends."""
+    async def read_elsewhere(
+        self, reader: str, argument: str, content: bytes, decode: Callable[[bytes], T]
+    ) -> T | None:
+        """What the function `reader` ("module:name") makes of `argument` and `content` in one of these processes,
+        decoded on another thread; None: there are no such processes. Cancelled, it drops what is waiting, and what is
+        being read when it is done. Raises InternalError when the process ends."""
         texts = self.long_texts
-        return None if texts is None else await self.off_loop(len(content), lambda: texts.read(reader, content))
+        if texts is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(
+            self._text_threads, lambda: decode(texts.read(reader, argument, content))
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
         """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far

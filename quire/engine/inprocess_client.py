@@ -96,7 +96,7 @@ class InProcessClient:
             self._raise_if_dead()
             try:
                 outputs = advance(self._core, messages, self._window)
-                self._core.check_when_idle()
+                self._core.check_when_idle()  # here: a caller of LLM does not come back for it behind its last output
                 return outputs
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(

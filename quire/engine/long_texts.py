@@ -14,7 +14,8 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -51,14 +52,15 @@ class Text(msgspec.Struct, tag=True):
 
 
 class Bytes(msgspec.Struct, tag=True):
-    """To be given to `reader`, a function of bytes that returns bytes, as "module:name"."""
+    """To be given to `reader`, as "module:name" a function of `argument` and `content` that returns bytes."""
 
     reader: str
+    argument: str
     content: bytes
 
 
 class Encoded(msgspec.Struct, tag=True):
-    """ids: numbers of ID_BYTES bytes in the machine's order."""
+    """ids: as `packed` has them."""
 
     ids: bytes
 
@@ -138,14 +140,14 @@ class TokenizerProcess:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """As Tokenizer.encode. After any error but UserError the process is of no use."""
         if not self._is_checked:
-            if _listed(self._ask(Text(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
+            if listed(self._ask(Text(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
                 raise _failure("read another tokenizer than this process: its files have changed since the start")
             self._is_checked = True
-        return _listed(self._ask(Text(text, add_special_tokens)))
+        return listed(self._ask(Text(text, add_special_tokens)))
 
-    def read(self, reader: str, content: bytes) -> bytes:
+    def read(self, reader: str, argument: str, content: bytes) -> bytes:
         """What the function `reader` of the process makes of `content`; as `encode`."""
-        return self._ask(Bytes(reader, content))
+        return self._ask(Bytes(reader, argument, content))
 
     def kill(self) -> None:
         """End the process; `encode` of another thread finds the connection closed."""
@@ -192,9 +194,9 @@ class LongTexts:
         """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
         return self._run(lambda process: process.encode(text, add_special_tokens))
 
-    def read(self, reader: str, content: bytes) -> bytes:
-        """What the function `reader` ("module:name") makes of `content`. Raises as `encode`."""
-        return self._run(lambda process: process.read(reader, content))
+    def read(self, reader: str, argument: str, content: bytes) -> bytes:
+        """What the function `reader` ("module:name") makes of `argument` and `content`. Raises as `encode`."""
+        return self._run(lambda process: process.read(reader, argument, content))
 
     def _run(self, work: Callable[[TokenizerProcess], T]) -> T:
         abandonment = ABANDONMENT.get() or Abandonment()
@@ -245,7 +247,13 @@ class LongTexts:
             raise EngineDeadError("the engine was shut down")
 
 
-def _listed(ids: bytes) -> list[int]:
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as ID_BYTES bytes each in the machine's order."""
+    return array("I", ids).tobytes()
+
+
+def listed(ids: bytes) -> list[int]:
+    """The ids of `packed`. Other threads run in between."""
     numbers = memoryview(ids).cast("I")
     token_ids: list[int] = []
     for start in range(0, len(numbers), PIECE_TOKENS):

@@ -8,12 +8,11 @@ import os
 import signal
 import socket
 import sys
-from array import array
 
 import msgspec
 
 from quire.engine.front_end import open_tokenizer
-from quire.engine.long_texts import MAX_REPLY_BYTES, Bytes, Encoded, NotEncoded, Read, Setup, Text
+from quire.engine.long_texts import MAX_REPLY_BYTES, Bytes, Encoded, NotEncoded, Read, Setup, Text, packed
 from quire.errors import QuireError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
 from quire.tokenization.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def _answer(tokenizer: Tokenizer, work: Text | Bytes) -> Encoded | Read | NotEnc
     try:
         if isinstance(work, Bytes):
             module, _, name = work.reader.partition(":")
-            return Read(getattr(importlib.import_module(module), name)(work.content))
-        return Encoded(array("I", tokenizer.encode(work.text, work.add_special_tokens)).tobytes())
+            return Read(getattr(importlib.import_module(module), name)(work.argument, work.content))
+        return Encoded(packed(tokenizer.encode(work.text, work.add_special_tokens)))
     except QuireError as error:
         return NotEncoded(str(error), isinstance(error, UserError))

@@ -18,9 +18,9 @@ from quire.logging import REQUEST_ID
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.limits import Charge, client_salt
-from quire.server.protocol.chat import LongChatRequest, TemplateInputs
+from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
-from quire.server.protocol.messages import ChatMessage
+from quire.server.protocol.messages import ChatMessage, LongMessages
 from quire.server.turns import Part, Turns, share_of, split
 from quire.tokenization.chat_template import TemplateChoice
 
@@ -63,8 +63,8 @@ async def render_chat(
         )
     engine, messages = context.engine, body.messages or []
     size, written, conversation = 0, [], None
-    if isinstance(body, LongChatRequest):
-        conversation = body.conversation
+    if isinstance(messages, LongMessages):
+        conversation = messages.conversation
     else:
         size = sum(message.size for message in messages)
         written = await engine.off_loop(size, lambda: [message.to_dict() for message in messages])

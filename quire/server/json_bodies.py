@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
@@ -9,6 +12,21 @@ from quire.server.errors import ApiError, error_response, invalid_request, unava
 FREE_BODY_BYTES = 64 * 1024
 """The beginning of a body, which does not count: however many large bodies hang, small requests come in."""
 RETRY_AFTER_SECONDS = 1
+IN_FLIGHT = "quire.body_in_flight"
+"""The entry of a request's scope with its _BodyInFlight."""
+
+
+@contextlib.contextmanager
+def in_flight(scope: Scope) -> Iterator[None]:
+    """The body of a request, which has been read, counts as in flight meanwhile, whatever is asked for."""
+    body: _BodyInFlight | None = scope.get(IN_FLIGHT)
+    if body is not None:
+        body.is_kept = True
+    try:
+        yield
+    finally:
+        if body is not None:
+            body.release()
 
 
 class JsonBodies:
@@ -31,7 +49,7 @@ class JsonBodies:
         elif (error := _objection(scope)) is not None:
             await error_response(error, scope["path"])(scope, receive, send)
         else:
-            body = _BodyInFlight(self, receive)
+            body = scope[IN_FLIGHT] = _BodyInFlight(self, receive)
             try:
                 await self.app(scope, body.receive, send)
             finally:
@@ -56,10 +74,12 @@ class _BodyInFlight:
         self._num_bytes = 0
         self._num_taken = 0
         self._is_complete = False
+        self.is_kept = False
 
     async def receive(self) -> Message:
         if self._is_complete:
-            self.release()
+            if not self.is_kept:
+                self.release()
             return await self._receive()
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))

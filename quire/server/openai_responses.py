@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +13,11 @@ from quire.errors import UserError
 from quire.server.auth import owner_of
 from quire.server.background import AnyResponse, BackgroundResponses, not_found, not_streamed
 from quire.server.background_elsewhere import ResponseElsewhere, answer_question, find_anywhere
-from quire.server.body import read_request
 from quire.server.chat import Asked
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
+from quire.server.long_conversations import ReadChat, read_chat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.response_items import InputItem, items_of, response_of_item
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
@@ -25,7 +26,7 @@ from quire.server.response_answer import Conversation, ResponseAnswer
 from quire.server.response_store import Responses
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import begin_turn, chat_body, count_prompt_tokens
+from quire.server.turn import begin_turn, count_prompt_tokens
 
 _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
@@ -74,13 +75,16 @@ class _Kept(NamedTuple):
         return found
 
     async def chat(
-        self, owner: str, body: ResponsesRequest
-    ) -> tuple[list[dict[str, Any]], list[InputItem], ChatRequest]:
-        """The items before the request's own, its own, and the chat completion that they mean."""
+        self, owner: str, read: ReadChat[ResponsesRequest]
+    ) -> tuple[ChatRequest, Callable[[str], Conversation]]:
+        """The chat completion that a request means, and what there is to list once the response's id is known."""
+        read.check()
+        body = read.body
         before = await self.conversation(owner, body.previous_response_id)
         given = await self.resolve(owner, items_of(body.input))
         items = [*msgspec.convert(before, list[InputItem]), *given]
-        return before, given, chat_body(body.to_chat(items, len(before)), NAMES)
+        chat = read.chat(body.to_chat(items, len(before)), NAMES)
+        return chat, partial(Conversation.of, before, given) if read.items is None else read.items.conversation
 
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
@@ -98,25 +102,25 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
 
     @app.post(_PATH)
     async def create(request: Request) -> Response:
-        body = await read_request(request, context, ResponsesRequest)
+        read = await read_chat(request, context, ResponsesRequest)
+        body = read.body
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        before, given, chat = await kept.chat(owner, body)
+        chat, conversation = await kept.chat(owner, read)
         turn = begin_turn(context, request, chat, NAMES, asked=Asked("responses", is_streamed=body.stream))
         stores = body.store and num_stored > 0
 
         async def keep(answer: ResponseAnswer) -> None:
-            conversation = Conversation.of(before, given, answer.body.id)
-            await kept.store.put(owner, answer.body.id, answer.stored(conversation))
+            await kept.store.put(owner, answer.body.id, answer.stored(conversation(answer.body.id)))
 
         keep_at_end = keep if stores and not body.background else None
         answer = ResponseAnswer(turn, body, model, stores=stores, tokenizer=context.tokenizer, keep=keep_at_end)
         headers = {"X-Request-Id": answer.body.id}
         if body.background:
-            conversation = Conversation.of(before, given, answer.body.id)
             kept.store.answer_with(partial(answer_question, kept.background))
-            running = await kept.background.start(owner, answer, conversation, keeps_events=body.stream)
+            items = conversation(answer.body.id)
+            running = await kept.background.start(owner, answer, items, keeps_events=body.stream)
             return EventStream(running.follow(0), headers) if body.stream else json_response(answer.body, headers)
         if body.stream:
             return EventStream(answer.stream(), headers)
@@ -124,9 +128,9 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
 
     @app.post(_PATH + "/input_tokens")
     async def count_tokens(request: Request) -> Response:
-        body = await read_request(request, context, ResponsesRequest)
-        context.served_name(body.model)
-        _, _, chat = await kept.chat(owner_of(request), body)
+        read = await read_chat(request, context, ResponsesRequest)
+        context.served_name(read.body.model)
+        chat, _ = await kept.chat(owner_of(request), read)
         return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
 

@@ -21,6 +21,7 @@ from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
 from quire.server.generation import render_chat
 from quire.server.limits import Charge, client_salt
+from quire.server.long_bodies import read_long_request
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
     ClassificationItem,
@@ -72,8 +73,10 @@ def _add_route(
     body_type: type[Body],
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
 ) -> None:
+    read = read_long_request if issubclass(body_type, InputFields) else read_request
+
     async def create(request: Request) -> Response:
-        body = await read_request(request, context, body_type)
+        body = await read(request, context, body_type)
         _check_task(context, task)
         context.served_name(body.model)
         context.admit()

@@ -58,6 +58,24 @@ class Conversation(NamedTuple):
         return cls(_encoder.encode([*before, *added]), len(before) + len(added))
 
 
+class ListedItems(msgspec.Struct):
+    """The Conversation of a request that another process has read, before the response has an id: `name` stands in the
+    items' ids for that of the response."""
+
+    items: bytes
+    num_items: int
+    name: str
+
+    @classmethod
+    def of(cls, given: list[InputItem], name: str) -> ListedItems:
+        """name: found nowhere in the items, and in need of no escapes."""
+        return cls(*Conversation.of([], given, name), name)
+
+    def conversation(self, response_id: str) -> Conversation:
+        name = _encoder.encode(response_id.removeprefix("resp_"))[1:-1]
+        return Conversation(self.items.replace(self.name.encode(), name), self.num_items)
+
+
 class ResponseAnswer:
     """keep: called with the whole response before the client sees its end."""
 
@@ -225,9 +243,8 @@ class ResponseAnswer:
         an empty message there: templates expect the turns to alternate."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
-        before = msgspec.json.decode(conversation.items)
         can_continue = self.body.status in ("completed", "incomplete")
-        items = _encoder.encode([*before, *added])
+        items = b"%b,%b" % (conversation.items[:-1], _encoder.encode(added)[1:])
         return StoredResponse(_encoder.encode(self.body), items, conversation.num_items, can_continue)
 
     def _status_of(self, segment: Segment) -> str:

@@ -26,6 +26,7 @@ class BlockedCore:
         self.num_looks = num_looks
         self.num_steps = 0
         self.is_blocked = False
+        self.num_checks = 0
 
     @property
     def has_work(self) -> bool:
@@ -40,7 +41,8 @@ class BlockedCore:
         return EngineStats()
 
     def check_when_idle(self) -> None:
-        pass
+        assert not self.has_work
+        self.num_checks += 1
 
     def idle(self) -> bool:
         return False
@@ -73,6 +75,7 @@ def test_the_engine_process_sleeps_until_a_message_or_for_a_moment() -> None:
     serve(core, channel, stop, Progress())  # type: ignore[arg-type]
     assert channel.waits == [BLOCKED_SECONDS] * 3 + [1.0]
     assert core.num_steps == 4
+    assert core.num_checks == 1, "the invariants are checked before the process sleeps without work"
 
 
 def test_the_inline_client_sleeps_until_a_message_or_for_a_moment(

@@ -1,24 +1,27 @@
-"""Large chat requests are read in another process: the same answers and the same errors, and no parsed message here."""
+"""Large requests are read in another process: the same answers and the same errors, and no conversation here."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from quire.server import body as body_module
-from quire.server import long_bodies
-from quire.server.protocol.chat import ChatRequest
+from quire.server import long_bodies, long_conversations
 from tests.server.conftest import Served
+from tests.server.raw import json_bodies_of
 
 USER = {"role": "user", "content": "hello"}
 HISTORY = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}]
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-BODIES: list[bytes | dict[str, Any]] = [
+Body = bytes | dict[str, Any]
+CHATS: list[Body] = [
     {"messages": [USER]},
     {"messages": [*HISTORY, USER], "return_token_ids": True, "return_prompt_text": True, "prompt_logprobs": 1},
     {"messages": HISTORY, "continue_final_message": True, "add_generation_prompt": False, "echo": True},
@@ -43,30 +46,95 @@ BODIES: list[bytes | dict[str, Any]] = [
     {"messages": [USER], "chat_template_kwargs": {"messages": 1}},
     {"messages": [USER], "max_tokens": 10**6},
 ]
+TEXTS: list[Body] = [
+    {"prompt": "hello \ud83d\ude00", "echo": True, "logprobs": 1},
+    {"prompt": ["hello", "", "b"]},
+    {"prompt": ["hello", "b"], "stream": True, "foo": 1},
+    {"prompt": [65, 66, 67], "return_token_ids": True},
+    {"prompt": [[65], [66, 67]], "n": 2, "echo": True},
+    {"prompt": ["a", [1]]},
+    {"prompt": [1, 10**6]},
+    {"prompt": [2**31]},
+    {"prompt": ["a"] * 1025},
+    {"prompt": [1], "suffix": "a"},
+    {"prompt": "a", "model": "other"},
+    {},
+]
+TO_TOKENIZE: list[Body] = [
+    {"prompt": "hello", "return_token_strs": True},
+    {"prompt": ""},
+    {"prompt": "hello", "add_special_tokens": False, "foo": 1},
+    {"messages": [USER, *HISTORY], "tools": [{"type": "function", "function": TOOL}]},
+    {"messages": HISTORY, "continue_final_message": True},
+    {"messages": [USER], "prompt": "a"},
+    {"messages": [USER], "continue_final_message": True},
+]
+USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]}
+TO_CLAUDE: list[Body] = [
+    {"messages": [USER], "system": "be brief", "metadata": {"user_id": "a"}},
+    {"messages": [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]},
+    {"messages": [USER, {"role": "assistant", "content": "12"}], "system": [{"type": "text", "text": "x"}]},
+    {"messages": [USER], "stream": True, "stop_sequences": ["q"], "foo": 1},
+    {"messages": [USER, {"role": "assistant", "content": [RESULT]}], "tool_choice": {"type": "tool"}},
+    {"messages": [USER], "tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "tool"}},
+    {"messages": [USER], "thinking": {"type": "enabled", "budget_tokens": 1}},
+    {"messages": [USER, {"role": "user", "content": [{"type": "image"}]}]},
+    {"messages": [USER, {"role": "assistant", "content": [RESULT]}], "model": "other"},
+    {"messages": []},
+    {"messages": [USER], "top_p": 9},
+]
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "2"}
+ITEMS = [USER, {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}, OUTPUT]
+TO_RESPONSES: list[Body] = [
+    {"input": "hello", "instructions": "be brief"},
+    {"input": ITEMS, "metadata": {"a": "b"}},
+    {"input": [USER, {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}, USER], "stream": True},
+    {"input": [USER], "store": False, "foo": 1},
+    {"input": [USER], "previous_response_id": "resp_none"},
+    {"input": [{"type": "item_reference", "id": "msg_none_in0"}]},
+    {"input": [USER, {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{"}]},
+    {"input": [USER, {"role": "user", "content": [{"type": "reasoning", "text": "a"}]}], "model": "other"},
+    {"input": [USER, {"role": "user", "content": [{"type": "reasoning", "text": "a"}]}]},
+    {"input": [USER], "tool_choice": "required"},
+    {"input": []},
+    {"input": "a", "top_p": 9},
+]
+ROUTES: dict[str, tuple[list[Body], dict[str, Any]]] = {
+    "/v1/chat/completions": (CHATS, {"max_tokens": 4, "temperature": 0}),
+    "/v1/completions": (TEXTS, {"max_tokens": 4, "temperature": 0}),
+    "/tokenize": (TO_TOKENIZE, {}),
+    "/v1/messages": (TO_CLAUDE, {"model": "tiny", "max_tokens": 4, "temperature": 0}),
+    "/v1/messages/count_tokens": (TO_CLAUDE[:3], {"model": "tiny"}),
+    "/v1/responses": (TO_RESPONSES, {"max_output_tokens": 4, "temperature": 0}),
+    "/v1/responses/input_tokens": (TO_RESPONSES[:3], {}),
+}
+MOMENTS = ("created", "created_at", "completed_at", "usage", "id", "item_id")
+"""Fields that differ from one answer to the next. A repeated prompt is found in the prefix cache."""
 
 
-async def ask(served: Served, body: bytes | dict[str, Any]) -> tuple[int, str | None, Any]:
+async def ask(served: Served, path: str, body: Body) -> tuple[int, str | None, Any]:
     """(status, ignored fields, answer but for what differs from one to the next)"""
-    content = body if isinstance(body, bytes) else json.dumps({"max_tokens": 4, "temperature": 0, **body}).encode()
+    content = body if isinstance(body, bytes) else json.dumps(ROUTES[path][1] | body).encode()
     headers = {"Content-Type": "application/json", "X-Request-Id": "same"}
-    answer = await served.client.post("/v1/chat/completions", content=content, headers=headers)
-    text = answer.text
-    if text.startswith("data: "):
-        parts = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-    else:
-        parts = [json.loads(text)]
-    for part in parts:
-        part.pop("created", None)
-        part.pop("usage", None)  # the second request finds the prompt in the prefix cache
+    answer = await served.client.post(path, content=content, headers=headers)
+    lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
+    parts = [_lasting(json.loads(line)) for line in lines or [answer.text]]
     return answer.status_code, answer.headers.get("x-quire-ignored"), parts
 
 
-async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [await ask(served, body) for body in BODIES]
-    assert {200, 400, 404} == {status for status, _, _ in expected}
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _lasting(each) for name, each in value.items() if name not in MOMENTS}
+    return [_lasting(each) for each in value] if isinstance(value, list) else value
 
+
+async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [(path, body) for path, (bodies, _) in ROUTES.items() for body in bodies]
+    expected = [await ask(served, path, body) for path, body in asked]
+    assert {path for (path, _), (status, _, _) in zip(asked, expected, strict=True) if status == 200} == {*ROUTES}
     monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
-    parsed: list[ChatRequest] = []
+    parsed: list[Any] = []
     parse = body_module.parse_body
 
     def recorded(body: bytes, kind: Any, *, strict: bool = False) -> Any:
@@ -74,22 +142,79 @@ async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monk
         parsed.append(result[0])
         return result
 
-    monkeypatch.setattr(long_bodies, "parse_body", recorded)
-    for body, before in zip(BODIES, expected, strict=True):
-        assert await ask(served, body) == before, body
+    for module in (long_bodies, long_conversations):
+        monkeypatch.setattr(module, "parse_body", recorded)
+    for (path, body), before in zip(asked, expected, strict=True):
+        assert await ask(served, path, body) == before, (path, body)
     assert len(parsed) >= sum(status == 200 for status, _, _ in expected)
-    assert {len(request.messages) for request in parsed} == {1}
+    for request in parsed:
+        assert len(getattr(request, "messages", None) or [0]) == 1
+        assert all(getattr(request, name, None) in (None, "", [0]) for name in ("prompt", "input", "system"))
+
+
+async def test_items_of_a_large_response_are_stored_as_those_of_a_small_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stored(request_id: str) -> tuple[Any, Any]:
+        headers = {"X-Request-Id": request_id}
+        given = {"input": ITEMS, "max_output_tokens": 4, "temperature": 0}
+        first = (await served.client.post("/v1/responses", json=given, headers=headers)).json()
+        items = (await served.client.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+        more = {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 4, "temperature": 0}
+        after = (await served.client.post("/v1/responses", json=more)).json()
+        assert "output" in after, after
+        name = first["id"].removeprefix("resp_")
+        return [item | {"id": item["id"].replace(name, "")} for item in items], after["output"][0]["content"]
+
+    expected = await stored('a"\\')
+    assert [item["id"] for item in expected[0]] == ["fco__in2", "fc__in1", "msg__in0"]
+    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+    assert await stored('b"\\') == expected
 
 
 async def test_a_process_that_is_killed_fails_its_request_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
-    expected = await ask(served, {"messages": [USER]})
+    path = "/v1/chat/completions"
+    expected = await ask(served, path, CHATS[0])
     assert expected[0] == 200
     texts = served.engine.long_texts
     assert texts is not None
     (pid,) = texts.pids
     os.kill(pid, signal.SIGKILL)
-    assert (await ask(served, {"messages": [USER]}))[0] == 500
-    assert await ask(served, {"messages": [USER]}) == expected
+    assert (await ask(served, path, CHATS[0]))[0] == 500
+    assert await ask(served, path, CHATS[0]) == expected
+
+
+async def test_a_client_that_hangs_up_is_not_waited_for_and_its_body_counts_until_then(
+    live: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that stand still, and a third body that waits for one of them."""
+    texts, app = live.engine.long_texts, live.app
+    assert texts is not None
+    assert app is not None
+    body = json.dumps({"prompt": "a"}).encode() + b" " * 200_000
+    post = {"content": body, "headers": {"Content-Type": "application/json"}}
+    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", 100_000)
+    await asyncio.gather(*(live.client.post("/tokenize", **post) for _ in range(2)))
+    pids = texts.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    bodies = json_bodies_of(app)
+    try:
+        asking = [asyncio.ensure_future(live.client.post("/tokenize", **post)) for _ in range(3)]
+        await _until(lambda: bodies.num_bytes > 3 * 100_000)
+        for task in asking:
+            task.cancel()
+        await _until(lambda: bodies.num_bytes == 0)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert (await live.client.post("/tokenize", **post)).status_code == 200
+    assert set(texts.pids) <= set(pids), "no process was ended"
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import UNSUPPORTED_FIELDS, AnswerTimes, Int32, PromptLogprobs, Usage
-from quire.server.protocol.messages import Messages, check_continuation, with_tool_calls
+from quire.server.protocol.messages import LongMessages, Messages, check_continuation, with_tool_calls
 from quire.server.protocol.tools import (
     MAX_TOOLS,
     FunctionCall,
@@ -24,7 +24,6 @@ from quire.server.protocol.tools import (
     ToolChoice,
     ToolFields,
 )
-from quire.tokenization.chat_template import PreparedConversation
 
 SUPPORTED_CHAT_FIELDS = (
     "chat_template",
@@ -126,7 +125,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def num_messages(self) -> int:
-        return len(self.messages)
+        messages = self.messages
+        return len(messages.conversation.messages if isinstance(messages, LongMessages) else messages)
 
     @property
     def generation_prompt(self) -> bool:
@@ -196,16 +196,6 @@ class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
         """A request for each, with an id of its own."""
         fields = {name: getattr(self, name) for name in ChatRequest.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": each, "request_id": None}) for each in self.messages]
-
-
-class LongChatRequest(ChatRequest, kw_only=True, frozen=True):
-    """A large request, read in another process (quire/server/long_bodies.py): `messages` has the last one alone."""
-
-    conversation: PreparedConversation
-
-    @property
-    def num_messages(self) -> int:
-        return len(self.conversation.messages)
 
 
 class TopLogprob(msgspec.Struct):

@@ -11,7 +11,7 @@ from quire.errors import UserError
 from quire.server.fields import near_miss
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
-from quire.tokenization.chat_template import ROLES_WITHOUT_CONTENT, TEXT_OF_PART
+from quire.tokenization.chat_template import ROLES_WITHOUT_CONTENT, TEXT_OF_PART, PreparedConversation
 
 MAX_MESSAGES = 4096
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -147,6 +147,15 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
         return message
 
 
+class LongMessages(list[ChatMessage]):
+    """The messages of a large body, which another process has read (quire/server/long_bodies.py): all of them are in
+    `conversation`, the last one alone is in the list, without its text unless the answer repeats that."""
+
+    def __init__(self, last: ChatMessage, conversation: PreparedConversation) -> None:
+        super().__init__([last])
+        self.conversation = conversation
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -163,7 +172,7 @@ def with_tool_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
         elif message.role == "function":
             message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call{number:05}")
         found.append(message)
-    return found
+    return LongMessages(found[-1], messages.conversation) if isinstance(messages, LongMessages) else found
 
 
 def check_continuation(
