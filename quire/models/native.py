@@ -17,6 +17,7 @@ from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import (
     Buffer,
+    FirstRows,
     RecordedIndices,
     RecordedProgram,
     RecordedRows,
@@ -51,7 +52,7 @@ class NativeModel:
         self._states: StatePlans | None = None
         """Of a body with layers that keep states."""
         self._head: RecordedProgram | None = None
-        self._logits = torch.empty(0, 0)
+        self._logits = FirstRows(torch.empty(0, 0))
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
 
     def cache_specs(self) -> list[LayerSpec]:
@@ -62,7 +63,7 @@ class NativeModel:
 
     def release_workspaces(self) -> None:
         self._backend = self._body = self._states = self._head = self._expanding = self._expanded_body = None
-        self._logits = torch.empty(0, 0)
+        self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
         return self._model.weight_bytes()
@@ -96,8 +97,8 @@ class NativeModel:
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows)
         hidden = hidden.contiguous()
-        head.run(num_rows, externals=(hidden, self._logits))
-        return self._logits[:num_rows]
+        head.run(num_rows, externals=(hidden, self._logits.rows))
+        return self._logits.get(num_rows)
 
     def _body_for(self, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> RecordedProgram:
         if self._backend is not step.backend:
@@ -141,8 +142,8 @@ class NativeModel:
         hidden = recorder.external(hidden_size, hidden_size)
         logits = _recorded(self._model.compute_logits(hidden))
         max_rows = rounded_rows(num_rows)
-        self._logits = _separate_rows(max_rows, logits.width)
-        recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
+        self._logits = FirstRows(_separate_rows(max_rows, logits.width))
+        recorder.redirect(logits, recorder.external(logits.width, self._logits.rows.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
 

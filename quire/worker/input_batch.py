@@ -53,6 +53,11 @@ class InputBatch(NamedTuple):
         return int(self.query_start[-1])
 
     @property
+    def num_read(self) -> int:
+        """R."""
+        return int(self.read_start[-1])
+
+    @property
     def max_query_len(self) -> int:
         """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
         grids follow it and graphs are captured over such batches."""

@@ -14,23 +14,33 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """R sampled rows, in result order. All [R] int64.
+    """R sampled rows, in result order. All columns are [R] int64.
 
     rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the
-    place among the batch's rows that are read. num_prompt_tokens: of the row.
+    place among the batch's rows that are read. num_prompt_tokens: of the row. are_read_rows: whether they are the rows
+    that are read, in their order, so that none need be picked from those: most steps are such decodes.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
     last_index: np.ndarray
     num_prompt_tokens: np.ndarray
+    are_read_rows: bool
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return self[:4]
 
 
 def build_sample_rows(
     seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
 ) -> SampleRows:
     """sample_from: [R], indices into the batch. From here on the rows count their new tokens."""
-    source = np.array(sample_from, np.int64)
-    rows, lengths = requests.rows_of(seq_ids), batch.ends[source]
+    rows = requests.rows_of(seq_ids)
+    lengths, last_index = batch.ends, batch.read_start[1:] - 1
+    are_read_rows = len(batch.rows) == batch.num_read and list(sample_from) == list(range(len(batch.rows)))
+    if not are_read_rows:
+        source = np.array(sample_from, np.int64)
+        lengths, last_index = lengths[source], last_index[source]
     requests.lengths[rows] = lengths + 1
-    return SampleRows(rows, lengths, batch.read_start[1:][source] - 1, requests.num_prompt_tokens[rows])
+    return SampleRows(rows, lengths, last_index, requests.num_prompt_tokens[rows], are_read_rows)

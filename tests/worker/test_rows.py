@@ -148,5 +148,10 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
         assert read[batch.read_start[scored]].tolist() == (ends - counts)[scored].tolist()
         assert len(read) == sum(counts[index] if index in scored else 1 for index in range(len(counts)))
         assert sampled.lengths.tolist() == batch.ends.tolist()[::-1]
+        in_order, first_only = list(range(len(seq_ids))), [0] * len(seq_ids)
+        for sources in (in_order, in_order[::-1], first_only, in_order[:-1]):
+            sampled = build_sample_rows([seq_ids[index] for index in sources], sources, batch, rows)
+            assert sampled.are_read_rows == (read[sampled.last_index].tolist() == read.tolist())
+            assert sampled.lengths.tolist() == batch.ends[sources].tolist()
         assert rows.lengths[batch.rows].tolist() == (batch.ends + 1).tolist()
         rows.lengths[:] = 60

@@ -300,6 +300,20 @@ class Scratch:
         self._memory = allocate(0)
 
 
+class FirstRows:
+    """The first rows of a matrix. Steps of one size follow one another: the view of the last is kept, for what a step
+    does between two runs of a model finds nothing of itself in the caches."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = self._first = rows
+        self._count = len(rows)
+
+    def get(self, count: int) -> torch.Tensor:
+        if count != self._count:
+            self._first, self._count = self.rows[:count], count
+        return self._first
+
+
 class RecordedProgram:
     """Programs and calls of torch over one arena. Not for two runs at a time."""
 
@@ -321,7 +335,7 @@ class RecordedProgram:
         self._scratch = scratch
         self._areas = [self._arena.data_ptr() if elements else 0]
         if result.area == ARENA:
-            self._result = self._rows(result, ())
+            self._result = FirstRows(self._rows(result, ()))
 
     def run(
         self,
@@ -364,7 +378,7 @@ class RecordedProgram:
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
-        return self._result[:num_rows]
+        return self._result.get(num_rows)
 
     def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
         assert call.function is not None, "a segment without a program is a call of torch"

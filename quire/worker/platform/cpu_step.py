@@ -119,7 +119,8 @@ class CpuStep(NamedTuple):
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows
-        logits = compute.model.compute_logits(hidden[torch.from_numpy(samples.last_index)])
+        read = hidden if samples.are_read_rows else hidden[torch.from_numpy(samples.last_index)]
+        logits = compute.model.compute_logits(read)
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
 

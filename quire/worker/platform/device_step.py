@@ -105,7 +105,7 @@ class DeviceCompute:
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
-        sampled = [] if samples is None else [upload.add(column) for column in samples]
+        sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
         segments = None if batch.second_segments is None else upload.add(batch.segments)
         pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
         upload.send()
@@ -135,7 +135,7 @@ class DeviceCompute:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Implements ComputeStep. copies and the others: where the upload has them; columns, sampled: in the order of
-    StepColumns and SampleRows."""
+    StepColumns and `SampleRows.columns`."""
 
     compute: DeviceCompute
     batch: InputBatch
