@@ -38,7 +38,7 @@ def pack_parts(
     merged = merge_rows(parts)
     if merged is None:
         return None
-    matrix = _empty(merged[0], shape, rounded_activations, memory)
+    matrix = _empty(merged, shape, rounded_activations, memory)
     row = 0
     for part in merged:
         _load(matrix, part, row)
@@ -65,8 +65,12 @@ def _pack_blocks(
 
 
 def _empty(
-    first: QuantizedWeight, shape: LinearShape, rounded_activations: bool, memory: Callable[[int], torch.Tensor]
+    parts: Sequence[QuantizedWeight],
+    shape: LinearShape,
+    rounded_activations: bool,
+    memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix:
+    first = parts[0]
     sizes = (shape.in_features, shape.out_features)
     if isinstance(first, IntegerWeight):
         return PackedMatrix(
@@ -76,6 +80,7 @@ def _empty(
             gated=shape.gated,
             integer_activations=rounded_activations,
             with_offsets=first.offsets is not None,
+            half_scales=all(part.has_half_scales for part in parts if isinstance(part, IntegerWeight)),
             memory=memory,
         )
     if isinstance(first, Float8Weight):
