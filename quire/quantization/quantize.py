@@ -114,17 +114,19 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         best = _better(best, _fit(x, _round(x, step, start)))
     values = _round(x, best.step, best.start)
     final = _fit(x, values)
-    return values, *_in_halves(final.step * peak, (final.start + mean) * peak)
+    return values, *_in_halves(final.step * peak, (final.start + mean) * peak, values)
 
 
-def _in_halves(steps: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both rounded to numbers of float16 where it keeps them well. Where all groups of a matrix are so, it is stored
-    with 5 bits a weight in groups of 32 instead of 6."""
-    rounded = steps.half().float(), offsets.half().float()
-    sizes = offsets.abs()
-    keeps = (steps >= LEAST_HALF_STEP) & (sizes <= MOST_STEPS_FROM_ZERO * steps)
-    keeps &= torch.isfinite(rounded[0]) & torch.isfinite(rounded[1])
-    return torch.where(keeps, rounded[0], steps), torch.where(keeps, rounded[1], offsets)
+def _in_halves(
+    steps: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps rounded to numbers of float16, and offsets fitted to them, where float16 keeps both well. Where all groups
+    of a matrix are so, it is stored with 5 bits a weight in groups of 32 instead of 6."""
+    half_steps = steps.half().float()
+    half_offsets = (offsets + (steps - half_steps) * values.mean(1, keepdim=True)).half().float()
+    keeps = (steps >= LEAST_HALF_STEP) & (offsets.abs() <= MOST_STEPS_FROM_ZERO * steps)
+    keeps &= torch.isfinite(half_steps) & torch.isfinite(half_offsets)
+    return torch.where(keeps, half_steps, steps), torch.where(keeps, half_offsets, offsets)
 
 
 class _Line(NamedTuple):

@@ -91,6 +91,8 @@ def test_memory_is_aligned_and_counted() -> None:
     assert matrix.nbytes == 100 * 96 * 2
     quarter = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4
+    halved = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True, half_scales=True)
+    assert halved.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 2
     quarter.load_bias(torch.ones(64))
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4 + 64 * 4
 
@@ -113,6 +115,7 @@ def test_bias_follows_the_columns() -> None:
         {"type": WeightType.F32, "group_size": 32},
         {"type": WeightType.BF16, "integer_activations": True},
         {"type": WeightType.I8, "group_size": 0},
+        {"type": WeightType.E4M3, "half_scales": True},
         {"type": WeightType.F32, "gated": True, "out_features": 7},
         {"type": WeightType.F32, "in_features": 0},
     ],
