@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.kernels.cpu.packing import BlockMatrix, HalfScaleMatrix, PackedMatrix
 from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
@@ -73,14 +73,14 @@ def _empty(
     first = parts[0]
     sizes = (shape.in_features, shape.out_features)
     if isinstance(first, IntegerWeight):
-        return PackedMatrix(
+        halves = all(part.has_half_scales for part in parts if isinstance(part, IntegerWeight))
+        return (HalfScaleMatrix if halves else PackedMatrix)(
             INTEGER_TYPES[first.bits],
             *sizes,
             group_size=first.group_size,
             gated=shape.gated,
             integer_activations=rounded_activations,
             with_offsets=first.offsets is not None,
-            half_scales=all(part.has_half_scales for part in parts if isinstance(part, IntegerWeight)),
             memory=memory,
         )
     if isinstance(first, Float8Weight):

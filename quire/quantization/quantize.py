@@ -117,9 +117,7 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return values, *_in_halves(final.step * peak, (final.start + mean) * peak, values)
 
 
-def _in_halves(
-    steps: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_halves(steps: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps rounded to numbers of float16, and offsets fitted to them, where float16 keeps both well. Where all groups
     of a matrix are so, it is stored with 5 bits a weight in groups of 32 instead of 6."""
     half_steps = steps.half().float()

@@ -381,7 +381,7 @@ def test_the_table_of_devices_is_plausible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.5 + 4 / 32), ("w4a8", 0.625)]
+    ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.625), ("w4a8", 0.625)]
 )
 def test_quantised_weights_are_counted_as_they_are_stored(
     model: str, method: str, bytes_per_weight: float, capsys: pytest.CaptureFixture[str]

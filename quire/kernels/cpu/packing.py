@@ -36,10 +36,12 @@ class PackedMatrix:
     `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integers and
     8-bit floats) is how many inputs share a scale; None: all of them (4-bit floats: what their format says). With
     `integer_activations` the kernels round activations to 8 bits and multiply integers. `with_offsets` (integers) makes
-    room for offsets: weight = scale * value + offset. With `half_scales` (integers) scales and offsets are held in
-    float16, to which what is loaded is rounded. `memory` gives zeroed memory: that of an `Arena` for a model's many
-    matrices.
+    room for offsets: weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's
+    many matrices.
     """
+
+    scale_dtype = torch.float32
+    """Of what is not a code, and of offsets."""
 
     def __init__(
         self,
@@ -51,7 +53,6 @@ class PackedMatrix:
         gated: bool = False,
         integer_activations: bool = False,
         with_offsets: bool = False,
-        half_scales: bool = False,
         memory: Callable[[int], torch.Tensor] = allocate,
     ) -> None:
         if not 1 <= in_features <= _MOST_FEATURES or not 1 <= out_features <= _MOST_FEATURES:
@@ -60,8 +61,6 @@ class PackedMatrix:
             raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")
         if type not in (WeightType.I8, WeightType.I4) and (integer_activations or with_offsets):
             raise ValueError("only integer weights have offsets or integer activations")
-        if half_scales and type not in (WeightType.I8, WeightType.I4):
-            raise ValueError("only integer weights have scales in float16")
         if type not in _VALUE_DTYPES and group_size is not None:
             raise ValueError("only integers and 8-bit floats have groups of any size")
         if group_size is not None and group_size < 1:
@@ -77,12 +76,11 @@ class PackedMatrix:
         self.padded_columns = panels * _PANEL
         self.data = self._zeros(panels * panel_bytes, torch.uint8)
         count = panels * self.num_groups * _PANEL
-        scale_dtype = torch.float16 if half_scales else torch.float32
         self.scales: torch.Tensor | None = None
         if type in _VALUE_DTYPES or type == WeightType.NVFP4:
-            self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, scale_dtype)
+            self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, self.scale_dtype)
         self.scale_codes = self._zeros(count, torch.uint8) if type in _FP4_GROUPS else None
-        self.offsets = self._zeros(count, scale_dtype) if with_offsets else None
+        self.offsets = self._zeros(count, self.scale_dtype) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
         self.column_sums = self._zeros(count, torch.int32) if sums else None
         self.column_order: torch.Tensor | None = None
@@ -209,11 +207,9 @@ class PackedMatrix:
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
         """What the kernels read, in the order of `PackedWeight`."""
-        scales, offsets = self.scales, self.offsets
-        others = (self.column_sums, self.column_order, self.scale_codes)
-        if scales is not None and scales.dtype == torch.float16:
-            return self.data, None, None, *others, scales, offsets
-        return self.data, scales, offsets, *others, None, None
+        others, numbers = (self.column_sums, self.column_order, self.scale_codes), (self.scales, self.offsets)
+        is_wide = self.scale_dtype == torch.float32
+        return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
 
     def _centre(self) -> float:
         """The value that stands for zero, where no offsets are stored."""
@@ -254,7 +250,13 @@ class PackedMatrix:
         return inside // width * _PANEL + side * width + inside % width
 
 
-class BlockMatrix(PackedMatrix):
+class HalfScaleMatrix(PackedMatrix):
+    """Integers whose scales and offsets are held in float16, to which what is loaded is rounded."""
+
+    scale_dtype = torch.float16
+
+
+class BlockMatrix(HalfScaleMatrix):
     """A matrix of blocks of 32 values with a scale each, as GGUF files store them: scales in float16, and four bits
     that mean value - 8 (Q4_0, in a matrix of I4); eight bits (Q8_0, I8); MXFP4. The bytes of the file and no more."""
 
@@ -277,7 +279,6 @@ class BlockMatrix(PackedMatrix):
             group_size=None if type in _FP4_GROUPS else _BLOCK_VALUES,
             gated=gated,
             integer_activations=integer_activations,
-            half_scales=type not in _FP4_GROUPS,
             memory=memory,
         )
 

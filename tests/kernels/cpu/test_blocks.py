@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import MatmulPrecision, WeightType
-from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.kernels.cpu.packing import BlockMatrix, HalfScaleMatrix, PackedMatrix
 from quire.models.gguf.blocks import FORMATS
 from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, GuardedRows, pool, run_linear
 
@@ -22,9 +22,9 @@ def halved_pair(rows: int, *, gated: bool, rounded: bool) -> tuple[PackedMatrix,
     values = torch.randint(16, (rows, WIDTH), generator=random, dtype=torch.uint8)
     scales, offsets = (torch.randn(rows, WIDTH // 32, generator=random).half().float() for _ in range(2))
     both = []
-    for half_scales in (True, False):
-        form = {"integer_activations": rounded, "with_offsets": True, "half_scales": half_scales}
-        both.append(PackedMatrix(WeightType.I4, WIDTH, rows, group_size=32, gated=gated, **form))
+    for form in (HalfScaleMatrix, PackedMatrix):
+        options = {"integer_activations": rounded, "with_offsets": True}
+        both.append(form(WeightType.I4, WIDTH, rows, group_size=32, gated=gated, **options))
         both[-1].load_integer(values, scales, offsets)
     return both[0], both[1]
 

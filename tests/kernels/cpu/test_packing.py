@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import HalfScaleMatrix, PackedMatrix
 
 _FLOATS = {WeightType.F32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.F16: torch.float16}
 
@@ -91,7 +91,7 @@ def test_memory_is_aligned_and_counted() -> None:
     assert matrix.nbytes == 100 * 96 * 2
     quarter = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4
-    halved = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True, half_scales=True)
+    halved = HalfScaleMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
     assert halved.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 2
     quarter.load_bias(torch.ones(64))
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4 + 64 * 4
@@ -115,7 +115,6 @@ def test_bias_follows_the_columns() -> None:
         {"type": WeightType.F32, "group_size": 32},
         {"type": WeightType.BF16, "integer_activations": True},
         {"type": WeightType.I8, "group_size": 0},
-        {"type": WeightType.E4M3, "half_scales": True},
         {"type": WeightType.F32, "gated": True, "out_features": 7},
         {"type": WeightType.F32, "in_features": 0},
     ],
