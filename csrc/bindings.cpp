@@ -64,16 +64,17 @@ void bind_weight(nb::module_& module) {
           "__init__",
           [](PackedWeight* self, WeightType type, int64_t in_features, int64_t out_features, int64_t group_size,
              bool gated, bool integer_activations, uintptr_t data, uintptr_t scales, uintptr_t offsets,
-             uintptr_t column_sums, uintptr_t column_order, uintptr_t scale_codes, uintptr_t scale_halves, float centre) {
+             uintptr_t column_sums, uintptr_t column_order, uintptr_t scale_codes, uintptr_t scale_halves,
+             uintptr_t offset_halves, float centre) {
             new (self) PackedWeight{at<void>(data),           at<float>(scales),         at<float>(offsets),
                                     at<int32_t>(column_sums), at<int32_t>(column_order), at<uint8_t>(scale_codes),
-                                    at<uint16_t>(scale_halves), in_features,             out_features,
-                                    group_size,               type,                      gated,
-                                    integer_activations,      centre};
+                                    at<uint16_t>(scale_halves), at<uint16_t>(offset_halves), in_features,
+                                    out_features,             group_size,                type,
+                                    gated,                    integer_activations,       centre};
           },
           "type"_a, "in_features"_a, "out_features"_a, "group_size"_a, "gated"_a, "integer_activations"_a, "data"_a,
           "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0, "scale_codes"_a = 0,
-          "scale_halves"_a = 0, "centre"_a = 0.0f);
+          "scale_halves"_a = 0, "offset_halves"_a = 0, "centre"_a = 0.0f);
   nb::class_<Ref>(module, "Ref").def(
       "__init__",
       [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },

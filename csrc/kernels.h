@@ -71,9 +71,10 @@ inline constexpr int64_t kPanel = 32;
 //   e4m3             [panel][k / 2][32][2]          8-bit floats; in_features padded to a multiple of 4 inside each group
 //   mxfp4, nvfp4     as i4, of e2m1 codes           4-bit floats (small_floats.h says what codes stand for)
 // Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; integers
-// alone have some). Integers may have scales in float16 instead (scale_halves), and offsets that are all -centre * scale
-// instead of stored ones: numbers that are the same in float32, in fewer bytes. The scales of mxfp4 and nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that
-// `scales`, then [panel][32] float32, is multiplied with.
+// alone have some). Integers may have both in float16 instead (scale_halves, offset_halves), and offsets that are all
+// -centre * scale instead of stored ones: numbers that are the same in float32, in fewer bytes. The scales of mxfp4 and
+// nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that `scales`, then [panel][32] float32, is multiplied
+// with.
 // Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
 // 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
@@ -85,6 +86,7 @@ struct PackedWeight {
   const int32_t* column_order = nullptr;  // [in_features]: value k belongs to input column_order[k]; null: k
   const uint8_t* scale_codes = nullptr;   // of mxfp4 and nvfp4
   const uint16_t* scale_halves = nullptr;
+  const uint16_t* offset_halves = nullptr;
   int64_t in_features = 0;
   int64_t out_features = 0;
   int64_t group_size = 0;  // in_features when there is one group

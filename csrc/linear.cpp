@@ -27,6 +27,13 @@ struct Panels {
   static void multiply(const Tile& tile, int64_t rows) { tile_kernels(*tile.weight)[rows - 1](tile); }
 };
 
+#if defined(QUIRE_DOT_BYTES)
+// Integers times integers take so few instructions that memory is far away.
+struct IntegerPanels : Panels {
+  static constexpr int64_t kPrefetchAhead = 8192;
+};
+#endif
+
 template <class Use>
 QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[maybe_unused]] MatmulPrecision precision,
                               const Use& use) {
@@ -36,6 +43,7 @@ QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[may
 #if defined(QUIRE_DOT_BYTES)
   if (multiplies_digits(weight))
     return precision == MatmulPrecision::kBFloat16 ? use(DigitRows<2>{}) : use(DigitRows<3>{});
+  if (weight.integer_activations) return use(IntegerPanels{});
 #endif
   return use(Panels{});
 }

@@ -63,7 +63,7 @@ struct Bf16Pairs {
   static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
   static constexpr int64_t kGroupBytes = 0;
   static constexpr bool kExpects = true;
-  static constexpr int64_t kPrefetchAhead = 4096;  // twice the arithmetic: the reading is as much faster
+  static constexpr int64_t kPrefetchAhead = 8192;  // twice the arithmetic: the reading is as much faster
 
   static TileLayout layout(const PackedWeight& weight) {
     TileLayout layout;

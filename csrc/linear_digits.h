@@ -181,7 +181,7 @@ struct DigitRows {
   static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
   static constexpr int64_t kGroupBytes = 0;
   static constexpr bool kExpects = true;
-  static constexpr int64_t kPrefetchAhead = 4096;
+  static constexpr int64_t kPrefetchAhead = 8192;
   // The largest numbers that the digits hold, and how many bits a number below a power of two may have.
   static constexpr float kLargest = kDigits == 3 ? 8355711.0f : 32639.0f;
   static constexpr int kBits = kDigits * 8 - 1;

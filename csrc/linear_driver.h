@@ -272,6 +272,7 @@ void multiply_tile(const PackedWeight& weight, const Plan& plan, int64_t num_row
   call.scales = weight.scales ? weight.scales + panel * scales * kPanel : nullptr;
   call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
   call.scale_halves = weight.scale_halves ? weight.scale_halves + panel * groups * kPanel : nullptr;
+  call.offset_halves = weight.offset_halves ? weight.offset_halves + panel * groups * kPanel : nullptr;
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
   call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
   call.weight = &weight;

@@ -16,7 +16,8 @@ struct Tile {
   const float* x_sums;        // [group][pitch], where there are offsets
   const float* scales;        // of this panel: [group][32]; of nvfp4 [32]
   const float* offsets;       // or null
-  const uint16_t* scale_halves;  // of this panel: [group][32], or null
+  const uint16_t* scale_halves;   // of this panel: [group][32], or null
+  const uint16_t* offset_halves;
   const uint8_t* scale_codes; // of this panel: [group][32], or null
   const int32_t* column_sums;
   const PackedWeight* weight;
@@ -38,7 +39,9 @@ QUIRE_INLINE vf group_scales(const Tile& tile, int64_t group, int64_t column) {
 
 // Their offsets, where the weight has some. scales: of the same columns.
 QUIRE_INLINE vf group_offsets(const Tile& tile, int64_t group, int64_t column, vf scales) {
-  return tile.offsets ? load(tile.offsets + group * kPanel + column) : scales * broadcast(-tile.weight->centre);
+  const int64_t at = group * kPanel + column;
+  if (tile.offset_halves) return load_f16(tile.offset_halves + at);
+  return tile.offsets ? load(tile.offsets + at) : scales * broadcast(-tile.weight->centre);
 }
 
 QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {

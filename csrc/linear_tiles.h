@@ -378,6 +378,7 @@ void rounded_tile(const Tile& tile) {
           }
           x += kPitch;
         }
+        if (soon == tile.prefetch_end) soon = tile.prefetch_next;
         prefetch_line(tile, soon);
         prefetch_line(tile, soon + tile.prefetch_step);
         soon += 2 * tile.prefetch_step;

@@ -12,7 +12,9 @@ namespace quire {
 QUIRE_LAYOUT bool is_integer(WeightType type) { return type == WeightType::kI8 || type == WeightType::kI4; }
 
 // Whether weights are more than scale * value.
-QUIRE_LAYOUT bool has_offsets(const PackedWeight& weight) { return weight.offsets || weight.centre != 0; }
+QUIRE_LAYOUT bool has_offsets(const PackedWeight& weight) {
+  return weight.offsets || weight.offset_halves || weight.centre != 0;
+}
 
 // Whether two values share a byte.
 QUIRE_LAYOUT bool is_nibbles(WeightType type) {
@@ -123,8 +125,10 @@ QUIRE_SMALL_FLOAT float stored_scale(const PackedWeight& weight, int64_t panel, 
 }
 
 // What is added to a group's column, whose scale is `scale`.
-QUIRE_LAYOUT float stored_offset(const PackedWeight& weight, int64_t panel, int64_t group, int64_t column, float scale) {
-  if (weight.offsets) return weight.offsets[(panel * num_groups(weight) + group) * kPanel + column];
+QUIRE_SMALL_FLOAT float stored_offset(const PackedWeight& weight, int64_t panel, int64_t group, int64_t column, float scale) {
+  const int64_t at = (panel * num_groups(weight) + group) * kPanel + column;
+  if (weight.offsets) return weight.offsets[at];
+  if (weight.offset_halves) return f16_value(weight.offset_halves[at]);
   return weight.centre != 0 ? -weight.centre * scale : 0.0f;
 }
 

@@ -162,7 +162,7 @@ int32_t sum_of(const uint8_t* values, int64_t count) {
 void pack_integers(const PackedWeight& weight, const void* source, int64_t stride, const float* scales,
                    const float* offsets, int64_t scale_stride, int64_t first, int64_t count) {
   if (!is_integer(weight.type) && weight.type != WeightType::kE4M3)
-    throw std::invalid_argument("the matrix does not hold values of a byte or less with float32 scales");
+    throw std::invalid_argument("the matrix does not hold values of a byte or less with scales of float32 or float16");
   const int64_t groups = num_groups(weight), bytes = panel_bytes(weight);
   auto* panels = static_cast<std::byte*>(const_cast<void*>(weight.data));
   PanelColumn places[kPanel];
@@ -183,7 +183,9 @@ void pack_integers(const PackedWeight& weight, const void* source, int64_t strid
           const_cast<uint16_t*>(weight.scale_halves)[at] = to_f16(scales[from]);
         else
           const_cast<float*>(weight.scales)[at] = scales[from];
-        if (weight.offsets) const_cast<float*>(weight.offsets)[at] = offsets ? offsets[from] : 0.0f;
+        const float offset = offsets ? offsets[from] : 0.0f;
+        if (weight.offsets) const_cast<float*>(weight.offsets)[at] = offset;
+        if (weight.offset_halves) const_cast<uint16_t*>(weight.offset_halves)[at] = to_f16(offset);
         if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[at] = sum_of(values, length);
       }
     }
@@ -226,7 +228,7 @@ struct BlockLayout {
 
 BlockLayout block_layout(const PackedWeight& weight) {
   const bool is_mxfp4 = weight.type == WeightType::kMXFP4;
-  if (weight.group_size != 32 || weight.in_features % 32 != 0 || weight.offsets ||
+  if (weight.group_size != 32 || weight.in_features % 32 != 0 || weight.offsets || weight.offset_halves ||
       !(is_mxfp4 ? weight.scale_codes != nullptr : is_integer(weight.type) && weight.scale_halves))
     throw std::invalid_argument("the matrix does not hold blocks of 32 values as they are");
   return is_mxfp4 ? BlockLayout{17, 1} : weight.type == WeightType::kI4 ? BlockLayout{18, 2} : BlockLayout{34, 2};

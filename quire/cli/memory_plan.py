@@ -10,6 +10,7 @@ from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.model_shape import ModelShape
+from quire.config.quantization import QuantizationConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
@@ -161,8 +162,8 @@ def weight_format(model: ModelConfig) -> str:
 
 
 def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
-    """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a float32 scale for each
-    group of inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
+    """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a scale for each group of
+    inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
     loading, else in the model's dtype. Norms and biases are counted like the layers they belong to. Matrices that
     expand prompts are kept besides the others."""
     quantization, total = model.quantization, shape.parameters()
@@ -172,8 +173,17 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
     table = shape.embedding_parameters
     tables = table if shape.is_tied else 2 * table
     table_bytes = model.dtype_bytes if quantization.checkpoint_format else 1
-    scale_bytes = (8 if quantization.bits == 4 else 4) / (quantization.group_size or model.hidden_size)
+    scale_bytes = _scale_bytes(quantization) / (quantization.group_size or model.hidden_size)
     return int(tables * table_bytes + (total - tables) * (quantization.bits / 8 + scale_bytes))
+
+
+def _scale_bytes(quantization: QuantizationConfig) -> int:
+    """Of a group of inputs."""
+    if quantization.bits != 4:
+        return 4
+    if not quantization.is_integer:
+        return 1
+    return 8 if quantization.checkpoint_format else 4
 
 
 def estimate_activations(config: EngineConfig) -> int:

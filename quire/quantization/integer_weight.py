@@ -57,6 +57,12 @@ class IntegerWeight(QuantizedWeight):
         """Groups in each row."""
         return self.shape[1] // self.group_size
 
+    @property
+    def has_half_scales(self) -> bool:
+        """Whether float16 holds all scales and offsets as they are."""
+        numbers = (self.scales,) if self.offsets is None else (self.scales, self.offsets)
+        return all(torch.equal(each.half().float(), each) for each in numbers)
+
     def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
         offsets = None if self.offsets is None else self.offsets[which]
         return replace(self, values=self.values[which], scales=self.scales[which], offsets=offsets)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.kernels.cpu.packing import BlockMatrix, HalfScaleMatrix, PackedMatrix
 from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
@@ -38,7 +38,7 @@ def pack_parts(
     merged = merge_rows(parts)
     if merged is None:
         return None
-    matrix = _empty(merged[0], shape, rounded_activations, memory)
+    matrix = _empty(merged, shape, rounded_activations, memory)
     row = 0
     for part in merged:
         _load(matrix, part, row)
@@ -65,11 +65,16 @@ def _pack_blocks(
 
 
 def _empty(
-    first: QuantizedWeight, shape: LinearShape, rounded_activations: bool, memory: Callable[[int], torch.Tensor]
+    parts: Sequence[QuantizedWeight],
+    shape: LinearShape,
+    rounded_activations: bool,
+    memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix:
+    first = parts[0]
     sizes = (shape.in_features, shape.out_features)
     if isinstance(first, IntegerWeight):
-        return PackedMatrix(
+        halves = all(part.has_half_scales for part in parts if isinstance(part, IntegerWeight))
+        return (HalfScaleMatrix if halves else PackedMatrix)(
             INTEGER_TYPES[first.bits],
             *sizes,
             group_size=first.group_size,

@@ -154,7 +154,7 @@ class PackedLinear:
         weight_format, size = self._format, math.prod(shape)
         if weight_format.bits == 0:
             return size * DTYPE_BYTES[weight_format.dtype]
-        bytes_of_scale = 4 if weight_format.bits == EIGHT_BITS else 1 if weight_format.small_floats else 8
+        bytes_of_scale = 1 if weight_format.small_floats and weight_format.bits != EIGHT_BITS else 4
         num_scales = size // (weight_format.group_size or shape[1])
         return size * weight_format.bits // 8 + num_scales * bytes_of_scale
 

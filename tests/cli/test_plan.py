@@ -403,7 +403,7 @@ def test_matrices_that_expand_prompts_are_counted_beside_the_others(
 
 
 @pytest.mark.parametrize(
-    ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.5 + 8 / 32), ("w4a8", 0.75)]
+    ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.625), ("w4a8", 0.625)]
 )
 def test_quantised_weights_are_counted_as_they_are_stored(
     model: str, method: str, bytes_per_weight: float, capsys: pytest.CaptureFixture[str]

@@ -137,7 +137,7 @@ def test_a_bias_may_come_before_or_after_the_weights() -> None:
         (WeightFormat("float32"), 4 * 40 * K),
         (WeightFormat("bfloat16"), 2 * 40 * K),
         (WeightFormat("bfloat16", 8, None), 40 * K + 40 * 4),
-        (WeightFormat("bfloat16", 4, 32), 40 * K // 2 + 40 * (K // 32) * 8),
+        (WeightFormat("bfloat16", 4, 32), 40 * K // 2 + 40 * (K // 32) * 4),
     ],
 )
 def test_stored_bytes(weight_format: WeightFormat, expected: int) -> None:

@@ -41,7 +41,7 @@ class PackedMatrix:
     """
 
     scale_dtype = torch.float32
-    """Of what is not a code."""
+    """Of what is not a code, and of offsets."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PackedMatrix:
         if type in _VALUE_DTYPES or type == WeightType.NVFP4:
             self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, self.scale_dtype)
         self.scale_codes = self._zeros(count, torch.uint8) if type in _FP4_GROUPS else None
-        self.offsets = self._zeros(count, torch.float32) if with_offsets else None
+        self.offsets = self._zeros(count, self.scale_dtype) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
         self.column_sums = self._zeros(count, torch.int32) if sums else None
         self.column_order: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class PackedMatrix:
     ) -> None:
         """Rows of values [n, in_features] (int8 for I8; uint8, 0 to 15, for I4), scales and offsets [n, groups].
 
-        Scales and offsets are float32. With a column order, values and groups are in that order already.
+        Scales and offsets are given in float32. With a column order, values and groups are in that order already.
         """
         if self.type not in (WeightType.I8, WeightType.I4):
             raise ValueError("the matrix does not hold integers")
@@ -207,9 +207,9 @@ class PackedMatrix:
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
         """What the kernels read, in the order of `PackedWeight`."""
+        others, numbers = (self.column_sums, self.column_order, self.scale_codes), (self.scales, self.offsets)
         is_wide = self.scale_dtype == torch.float32
-        scales, halves = (self.scales, None) if is_wide else (None, self.scales)
-        return self.data, scales, self.offsets, self.column_sums, self.column_order, self.scale_codes, halves
+        return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
 
     def _centre(self) -> float:
         """The value that stands for zero, where no offsets are stored."""
@@ -250,11 +250,15 @@ class PackedMatrix:
         return inside // width * _PANEL + side * width + inside % width
 
 
-class BlockMatrix(PackedMatrix):
-    """A matrix of blocks of 32 values with a scale each, as GGUF files store them: scales in float16, and four bits
-    that mean value - 8 (Q4_0, in a matrix of I4); eight bits (Q8_0, I8); MXFP4. The bytes of the file and no more."""
+class HalfScaleMatrix(PackedMatrix):
+    """Integers whose scales and offsets are held in float16, to which what is loaded is rounded."""
 
     scale_dtype = torch.float16
+
+
+class BlockMatrix(HalfScaleMatrix):
+    """A matrix of blocks of 32 values with a scale each, as GGUF files store them: scales in float16, and four bits
+    that mean value - 8 (Q4_0, in a matrix of I4); eight bits (Q8_0, I8); MXFP4. The bytes of the file and no more."""
 
     def __init__(
         self,

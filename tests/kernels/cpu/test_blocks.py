@@ -1,5 +1,5 @@
-"""Blocks of a GGUF file packed as they are, against the same numbers packed as integers or 4-bit floats: no bit of a
-result differs."""
+"""Blocks of a GGUF file packed as they are, and integers with scales and offsets in float16, against the same numbers
+packed with float32 ones or as 4-bit floats: no bit of a result differs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import MatmulPrecision, WeightType
-from quire.kernels.cpu.packing import BlockMatrix, PackedMatrix
+from quire.kernels.cpu.packing import BlockMatrix, HalfScaleMatrix, PackedMatrix
 from quire.models.gguf.blocks import FORMATS
 from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, GuardedRows, pool, run_linear
 
@@ -17,8 +17,22 @@ WIDTH = 96
 TYPES = {"Q4_0": (WeightType.I4, 18), "Q8_0": (WeightType.I8, 34), "MXFP4": (WeightType.MXFP4, 17)}
 
 
-def pair(name: str, rows: int, *, gated: bool = False, rounded: bool = False) -> tuple[BlockMatrix, PackedMatrix]:
+def halved_pair(rows: int, *, gated: bool, rounded: bool) -> tuple[PackedMatrix, PackedMatrix]:
+    random = torch.Generator().manual_seed(rows)
+    values = torch.randint(16, (rows, WIDTH), generator=random, dtype=torch.uint8)
+    scales, offsets = (torch.randn(rows, WIDTH // 32, generator=random).half().float() for _ in range(2))
+    both = []
+    for form in (HalfScaleMatrix, PackedMatrix):
+        options = {"integer_activations": rounded, "with_offsets": True}
+        both.append(form(WeightType.I4, WIDTH, rows, group_size=32, gated=gated, **options))
+        both[-1].load_integer(values, scales, offsets)
+    return both[0], both[1]
+
+
+def pair(name: str, rows: int, *, gated: bool = False, rounded: bool = False) -> tuple[PackedMatrix, PackedMatrix]:
     """The same matrix in both forms, loaded in two parts of which the first ends inside a panel."""
+    if name == "halves":
+        return halved_pair(rows, gated=gated, rounded=rounded)
     kind, size = TYPES[name]
     random = np.random.default_rng(rows)
     blocks = random.integers(0, 256, (rows, WIDTH // 32, size), dtype=np.uint8)
@@ -74,7 +88,7 @@ def precisions(isa: str) -> list[MatmulPrecision]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, "halves"])
 def test_the_same_bits_as_numbers_taken_apart(name: str, isa: str) -> None:
     for rows, gated in ((45, False), (96, False), (20, True), (64, True)):
         whole, apart = pair(name, rows, gated=gated)
@@ -89,7 +103,7 @@ def test_the_same_bits_as_numbers_taken_apart(name: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "halves"])
 def test_with_activations_rounded_to_integers(name: str, isa: str) -> None:
     whole, apart = pair(name, 45, rounded=True)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import HalfScaleMatrix, PackedMatrix
 
 _FLOATS = {WeightType.F32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.F16: torch.float16}
 
@@ -91,6 +91,8 @@ def test_memory_is_aligned_and_counted() -> None:
     assert matrix.nbytes == 100 * 96 * 2
     quarter = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4
+    halved = HalfScaleMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
+    assert halved.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 2
     quarter.load_bias(torch.ones(64))
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4 + 64 * 4
 
