@@ -9,7 +9,8 @@ from driver import Prepare, Request, Run, serve
 from quire import LLM, SamplingParams
 from quire.version import __version__
 
-DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 2048, "kv_cache_memory": "1GiB"}
+DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 2048, "kv_cache_memory": "1GiB", "prefault_kv_cache": True}
+"""The peers write to all of their caches when they start."""
 
 
 def load(model: str, threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:

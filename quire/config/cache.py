@@ -18,6 +18,7 @@ class CacheConfig:
     offload_dir: where cached blocks are kept on disk, None: nowhere; offload_size: bytes that the directory may hold.
     state_snapshot_interval: tokens from one snapshot of a recurrent state to the next, at least
     (quire/kv_cache/layout.py rounds it up).
+    prefault: write to the pool when it is allocated, so that its memory is there before the first request.
     """
 
     block_size: int
@@ -29,6 +30,7 @@ class CacheConfig:
     offload_dir: Path | None = None
     offload_size: int = 0
     state_snapshot_interval: int = SNAPSHOT_INTERVAL
+    prefault: bool = False
 
     @property
     def is_size_given(self) -> bool:

@@ -57,6 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
     num_blocks_override: int | None = None
+    prefault_kv_cache: bool = False
     enable_prefix_caching: bool = True
     state_snapshot_interval: int = SNAPSHOT_INTERVAL
     preemption_mode: str = "recompute"
@@ -143,6 +144,7 @@ HELP: dict[str, str] = {
     "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
     "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",
     "num_blocks_override": "exactly this many KV blocks",
+    "prefault_kv_cache": "write to all KV memory at the start: no prompt waits for it (CPU; cuda always has it)",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
     "state_snapshot_interval": "tokens between cached states of recurrent layers, rounded up to whole blocks",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",

@@ -379,6 +379,7 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
         state_snapshot_interval=options.state_snapshot_interval,
+        prefault=options.prefault_kv_cache,
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.worker import kv_tensors
 from quire.worker.kv_tensors import allocate_pages, layer_pages, state_pages
+from quire.worker.platform.cpu import CpuPlatform
 from quire.worker.platform.cpu_blocks import copy_blocks
 from quire.worker.platform.host_memory import resident_memory
 
@@ -43,6 +50,24 @@ def test_untouched_blocks_cost_nothing() -> None:
     assert after is not None
     assert after - before < 2**26
     assert pages[0][1234].all()
+
+
+def test_a_prefaulted_pool_is_in_memory_from_the_start(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, layers_per_group = group_layers([AttentionSpec(2, 16, 16, 4)] * 3, 16)
+    layout = KVCacheLayout(16, 2**12, groups, layers_per_group)
+    size = layout.num_blocks * layout.block_bytes
+    platform = CpuPlatform(resolve(EngineOptions(model=str(model_path), num_threads=2, prefault_kv_cache=True)))
+    before = resident_memory()
+    with torch.inference_mode():  # as in the worker
+        pages = platform.allocate_pages(layout)
+    after = resident_memory()
+    assert before is not None
+    assert after is not None
+    assert after - before > 0.9 * size
+    assert not any(page.any() for page in pages)
+    monkeypatch.setattr(kv_tensors, "available_memory", lambda: size - 1)
+    with pytest.raises(InsufficientMemoryError, match=r"prefault_kv_cache: the KV cache takes 48\.0 MiB"):
+        platform.allocate_pages(layout)
 
 
 def test_copies_are_one_batch_over_all_pages() -> None:

@@ -28,7 +28,14 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import STORED_DTYPES, allocate_host_pages, allocate_pages, layer_pages, state_pages
+from quire.worker.kv_tensors import (
+    STORED_DTYPES,
+    allocate_host_pages,
+    allocate_pages,
+    layer_pages,
+    prefault,
+    state_pages,
+)
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends
@@ -114,7 +121,10 @@ class CpuPlatform:
         return CacheBackends(attention, StateBackend(layout, state_pages(pages, layout)))
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
-        return allocate_pages(layout)
+        pages = allocate_pages(layout)
+        if self._config.cache.prefault:
+            prefault(pages, self._config.device.num_threads)
+        return pages
 
     def allocate_host_pool(self, layout: KVCacheLayout) -> HostPages:
         return HostPages(allocate_host_pages(layout))
