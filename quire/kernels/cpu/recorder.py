@@ -222,8 +222,8 @@ def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
 
 
 def hand_over_rows(calls: Sequence[Call], result: Buffer) -> list[Call]:
-    """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what it
-    gives as the next one wants it. result: is kept."""
+    """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what
+    it gives as the next one wants it. result: is kept."""
     num_readers = _count_readers(calls)
     return [
         replace(call, constants=call.constants | {"feeds_next": True})

@@ -186,7 +186,10 @@ def run_pair(isa: str, rows: int, inner: int, *, feeds_next: bool) -> tuple[torc
     wide = random_matrix("bf16", 40, 2 * inner, gated=True, seed=1)
     down = random_matrix("bf16", inner, 33, seed=2)
     program = _native.Program(isa, pool(2), rows, MatmulPrecision.BFLOAT16)
-    areas = [torch.randn(rows, 48, generator=torch.Generator().manual_seed(3)), *(torch.zeros(rows, n) for n in (inner, 48))]
+    areas = [
+        torch.randn(rows, 48, generator=torch.Generator().manual_seed(3)),
+        *(torch.zeros(rows, n) for n in (inner, 48)),
+    ]
     x, between, out = (_native.Ref(area, 0, rows_of.shape[1]) for area, rows_of in enumerate(areas))
     program.linear(wide.as_native(), 0, x, _native.Ref(), between, Activation.SILU, None, feeds_next)
     program.linear(down.as_native(), 0, between, _native.Ref(), out, Activation.NONE)
