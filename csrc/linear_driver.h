@@ -336,7 +336,7 @@ bool fits_as_tiles(const LinearArgs& from, const LinearArgs& to) {
 // Where the results of a panel and a tile of `rows` rows lie then.
 template <class Method>
 std::byte* handed_place(const Finish& finish, int64_t tile, int64_t rows, int64_t panel) {
-  const int64_t tile_bytes = rounded_up(finish.width * Method::kHandedRowBytes / kPanel * Method::kRows, 64);
+  const int64_t tile_bytes = rounded_up(finish.width * Method::kHandedRowBytes / kPanel * row_pitch(Method::kRows), 64);
   return reinterpret_cast<std::byte*>(finish.out) + tile * tile_bytes + panel * Method::kHandedRowBytes / 2 * row_pitch(rows);
 }
 
