@@ -13,6 +13,7 @@
 
 namespace quire::QUIRE_ISA {
 
+inline constexpr float kLog2e = 1.44269504088896341f;
 // Words of a row's weights: as many as a tile can have, and those of one part or digit.
 inline constexpr int kWeightWords = kKeyTile;
 inline constexpr int kDigitWords = kKeyTile / 4;
@@ -109,6 +110,7 @@ struct Digits {
     }
   };
 
+  static QUIRE_INLINE vf weight(vf score, vf maximum, vf) { return exp_weight(score - maximum); }
   // Weights of a row, in words of four keys for each digit.
   static QUIRE_INLINE void store_weights(const vf* weights, const WeightScale& scale, std::byte* words) {
 #pragma GCC unroll 16
@@ -168,6 +170,22 @@ struct Pairs {
     static constexpr float factor = 1;
     QUIRE_INLINE void set(const KeyTile&, const Live&, const Sight&) {}
   };
+  // e^(score - maximum) for weights that are rounded to bfloat16: the error of 2^r, 3e-6 of the weight, is a thousandth of
+  // that rounding's. scaled: -maximum * kLog2e. 0 for minus infinity, NaN for NaN.
+  static QUIRE_INLINE vf weight(vf score, [[maybe_unused]] vf maximum, [[maybe_unused]] vf scaled) {
+#if defined(__AVX512BF16__)
+    const vf x = max(broadcast(-160.0f), fma(score, broadcast(kLog2e), scaled));  // 2^-160 is zero; NaN stays NaN
+    const vf r = (vf)_mm512_maskz_reduce_ps(0xffff, (__m512)x, 1);                // x - floor(x)
+    vf p = broadcast(1.34267e-2f);
+    p = fma(p, r, broadcast(5.224245e-2f));
+    p = fma(p, r, broadcast(2.4128022e-1f));
+    p = fma(p, r, broadcast(6.9304484e-1f));
+    p = fma(p, r, broadcast(1.0f));
+    return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);  // times 2^floor(x)
+#else
+    return exp_weight(score - maximum);
+#endif
+  }
   static QUIRE_INLINE void store_weights(const vf* weights, const WeightScale&, std::byte* words) {
     for (int i = 0; i < kTileVectors; ++i)
       round_bf16(reinterpret_cast<uint16_t*>(words) + i * kLanes, weights[i]);
@@ -373,13 +391,14 @@ template <CacheType T, bool kWhole>
       known = true;
     }
     const vf maximum = broadcast(rows[r].maximum);
+    const vf scaled = min(broadcast(-kNothing), maximum * -kLog2e);  // finite for a row that has seen nothing
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
     vf weights[kTileVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
       weights[i] = zero();
       if (!kWhole && !live.has(i)) continue;
-      weights[i] = exp_weight(load(scores + r * kKeyTile + i * kLanes) - maximum);
+      weights[i] = D::weight(load(scores + r * kKeyTile + i * kLanes), maximum, scaled);
       sum += weights[i];
     }
     store(rows[r].weight_sum, sum);

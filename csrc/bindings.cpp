@@ -106,11 +106,12 @@ void bind_program(nb::module_& module) {
       .def(
           "linear",
           [](Program& program, const PackedWeight& weight, uintptr_t bias, const Ref& x, const Ref& residual,
-             const Ref& out, Activation activation, std::optional<RowNorm> norm) {
+             const Ref& out, Activation activation, std::optional<RowNorm> norm, bool feeds_next) {
             program.add(LinearArgs{weight, at<float>(bias), x, residual, out, activation, norm.has_value(),
-                                   norm.value_or(RowNorm{})});
+                                   norm.value_or(RowNorm{}), feeds_next});
           },
-          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a, "norm"_a = nb::none())
+          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a, "norm"_a = nb::none(),
+          "feeds_next"_a = false)
       .def(
           "embed",
           [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, IndexSource source,

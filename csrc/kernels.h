@@ -118,7 +118,11 @@ struct LinearArgs {
   Activation activation = Activation::kNone;
   bool norms = false;
   RowNorm norm;
+  bool feeds_next = false;  // only the linear layer that comes next reads out, as its x: how it lies there is theirs
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+  // As LinearKernels::hands_over allows: out, or x, lies as the tiles of the next layer, or of this, want it.
+  bool packs_out = false;
+  bool x_is_packed = false;
 };
 
 // out = each head's columns of x times its own matrix, side by side: [rows, heads * in] -> [rows, heads * out].
@@ -159,6 +163,8 @@ struct LinearKernels {
   void (*linear)(const LinearArgs&, const Step&, Team&);
   // Bytes of shared scratch for at most `rows` rows.
   std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
+  // Whether a layer can pack what it gives for the next one, which alone reads it.
+  bool (*hands_over)(const LinearArgs&, const LinearArgs& next);
   void (*heads)(const HeadsArgs&, const Step&, Team&);
   void (*experts)(const ExpertsArgs&, const Step&, Team&);
   std::size_t (*experts_scratch)(const ExpertsArgs&, int64_t rows, int threads);

@@ -69,9 +69,17 @@ std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
   return bytes;
 }
 
+bool hands_over(const LinearArgs& from, const LinearArgs& to) {
+  bool fits = false;
+  with_method(from.weight, from.precision, [&]<class Method>(Method) {
+    with_method(to.weight, to.precision, [&]<class Next>(Next) { fits = std::is_same_v<Method, Next> && fits_as_tiles<Method>(from, to); });
+  });
+  return fits;
+}
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch, heads, experts, experts_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, hands_over, heads, experts, experts_scratch};
 
 }  // namespace quire::QUIRE_ISA

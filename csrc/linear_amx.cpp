@@ -207,9 +207,12 @@ std::size_t scratch_of_experts(const ExpertsArgs& args, int64_t rows, int thread
   return (experts_are_on_tiles(args) ? experts_scratch : QUIRE_BELOW::kLinear.experts_scratch)(args, rows, threads);
 }
 
+// Neither do the tiles, nor do the kernels below where the other layer is on tiles.
+bool hands_over(const LinearArgs&, const LinearArgs&) { return false; }
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch, heads, experts_on_tiles, scratch_of_experts};
+const LinearKernels kLinear = {linear, linear_scratch, hands_over, heads, experts_on_tiles, scratch_of_experts};
 
 }  // namespace quire::QUIRE_ISA

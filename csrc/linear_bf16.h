@@ -63,6 +63,7 @@ struct Bf16Pairs {
   static constexpr int64_t kBlockBytes = quire::QUIRE_ISA::kBlockBytes;
   static constexpr int64_t kGroupBytes = 0;
   static constexpr bool kExpects = true;
+  static constexpr int64_t kHandedRowBytes = kPanel * 2;  // of a row, kPanel values
   static constexpr int64_t kPrefetchAhead = 8192;  // twice the arithmetic: the reading is as much faster
 
   static TileLayout layout(const PackedWeight& weight) {
@@ -86,6 +87,23 @@ struct Bf16Pairs {
   }
 
   static void multiply(const Tile& tile, int64_t rows) { kBf16PairTiles[rows - 1](tile); }
+
+  // Four rows of kPanel / 2 values to their place in a tile, rounded as pack does.
+  static QUIRE_INLINE void put_packed(const float* rows, int64_t pitch, std::byte* out) {
+#if defined(__AVX512BF16__)
+    static_assert(kPanel / 2 == kLanes);
+    const __m512i ab = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(rows + kLanes), (__m512)load(rows));
+    const __m512i cd = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(rows + 3 * kLanes), (__m512)load(rows + 2 * kLanes));
+    const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+    store_quarters(out, pitch * 4, _mm512_permutex2var_epi32(ab, first, cd));
+    store_quarters(out + 4 * pitch * 4, pitch * 4,
+                   _mm512_permutex2var_epi32(ab, _mm512_add_epi32(first, _mm512_set1_epi32(4)), cd));
+#else
+    alignas(64) uint16_t rounded[4 * kPanel / 2];
+    for (int64_t i = 0; i < 4; ++i) round_row(rows + i * kPanel / 2, kPanel / 2, rounded + i * kPanel / 2);
+    store_four_rows(out, pitch, rounded, kPanel / 2, kPanel / 2);
+#endif
+  }
 
  private:
 #if defined(__AVX512BF16__)

@@ -15,6 +15,8 @@
 //   kExpects                                 whether the output's lines are asked for before a tile is multiplied
 //   layout(weight)                           its memory (TileLayout)
 //   pack(weight, x, stride, rows, memory)    phase 1 for one tile
+//   kHandedRowBytes, put_packed              where a gated layer can lay its results out as the next one's tiles (HandsOver):
+//                                            bytes of kPanel values of a row there, and what writes half as many of four rows
 //   multiply(tile, rows)                     phase 2: the sums of one tile and one panel into tile.out
 #pragma once
 
@@ -310,6 +312,53 @@ struct PanelGroup {
   int64_t first, count;
 };
 
+// From this many rows on, the results of a layer that packs_out are tiles of the next one, in the place of its rows: half
+// as many bytes, written side by side and not read once more to be packed. Fewer rows lie as always.
+constexpr int64_t kFewestHandedRows = 64;
+
+template <class Method>
+concept HandsOver = requires { Method::kHandedRowBytes; };
+
+template <class Method>
+bool hands_rows_over(bool is_allowed, int64_t rows) {
+  return HandsOver<Method> && is_allowed && rows >= kFewestHandedRows;
+}
+
+// Whether gated results of `from` can be tiles of `to`: they take the place of its rows, panel by panel.
+template <class Method>
+bool fits_as_tiles(const LinearArgs& from, const LinearArgs& to) {
+  const int64_t width = to.weight.in_features;
+  return HandsOver<Method> && from.weight.gated && from.weight.out_features == 2 * width && width % (kPanel / 2) == 0 &&
+         from.bias == nullptr && !from.residual.present() && !to.norms && to.weight.column_order == nullptr &&
+         from.out.area == to.x.area && from.out.offset == to.x.offset && from.out.stride == width && to.x.stride == width &&
+         (to.out.area != to.x.area || to.out.offset != to.x.offset);
+}
+
+// Where the results of a panel and a tile of `rows` rows lie then.
+template <class Method>
+std::byte* handed_place(const Finish& finish, int64_t tile, int64_t rows, int64_t panel) {
+  const int64_t tile_bytes = rounded_up(finish.width * Method::kHandedRowBytes / kPanel * row_pitch(Method::kRows), 64);
+  return reinterpret_cast<std::byte*>(finish.out) + tile * tile_bytes + panel * Method::kHandedRowBytes / 2 * row_pitch(rows);
+}
+
+template <class Method>
+void hand_over(const Finish& finish, const float* sums, int64_t rows, int64_t pitch, std::byte* place) {
+  constexpr int64_t kWidth = kPanel / 2;
+  const Activation activation = finish.args.activation;
+  for (int64_t base = 0; base < rows; base += 4) {
+    alignas(64) float results[4 * kWidth];
+    for (int64_t i = 0; i < 4; ++i) {  // the last row also stands for those that fill the tile up
+      const float* from = sums + (base + i < rows ? base + i : rows - 1) * kPanel;
+      for (int64_t c = 0; c < kWidth; c += kLanes) {
+        const vf gate = load(from + c);
+        const vf active = activation == Activation::kSilu ? gate * sigmoid(gate) : activate(gate, activation);
+        store(results + i * kWidth + c, active * load(from + kWidth + c));
+      }
+    }
+    Method::put_packed(results, pitch, place + base * 4);
+  }
+}
+
 // Tiles first .. end over a group of panels; next: the group that follows.
 template <class Method>
 void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, PanelGroup group,
@@ -317,6 +366,7 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
   const PackedWeight& weight = args.weight;
   const Finish finish{args, step.at(args.residual), step.at(args.out),
                       weight.gated ? weight.out_features / 2 : weight.out_features};
+  [[maybe_unused]] const bool hands_over = hands_rows_over<Method>(args.packs_out, step.rows);
   const std::byte* data = static_cast<const std::byte*>(weight.data);
   std::byte* widened = group.count == 1 && end - first > 1 ? scratch + kWidenedOffset : nullptr;  // it holds one panel
   const int64_t passes = (end - first - is_cold) * group.count;
@@ -330,9 +380,18 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
           weight, plan, step.rows, packed + tile * plan.tile_bytes, panel, tile, stream, widened, tile > first,
           [&](int64_t row, int64_t rows) {
             if (!Method::kExpects || !plan.shared) return;
+            if constexpr (HandsOver<Method>)
+              if (hands_over) {
+                const std::byte* place = handed_place<Method>(finish, tile, rows, panel);
+                for (int64_t i = 0; i < Method::kHandedRowBytes / 2 * row_pitch(rows); i += 64) __builtin_prefetch(place + i, 1, 3);
+                return;
+              }
             (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
           },
           [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+            if constexpr (HandsOver<Method>)
+              if (hands_over)
+                return hand_over<Method>(finish, sums, rows, row_pitch(rows), handed_place<Method>(finish, tile, rows, panel));
             (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
           });
     }
@@ -344,7 +403,9 @@ void run_linear(const LinearArgs& args, const Step& step, Team& team) {
   if (step.rows == 0 || weight.out_features == 0) return;
   const Plan plan = make_plan<Method>(weight, step.rows);
   std::byte* packed = plan.shared ? step.shared_scratch : team.scratch();
-  if (plan.shared) {
+  if (hands_rows_over<Method>(args.x_is_packed, step.rows)) {
+    packed = reinterpret_cast<std::byte*>(step.at(args.x));
+  } else if (plan.shared) {
     for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) pack_tile<Method>(args, step, plan, tile, packed, team);
     team.barrier();
   } else {

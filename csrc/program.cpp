@@ -53,6 +53,9 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max
 
 void Program::add(LinearArgs args) {
   args.precision = precision_;
+  if (auto* last = ops_.empty() ? nullptr : std::get_if<Call<LinearArgs>>(&ops_.back());
+      last != nullptr && last->args.feeds_next && kernels_.linear.hands_over(last->args, args))
+    last->args.packs_out = args.x_is_packed = true;
   ops_.emplace_back(Call<LinearArgs>{kernels_.linear.linear, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.linear_scratch(args, max_rows_));
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ class Recorder:
     ) -> RecordedProgram:
         """Place the buffers and build the programs. result: kept whole to the end of a run. scratch: working memory of
         the kernels, shared with other programs (None: of its own)."""
-        calls = fuse_norms(self.calls, result)
+        calls = hand_over_rows(fuse_norms(self.calls, result), result)
         elements = place_buffers(calls, result)
         segments: list[Segment] = []
         absent = _native.Ref()
@@ -206,9 +207,7 @@ def rounded_rows(num_rows: int) -> int:
 def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
     """`calls`, where a linear layer that alone reads the norm before it normalises its rows itself, packing them: the
     same bits, without writing the norm and reading it again. result: is kept."""
-    num_readers = Counter(
-        buffer for call in calls for buffer in {*call.buffers.values(), call.over} if buffer is not None
-    )
+    num_readers = _count_readers(calls)
     fused: list[Call] = []
     for call in calls:
         norm = fused[-1] if fused else None
@@ -220,6 +219,28 @@ def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
         else:
             fused.append(call)
     return fused
+
+
+def hand_over_rows(calls: Sequence[Call], result: Buffer) -> list[Call]:
+    """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what
+    it gives as the next one wants it. result: is kept."""
+    num_readers = _count_readers(calls)
+    return [
+        replace(call, constants=call.constants | {"feeds_next": True})
+        if following is not None
+        and (call.kernel, following.kernel) == ("linear", "linear")
+        and following.buffers["x"] is call.out
+        and following.buffers["residual"] is not call.out
+        and num_readers[call.out] == 1
+        and call.out is not result
+        and call.out.area == ARENA
+        else call
+        for call, following in zip_longest(calls, calls[1:])
+    ]
+
+
+def _count_readers(calls: Sequence[Call]) -> Counter[Buffer]:
+    return Counter(buffer for call in calls for buffer in {*call.buffers.values(), call.over} if buffer is not None)
 
 
 def _is_input_norm(norm: Call, call: Call) -> bool:

@@ -11,7 +11,7 @@ import torch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
-from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, KINDS, TILE_ISAS, WIDENED, random_matrix, run_linear
+from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, KINDS, TILE_ISAS, WIDENED, pool, random_matrix, run_linear
 
 SMALLEST_NORMAL = 2.0**-126
 each_bf16_isa = pytest.mark.parametrize("isa", BF16_ISAS)
@@ -179,3 +179,30 @@ def test_the_emulation_is_never_chosen_by_itself() -> None:
     assert "bf16_emulated" in BF16_ISAS
     assert "bf16_emulated" not in _native.available_isas()
     assert _native.resolve_isa("auto") in _native.available_isas()
+
+
+def run_pair(isa: str, rows: int, inner: int, *, feeds_next: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a gated layer and the one behind it give, and what lies between them."""
+    wide = random_matrix("bf16", 40, 2 * inner, gated=True, seed=1)
+    down = random_matrix("bf16", inner, 33, seed=2)
+    program = _native.Program(isa, pool(2), rows, MatmulPrecision.BFLOAT16)
+    areas = [
+        torch.randn(rows, 48, generator=torch.Generator().manual_seed(3)),
+        *(torch.zeros(rows, n) for n in (inner, 48)),
+    ]
+    x, between, out = (_native.Ref(area, 0, rows_of.shape[1]) for area, rows_of in enumerate(areas))
+    program.linear(wide.as_native(), 0, x, _native.Ref(), between, Activation.SILU, None, feeds_next)
+    program.linear(down.as_native(), 0, between, _native.Ref(), out, Activation.NONE)
+    scratch = torch.zeros(program.scratch_bytes + 64, dtype=torch.uint8)
+    start = scratch.data_ptr() + -scratch.data_ptr() % 64
+    program.run(rows, 0, 0, [], [area.data_ptr() for area in areas], start)
+    return areas[2][:, :33].clone(), areas[1]
+
+
+@each_bf16_isa
+@pytest.mark.parametrize("rows", [63, 64, 75])
+def test_rows_that_are_handed_over_packed_have_the_same_bits(isa: str, rows: int) -> None:
+    apart, rows_between = run_pair(isa, rows, 320, feeds_next=False)
+    together, between = run_pair(isa, rows, 320, feeds_next=True)
+    assert torch.equal(apart, together)
+    assert torch.equal(rows_between, between) == (rows < 64 or multiplies_in_tiles(isa))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, fuse_norms, place_buffers
+from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, fuse_norms, hand_over_rows, place_buffers
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
 from quire.layers.operations import NormWeights, TorchOperations
@@ -94,6 +94,22 @@ def test_a_linear_layer_takes_the_norm_that_it_alone_reads() -> None:
     assert _chain(result_is_norm=True) == ["embed", "norm", "linear"]
     assert _chain(reads_twice=True) == ["embed", "norm", "linear", "elementwise"]
     assert _chain(over_input=True) == ["embed", "norm", "linear"]
+
+
+def test_a_linear_layer_that_only_the_next_one_reads_says_so() -> None:
+    recorder = Recorder()
+    x = recorder.call("embed", 64)
+    inner = recorder.call("linear", 96, buffers={"x": x, "residual": None})
+    out = recorder.call("linear", 64, buffers={"x": inner, "residual": x})
+    twice = recorder.call("linear", 64, buffers={"x": out, "residual": None})
+    result = recorder.call("linear", 64, buffers={"x": twice, "residual": out})
+    last = recorder.call("linear", 64, buffers={"x": result, "residual": None})
+
+    def feeding(result: Buffer) -> list[Buffer]:
+        return [call.out for call in hand_over_rows(recorder.calls, result) if "feeds_next" in call.constants]
+
+    assert feeding(last) == [inner, twice, result]
+    assert feeding(result) == [inner, twice]
 
 
 def test_a_result_may_be_older_than_the_last_call() -> None:
