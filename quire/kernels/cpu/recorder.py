@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -225,18 +225,15 @@ def hand_over_rows(calls: Sequence[Call], result: Buffer) -> list[Call]:
     """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what
     it gives as the next one wants it. result: is kept."""
     num_readers = _count_readers(calls)
-    return [
-        replace(call, constants=call.constants | {"feeds_next": True})
-        if following is not None
-        and (call.kernel, following.kernel) == ("linear", "linear")
-        and following.buffers["x"] is call.out
-        and following.buffers["residual"] is not call.out
-        and num_readers[call.out] == 1
-        and call.out is not result
-        and call.out.area == ARENA
-        else call
-        for call, following in zip_longest(calls, calls[1:])
-    ]
+    handed = list(calls)
+    for place, (call, following) in enumerate(pairwise(calls)):
+        out = call.out
+        if out is result or out.area != ARENA or num_readers[out] != 1:
+            continue
+        reads_rows = following.buffers.get("x") is out and following.buffers.get("residual") is not out
+        if (call.kernel, following.kernel) == ("linear", "linear") and reads_rows:
+            handed[place] = replace(call, constants=call.constants | {"feeds_next": True})
+    return handed
 
 
 def _count_readers(calls: Sequence[Call]) -> Counter[Buffer]:
