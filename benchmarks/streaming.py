@@ -147,6 +147,8 @@ class Done(NamedTuple):
 
 
 def _client(port: int, first: list[bytes], num_repeats: int, pipe: Any) -> None:
+    pipe.send(None)
+    pipe.recv()
     pipe.send(converse(port, first, num_repeats))
 
 
@@ -201,14 +203,20 @@ def converse(port: int, requests: Sequence[bytes], num_repeats: int) -> Done:
 
 
 class Running:
-    """A client process at work."""
+    """A client process, which has started and has its requests: that takes time of the processor which is no request's.
+    It works from `begin` on."""
 
     def __init__(self, port: int, requests: list[bytes], num_repeats: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe(duplex=False)
+        self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_client, args=(port, requests, num_repeats, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        self._pipe.recv()
+
+    def begin(self) -> Running:
+        self._pipe.send(None)
+        return self
 
     @property
     def is_at_work(self) -> bool:
@@ -269,7 +277,7 @@ def compare(arguments: argparse.Namespace, num_clients: int) -> None:
             llm.generate(prompts, params, use_tqdm=False)
             offline, used = time.perf_counter() - began, time.process_time() - used
             before = server.cost()
-            done = Running(server.port, requests).done()
+            done = Running(server.port, requests).begin().done()
             after = server.cost()
             if number:
                 engine, api = (after.engine - before.engine) / total, (after.api - before.api) / total
@@ -297,7 +305,7 @@ def requests(arguments: argparse.Namespace) -> None:
         rows = []
         for _ in range(arguments.rounds + 1):
             before = server.cost()
-            done = Running(server.port, asked, num_repeats).done()
+            done = Running(server.port, asked, num_repeats).begin().done()
             cost = [(after - earlier) for after, earlier in zip(server.cost(), before, strict=True)]
             rows.append([1e6 * each / (num_clients * num_repeats) for each in (*cost, done.cpu, done.seconds)])
     engine, api, client, wall = (statistics.median(column) for column in zip(*rows[1:], strict=True))
@@ -319,10 +327,12 @@ def body(arguments: argparse.Namespace) -> None:
             for _ in range(min(arguments.rounds, MOST_BODY_ROUNDS)):
                 stream = post(COMPLETIONS, prompt=[1, 2, 3], max_tokens=num_tokens, ignore_eos=True, stream=True)
                 running = Running(server.port, [stream])
+                large = post(CHAT, messages=messages[:num_messages], max_tokens=1)
+                history = Running(server.port, [large]) if num_messages else None
+                running.begin()
                 time.sleep(WARM_STREAM_SECONDS)
-                if num_messages:
-                    large = post(CHAT, messages=messages[:num_messages], max_tokens=1)
-                    Running(server.port, [large]).done()
+                if history is not None:
+                    history.begin().done()
                     if not running.is_at_work:
                         raise RuntimeError("the stream ended before the body was answered")
                 gaps.append(1e3 * running.done().gaps[0])
@@ -356,8 +366,10 @@ async def _holds(requests: list[bytes]) -> list[float]:
         gc.freeze()  # as `serve` does
         watching = asyncio.ensure_future(watch())
         for request in requests:
+            client = await asyncio.to_thread(Running, port, [request])
+            await asyncio.sleep(2 * TICK_SECONDS)  # what starting it took is no tick's any more
             longest = 0.0
-            await asyncio.to_thread(Running(port, [request]).done)
+            await asyncio.to_thread(client.begin().done)
             found.append(longest)
         watching.cancel()
         server.should_exit = True

@@ -3,15 +3,18 @@ running requests do not wait for a prompt that arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import zmq
 
 from quire.engine.messages import Abort, AddRequest, ClientMessage, SessionMessage
 
 PIECE_TOKENS = 2**15
 """Decoded in a millisecond."""
+UNCOPIED_BYTES = 2**16
+"""From here on a part is sent from where it lies."""
 
 _DECODER = msgspec.msgpack.Decoder(list[int])
 
@@ -32,6 +35,12 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: SessionMessage) ->
         if pieces:
             message = AddRequest(msgspec.structs.replace(request, prompt_token_ids=[]), pieces)
     return encoder.encode(message)
+
+
+def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
+    """One message, without waiting for room. Long parts are sent from where they lie: to copy the 9 MB of two million
+    token ids held the event loop for 14 ms. Short ones are copied, which takes less than to be told of their end."""
+    socket.send_multipart(parts, zmq.NOBLOCK, copy=max(map(len, parts)) < UNCOPIED_BYTES)
 
 
 def take_piece(message: AddRequest) -> None:

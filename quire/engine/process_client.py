@@ -18,7 +18,7 @@ from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.heartbeat import SILENCE_LIMIT
-from quire.engine.long_prompts import encode_message
+from quire.engine.long_prompts import encode_message, send_parts
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.errors import EngineDeadError, QuireError
 from quire.logging import get_logger
@@ -128,7 +128,7 @@ class ProcessClient:
             if self._process.poll() is not None:
                 self._raise_cause()
             # The parts of one message: the engine's process is woken once, and reads them one by one.
-            self._outbox.send_multipart([encode_message(self._encoder, message) for message in messages], zmq.NOBLOCK)
+            send_parts(self._outbox, [encode_message(self._encoder, message) for message in messages])
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready

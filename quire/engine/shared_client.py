@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from quire.engine.long_prompts import encode_message
+from quire.engine.long_prompts import encode_message, send_parts
 from quire.engine.messages import (
     Answer,
     Ask,
@@ -151,7 +151,7 @@ class SharedClient:
         with self._sending:
             self._raise_if_dead()
             parts = [encode_message(self._encoder, message) for message in messages]
-            self._outbox.send_multipart([self._sender, *parts], zmq.NOBLOCK)
+            send_parts(self._outbox, [self._sender, *parts])
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
         """The next message for the front end; None when time is up."""
