@@ -10,8 +10,8 @@ from quire import LLM, SamplingParams
 from quire.version import __version__
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 2048, "kv_cache_memory": "1GiB", "prefault_kv_cache": True}
-"""vLLM and llama.cpp write to all of their caches when they start, and the others use their first blocks again and again:
-only a pool that takes blocks that were never used before cached ones would meet fresh memory in rounds that count."""
+"""vLLM and llama.cpp write to all of their caches when they start, and the others use their first blocks again: only a
+pool that takes unused blocks before cached ones would meet fresh memory in rounds that count."""
 
 
 def load(model: str, threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:
