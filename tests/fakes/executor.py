@@ -66,8 +66,8 @@ class FakeExecutor:
 
     windows: the kind of each layer. latency: seconds a step takes, on its own thread, while `hurry` is not set.
     fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error: of `load`.
-    choose: replaces the rule that picks tokens. verify=False: trust the plans and only make tokens (for benchmarks).
-    record=True: keep every plan in `plans`.
+    choose: replaces the rule that picks tokens. verify=False: trust the plans and only make tokens, which then depend
+    on what the prefix cache had (for benchmarks). record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -350,6 +350,8 @@ class FakeExecutor:
             f"sequence {seq_id} computes up to {end} of {known} tokens and {len(row.drafts)} drafts",
         )
         row.token_ids += row.drafts
+        if not self._verify and len(row.chain) < start:
+            row.chain += [0] * (start - len(row.chain))  # what the cache had is not this step's work
         row.extend_chain(end)
         del row.token_ids[known:]
         if self._verify:
