@@ -90,7 +90,10 @@ void bind_weight(nb::module_& module) {
 }
 
 void bind_program(nb::module_& module) {
-  nb::class_<Pool>(module, "Pool").def(nb::init<int, bool>(), "threads"_a, "pin"_a).def_prop_ro("threads", &Pool::threads);
+  nb::class_<Pool>(module, "Pool")
+      .def(nb::init<int, bool>(), "threads"_a, "pin"_a)
+      .def_prop_ro("threads", &Pool::threads)
+      .def("wake", &Pool::wake);
   nb::class_<Program> program(module, "Program");
   bind_states(module, program);
   program
@@ -310,6 +313,7 @@ NB_MODULE(_native, module) {
   quire::bind_attention(module);
   quire::bind_encoder(module);
   quire::bind_program(module);
+  quire::bind_step_inputs(module);
   quire::bind_limits(module);
   quire::bind_packing(module);
   quire::bind_sampling(module);

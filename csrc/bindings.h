@@ -12,6 +12,7 @@ void bind_encoder(nanobind::module_& module);    // encoder_plan.cpp
 void bind_limits(nanobind::module_& module);     // limits_bindings.cpp
 void bind_packing(nanobind::module_& module);    // packing.cpp
 void bind_sampling(nanobind::module_& module);   // sampling_bindings.cpp
+void bind_step_inputs(nanobind::module_& module);  // step_inputs.cpp
 void bind_states(nanobind::module_& module, nanobind::class_<Program>& program);  // linear_state_bindings.cpp
 
 }  // namespace quire

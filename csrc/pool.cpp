@@ -24,15 +24,17 @@ inline void pause_core() noexcept {
 #endif
 }
 
-// Waits until `word` differs from `old`: spinning first, then asleep. `sleepers` counts those who must be woken.
-inline void wait_for_change(std::atomic<uint32_t>& word, uint32_t old, std::atomic<int32_t>& sleepers) noexcept {
+// Waits until `word` differs from `old`, spinning first, then asleep; returns it. `sleepers` counts those who must be woken.
+inline uint32_t wait_for_change(std::atomic<uint32_t>& word, uint32_t old, std::atomic<int32_t>& sleepers) noexcept {
   for (int spin = 0; spin < kSpins; ++spin) {
-    if (word.load(std::memory_order_acquire) != old) return;
+    if (const uint32_t now = word.load(std::memory_order_acquire); now != old) return now;
     pause_core();
   }
   sleepers.fetch_add(1, std::memory_order_seq_cst);
-  while (word.load(std::memory_order_seq_cst) == old) word.wait(old, std::memory_order_seq_cst);
+  uint32_t now;
+  while ((now = word.load(std::memory_order_seq_cst)) == old) word.wait(old, std::memory_order_seq_cst);
   sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return now;
 }
 
 inline void announce(std::atomic<uint32_t>& word, std::atomic<int32_t>& sleepers) noexcept {
@@ -125,7 +127,7 @@ Pool::Pool(int threads, bool pin) {
 
 Pool::~Pool() {
   stop_.store(true, std::memory_order_relaxed);
-  announce(generation_, asleep_);
+  wake();
   for (std::thread& helper : helpers_) helper.join();
 }
 
@@ -134,17 +136,23 @@ void Pool::run(void (*body)(void*, Team&), void* argument) noexcept {
   body_ = body;
   argument_ = argument;
   OffHelpers off(*this);
-  if (!helpers_.empty()) announce(generation_, asleep_);
+  runs_.fetch_add(1, std::memory_order_release);
+  wake();
   body(argument, teams_[0]);
   teams_[0].barrier();
 }
 
+void Pool::wake() noexcept {
+  if (!helpers_.empty()) announce(calls_, asleep_);
+}
+
 void Pool::serve(int index) noexcept {
-  uint32_t seen = 0;
+  uint32_t calls = 0, runs = 0;
   for (;;) {
-    wait_for_change(generation_, seen, asleep_);
+    calls = wait_for_change(calls_, calls, asleep_);
     if (stop_.load(std::memory_order_relaxed)) return;
-    ++seen;
+    if (runs_.load(std::memory_order_acquire) == runs) continue;  // a run will follow
+    ++runs;
     body_(argument_, teams_[static_cast<std::size_t>(index)]);
     teams_[static_cast<std::size_t>(index)].barrier();
   }

@@ -26,13 +26,18 @@ class Pool {
   // Allocates nothing. Helpers that are idle spin for some tens of microseconds, then sleep.
   void run(void (*body)(void*, Team&), void* argument) noexcept;
 
+  // Says that a run follows within some tens of microseconds: helpers that sleep take as long to wake, and can do it
+  // meanwhile. Returns at once, and does nothing while they run.
+  void wake() noexcept;
+
  private:
   friend class OffHelpers;
   void serve(int index) noexcept;
 
   std::mutex caller_;
   TeamShared shared_;
-  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<uint32_t> calls_{0};  // of `wake`: a run's, and those before it
+  std::atomic<uint32_t> runs_{0};
   alignas(64) std::atomic<int32_t> asleep_{0};
   void (*body_)(void*, Team&) = nullptr;
   void* argument_ = nullptr;

@@ -41,6 +41,12 @@ class NativeAttention:
         """Raises ValueError for a block table that names a block outside the pool."""
         return NativeAttentionStep(self, self._plans.set(batch), batch)
 
+    @property
+    def plans(self) -> list[_native.AttentionPlan]:
+        """The plans, by KV group, of the step that was planned last, for what sets them natively
+        (quire/worker/platform/native_columns.py)."""
+        return self._plans.plans
+
     def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
         """The plans, by KV group, of some sequences of the step that was planned last; valid until the next call."""
         return self._plans_beside.set(batch)

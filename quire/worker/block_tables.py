@@ -55,6 +55,11 @@ class BlockTables:
         self._num_entries = np.zeros((len(self._tables), num_rows), np.int64)
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The tables themselves, per group, for kernels that read them."""
+        return self._tables
+
+    @property
     def num_groups(self) -> int:
         return len(self._tables)
 

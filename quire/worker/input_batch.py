@@ -35,7 +35,18 @@ class InputBatch(NamedTuple):
         """A batch of which all T tokens are read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
-        return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
+        return cls.all_read(rows, starts, counts, starts + counts, query_start)
+
+    @classmethod
+    def all_read(
+        cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray, query_start: np.ndarray
+    ) -> InputBatch:
+        return cls(rows, starts, counts, ends, query_start, None, query_start)
+
+    @classmethod
+    def of_plan(cls, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+        """As `of`, from a plan's numbers."""
+        return cls.of(rows, np.array(starts, np.int64), np.array(counts, np.int64))
 
     @classmethod
     def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
@@ -90,10 +101,11 @@ def build_input_batch(
     seq_ids: Sequence[int], start_positions: Sequence[int], num_tokens: Sequence[int], requests: RequestState
 ) -> InputBatch:
     """Every scheduled token must be known, or sampled by an earlier step."""
-    rows = requests.rows_of(seq_ids)
-    batch = InputBatch.of(rows, np.array(start_positions, np.int64), np.array(num_tokens, np.int64))
-    assert (batch.ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
-    if batch.num_tokens == len(rows):  # of one token each, all are read: most steps are decodes
+    lengths = requests.lengths
+    for seq_id, start, count in zip(seq_ids, start_positions, num_tokens, strict=True):
+        assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
+    batch = requests.columns.input_batch(requests.rows_of(seq_ids), start_positions, num_tokens)
+    if sum(num_tokens) == len(num_tokens):  # of one token each, all are read: most steps are decodes
         return batch
     return _reading_less(batch, requests.sampling.rows_with_prompt_logprobs)
 

@@ -17,14 +17,14 @@ from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """lengths: [num_rows] int64, tokens of the row, those counted that a step under way will sample.
-    num_prompt_tokens, second_segments: [num_rows] int64, as NewSequence has them. tables, sampling: block tables and
-    sampling parameters, on the host. columns: what kernels read.
+    """lengths: tokens of each sequence, those counted that a step under way will sample. num_prompt_tokens,
+    second_segments: [num_rows] int64, as NewSequence has them. tables, sampling: block tables and sampling parameters,
+    on the host. columns: what kernels read.
     """
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows
-        self.lengths = np.zeros(num_rows, np.int64)
+        self.lengths: dict[int, int] = {}
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
         self.second_segments = np.zeros(num_rows, np.int64)
         self.tables = tables
@@ -32,6 +32,9 @@ class RequestState:
         self.columns = columns
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows))
+        self._asked: list[int] | None = None
+        self._rows = np.zeros(0, np.int64)
+        """Of the sequences that were asked for last."""
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -43,21 +46,27 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64."""
-        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+        """[len(seq_ids)] int64. The same sequences as in the last call, as from decode to decode, get the same array:
+        what was derived from it still holds."""
+        if self._asked != seq_ids:
+            self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+            self._asked = list(seq_ids)
+        return self._rows
 
     def add_request(
         self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""
         row = self._take_row(seq_id, sampling)
-        self._set_tokens(row, token_ids)
+        self._set_tokens(seq_id, row, token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
         return row
 
     def release(self, seq_id: int) -> int:
         """Free the row of a sequence; return the row."""
         row = self._row_of.pop(seq_id)
+        self._asked = None
+        self.lengths.pop(seq_id, None)
         heapq.heappush(self._free, row)
         self.tables.clear(row)
         self.sampling.clear(row)
@@ -85,12 +94,10 @@ class RequestState:
         for child in plan.beam_reorders:
             self._copy_parent(child, {})
         for seq_id, token_id in plan.token_overrides:
-            row = self._row_of[seq_id]
-            self.columns.write_tokens(row, int(self.lengths[row]) - 1, [token_id])
+            self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
         for seq_id, token_ids in plan.appended.items():
-            row = self._row_of[seq_id]
-            self.columns.write_tokens(row, int(self.lengths[row]), token_ids)
-            self.lengths[row] += len(token_ids)
+            self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id], token_ids)
+            self.lengths[seq_id] += len(token_ids)
         for seq_id, block_ids in plan.new_blocks.items():
             self.append_blocks(self._row_of[seq_id], block_ids)
         for seq_id, group, logical_index, block_id in plan.replaced_blocks:
@@ -106,6 +113,7 @@ class RequestState:
         assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
         assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
         row = self._row_of[seq_id] = heapq.heappop(self._free)
+        self._asked = None
         self.sampling.set(row, sampling)
         self.columns.write_sampling(row)
         return row
@@ -114,7 +122,7 @@ class RequestState:
         """Give a child a row, with what does not come from its parent."""
         row = self._take_row(fork.child, fork.sampling)
         if fork.token_ids is not None:
-            self._set_tokens(row, fork.token_ids)
+            self._set_tokens(fork.child, row, fork.token_ids)
 
     def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int]) -> None:
         """A child that is sampled in this step has its parent's tokens up to that position; a child with a history
@@ -122,15 +130,14 @@ class RequestState:
         parent, child = self._row_of[fork.parent], self._row_of[fork.child]
         self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
         if fork.token_ids is None:
-            length = sampled_at.get(fork.child, int(self.lengths[parent]))
-            self.lengths[child] = length
+            length = self.lengths[fork.child] = sampled_at.get(fork.child, self.lengths[fork.parent])
             self.columns.copy_tokens(parent, child, length)
         self.tables.copy(parent, child)
         for group, count in enumerate(self.tables.num_entries(parent)):
             self.columns.copy_blocks(parent, child, group, count)
 
-    def _set_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        self.lengths[row] = len(token_ids)
+    def _set_tokens(self, seq_id: int, row: int, token_ids: Sequence[int]) -> None:
+        self.lengths[seq_id] = len(token_ids)
         self.columns.write_tokens(row, 0, token_ids)
 
 

@@ -36,11 +36,14 @@ def build_sample_rows(
     seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
 ) -> SampleRows:
     """sample_from: [R], indices into the batch. From here on the rows count their new tokens."""
+    ends, lengths = batch.ends.tolist(), requests.lengths
+    for seq_id, index in zip(seq_ids, sample_from, strict=True):
+        lengths[seq_id] = ends[index] + 1
     rows = requests.rows_of(seq_ids)
-    lengths, last_index = batch.ends, batch.read_start[1:] - 1
-    are_read_rows = len(batch.rows) == batch.num_read and list(sample_from) == list(range(len(batch.rows)))
-    if not are_read_rows:
-        source = np.array(sample_from, np.int64)
-        lengths, last_index = lengths[source], last_index[source]
-    requests.lengths[rows] = lengths + 1
-    return SampleRows(rows, lengths, last_index, requests.num_prompt_tokens[rows], are_read_rows)
+    num_prompt_tokens = requests.num_prompt_tokens[rows]
+    are_read_rows = len(ends) == batch.num_read and list(sample_from) == list(range(len(ends)))
+    if are_read_rows:
+        return SampleRows(rows, batch.ends, batch.read_start[:-1], num_prompt_tokens, are_read_rows)
+    source = np.array(sample_from, np.int64)
+    last_index = batch.read_start[source + 1] - 1
+    return SampleRows(rows, batch.ends[source], last_index, num_prompt_tokens, are_read_rows)

@@ -10,8 +10,7 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import InputBatch, build_input_batch
-from quire.worker.platform.cpu_inputs import prepare_inputs
-from quire.worker.platform.cpu_step import CpuColumns
+from quire.worker.platform.cpu_inputs import CpuColumns, prepare_inputs
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import build_sample_rows
 from tests.worker.driver import GREEDY, sampling_of
@@ -40,10 +39,11 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         assert row == min(set(range(8)) - set(live.values()))
         live[seq_id] = row
     assert rows.rows_of(list(live)).tolist() == list(live.values())
+    assert rows.rows_of(list(live)) is rows.rows_of(list(live))
     for seq_id in list(live):
         rows.release(seq_id)
         assert seq_id not in rows
-    assert len(rows) == 0
+    assert len(rows) == len(rows.lengths) == 0
     sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
     assert not any(sampling.lists.spans(kind, np.arange(8))[1].any() for kind in range(4))
@@ -57,7 +57,7 @@ def test_the_token_table_is_not_touched_before_it_is_used() -> None:
     sampled = build_sample_rows([5], [0], build_input_batch([5], [0], [3], rows), rows)
     columns.write_tokens(int(sampled.rows[0]), int(sampled.lengths[0]), [9])
     assert columns.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
-    assert rows.lengths[0] == 4
+    assert rows.lengths == {5: 4}
 
 
 def test_misuse_of_rows_is_a_bug_that_shows() -> None:
@@ -153,5 +153,20 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
             sampled = build_sample_rows([seq_ids[index] for index in sources], sources, batch, rows)
             assert sampled.are_read_rows == (read[sampled.last_index].tolist() == read.tolist())
             assert sampled.lengths.tolist() == batch.ends[sources].tolist()
-        assert rows.lengths[batch.rows].tolist() == (batch.ends + 1).tolist()
-        rows.lengths[:] = 60
+        assert [rows.lengths[seq_id] for seq_id in seq_ids] == (batch.ends + 1).tolist()
+        rows.lengths.update(dict.fromkeys(range(6), 60))
+
+
+def test_rows_of_the_same_sequences_are_found_anew_when_a_row_has_changed_hands() -> None:
+    """Beams: a child may have the id of a sequence that the same plan releases."""
+    rows, _ = request_state(3, max_model_len=4)
+    for seq_id in (5, 6):
+        rows.add_request(seq_id, [1], 1, GREEDY)
+    before = rows.rows_of([6])
+    assert before.tolist() == [1]
+    rows.release(5)
+    rows.release(6)
+    rows.add_request(6, [1], 1, GREEDY)
+    assert rows.rows_of([6]).tolist() == [0]
+    assert before.tolist() == [1]
+    assert rows.rows_of([]).tolist() == []

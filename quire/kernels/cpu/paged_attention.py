@@ -59,7 +59,7 @@ class AttentionPlans:
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int) -> None:
         """num_heads: query heads of every layer. num_threads: of the pool that runs them."""
-        self._plans = []
+        self.plans = []
         for group in layout.token_groups:
             spec = group.spec
             num_blocks = layout.num_blocks * layout.kernel_blocks(group)
@@ -68,7 +68,7 @@ class AttentionPlans:
                 plan = _native.AttentionPlan(
                     layout.block_size, num_blocks, num_heads, 1, 0, num_threads, latent=True, top=spec.top
                 )
-                self._plans.append(plan)
+                self.plans.append(plan)
                 continue
             if len(shape) != 4:
                 raise ConfigError(
@@ -76,7 +76,7 @@ class AttentionPlans:
                 )
             _, size, num_kv_heads, head_dim = shape
             check_shape(size, num_heads, num_kv_heads, head_dim)
-            self._plans.append(
+            self.plans.append(
                 _native.AttentionPlan(
                     size,
                     num_blocks,
@@ -100,7 +100,7 @@ class AttentionPlans:
         _check(starts, torch.int64, (num_sequences + 1,), "query starts")
         _check(positions, torch.int64, (num_sequences,), "start positions")
         num_rows = int(starts[-1])
-        for plan, table, slots in zip(self._plans, batch.block_tables, batch.slot_mapping, strict=True):
+        for plan, table, slots in zip(self.plans, batch.block_tables, batch.slot_mapping, strict=True):
             if table.dtype != torch.int32 or table.dim() != 2 or len(table) != num_sequences or table.stride(1) != 1:
                 raise ValueError(f"block tables: int32 rows of {num_sequences} sequences expected")
             _check(slots, torch.int64, (num_rows,), "slots")
@@ -114,7 +114,7 @@ class AttentionPlans:
                 slots.data_ptr(),
             )
         self._batch = batch
-        return self._plans
+        return self.plans
 
 
 def copy_blocks(

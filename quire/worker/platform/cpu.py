@@ -38,9 +38,9 @@ from quire.worker.kv_tensors import (
 )
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
-from quire.worker.platform.cpu_inputs import CacheBackends
+from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns, PlainInputs, StepInputs
 from quire.worker.platform.cpu_meter import CpuMeter
-from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
+from quire.worker.platform.cpu_step import CpuCompute
 from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import HostPool, Mode
 
@@ -140,16 +140,25 @@ class CpuPlatform:
         tables: BlockTables,
         sampling: SamplingRows,
     ) -> CpuCompute:
-        columns = CpuColumns(self._config.scheduler.max_num_seqs, self._config.model.max_model_len)
+        columns, inputs = self._make_inputs(tables, self.make_backends(layout, pages))
         return CpuCompute(
             model,
-            self.make_backends(layout, pages),
             block_copier(pages, self._runtime),
             columns,
-            tables,
+            inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
         )
+
+    def _make_inputs(self, tables: BlockTables, backends: CacheBackends) -> tuple[CpuColumns, StepInputs]:
+        size = self._config.scheduler.max_num_seqs, self._config.model.max_model_len
+        if self._runtime is not None and not self._config.model.is_encoder:
+            from quire.worker.platform.native_columns import NativeColumns  # the native module may not be built
+
+            native = NativeColumns(*size, tables, backends, self._runtime)
+            return native, native
+        columns = CpuColumns(*size)
+        return columns, PlainInputs(columns, tables, backends)
 
     def offload_weights(self, model: CausalLM) -> None:
         """The weights are in host memory."""

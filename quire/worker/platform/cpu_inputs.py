@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,35 @@ from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
+
+
+class CpuColumns:
+    """Implements RequestColumns. token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has
+    just reached its end may be run once more before the scheduler knows).
+
+    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        self.token_ids[row, position : position + len(token_ids)] = token_ids
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
+
+    def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
+        """Kernels read BlockTables."""
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
+        """Kernels read BlockTables."""
+
+    def write_sampling(self, row: int) -> None:
+        """Kernels read SamplingRows."""
+
+    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+        return InputBatch.of_plan(rows, starts, counts)
 
 
 def prepare_inputs(
@@ -58,3 +88,28 @@ class CacheBackends(NamedTuple):
         """The input of a forward pass. token_ids: [T]. logits_rows, segments: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan(batch)
         return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states, segments)
+
+
+class StepInputs(Protocol):
+    """Gathers what a forward pass reads."""
+
+    def forward_batch(
+        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
+    ) -> ForwardBatch:
+        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows, segments: as
+        those of ForwardBatch."""
+        ...
+
+
+class PlainInputs(NamedTuple):
+    """Implements StepInputs with NumPy."""
+
+    columns: CpuColumns
+    tables: BlockTables
+    backends: CacheBackends
+
+    def forward_batch(
+        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
+    ) -> ForwardBatch:
+        token_ids, attention = prepare_inputs(batch, self.columns.token_ids, self.tables)
+        return self.backends.forward_batch(token_ids, attention, logits_rows, segments)

@@ -65,6 +65,9 @@ class StagedColumns:
     def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
 
+    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+        return InputBatch.of_plan(rows, starts, counts)
+
 
 class DeviceCompute:
     """Implements StepCompute."""

@@ -71,6 +71,11 @@ class RequestColumns(Protocol):
         """The row's sampling parameters."""
         ...
 
+    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+        """The batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64,
+        the same array as in the last call only for the same sequences."""
+        ...
+
 
 class ComputeStep(Protocol):
     """The work of one plan, in the order that the model runner calls for it. No call waits for a device."""

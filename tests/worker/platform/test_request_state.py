@@ -193,14 +193,14 @@ class Rows:
             row = int(self.requests.rows_of([seq_id])[0])
             position = plan.start_positions[index] + plan.num_tokens[index]
             self.arena.token_ids[row, position] = token
-            self.requests.lengths[row] = position + 1
+            self.requests.lengths[seq_id] = position + 1
 
     def check(self, sequences: dict[int, Expected]) -> None:
         assert len(self.requests) == len(sequences)
         rows = self.requests.rows_of(list(sequences))
         assert len(set(rows.tolist())) == len(sequences)
         for row, (seq_id, sequence) in zip(rows.tolist(), sequences.items(), strict=True):
-            length = int(self.requests.lengths[row])
+            length = self.requests.lengths[seq_id]
             assert self.arena.token_ids[row, :length].tolist() == sequence.tokens, seq_id
             assert self.requests.num_prompt_tokens[row] == sequence.num_prompt
             assert self.requests.tables.num_entries(row) == [len(table) for table in sequence.blocks]

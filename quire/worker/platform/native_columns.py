@@ -1,0 +1,109 @@
+"""The request state that native kernels compute from: one native call gathers a step and plans its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.layers.batch import ForwardBatch
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch
+from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns
+
+FIRST_CAPACITY = 256
+"""Tokens of a step that there is memory for at the start."""
+
+
+class NativeColumns(CpuColumns):
+    """Columns, and the inputs of a step that is gathered from them: into the same memory each time, and into the same
+    objects while steps have one size. The weights of a step push everything else out of the processor's caches, so what
+    is not run is what saves time.
+
+    `PlainInputs` computes the same. Of the gathered tables (here as wide as a row's own), entries behind those of a
+    sequence's tokens have no meaning.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, tables: BlockTables, backends: CacheBackends, runtime: NativeRuntime
+    ) -> None:
+        super().__init__(num_rows, max_model_len)
+        attention = backends.attention
+        assert isinstance(attention, NativeAttention), "native kernels attend"
+        self._shapes, self._attention, self._states = tables.shapes, attention, backends.states
+        columns = [np.zeros(num_rows, np.int64) for _ in range(3)]
+        self._starts, self._counts, self._ends = columns
+        self._query_start = np.zeros(num_rows + 1, np.int64)
+        self._tables = [np.zeros_like(table) for table in tables.arrays]
+        self._bound = tables.arrays  # kept alive, like what is named above: the native object holds their addresses
+        plans = iter(attention.plans)
+        self._native = _native.StepInputs(
+            runtime.pool,
+            self.token_ids,
+            tables.arrays,
+            [shape.block_size for shape in tables.shapes],
+            [next(plans) if shape.has_slots else None for shape in tables.shapes],
+            self._tables,
+            *columns,
+            self._query_start,
+        )
+        none = np.zeros(0, np.int64)
+        self._batch = InputBatch.of(none, none, none)
+        self._num_tokens = 0
+        self._size = (-1, -1)
+        self._reserve(FIRST_CAPACITY)
+
+    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+        """Raises ValueError for whatever would be read outside the tables, or read or written outside the pool."""
+        if self._batch.rows is not rows:
+            self._native.set_rows(rows)
+            num_seqs = len(rows)
+            starts_counts_ends = self._starts[:num_seqs], self._counts[:num_seqs], self._ends[:num_seqs]
+            self._batch = InputBatch.all_read(rows, *starts_counts_ends, self._query_start[: num_seqs + 1])
+        self._num_tokens = sum(counts)
+        if self._num_tokens > len(self._tokens[0]):
+            self._reserve(self._num_tokens)
+        self._native.gather(starts, counts)
+        return self._batch
+
+    def forward_batch(
+        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
+    ) -> ForwardBatch:
+        """Of the batch that was gathered last."""
+        assert batch.rows is self._batch.rows, "another batch was gathered meanwhile"
+        size = len(batch.rows), self._num_tokens
+        if size != self._size:
+            self._size, (self._forward_batch, self._attention_batch) = size, self._view(*size)
+        states = self._states.plan(self._attention_batch)
+        if states is None and logits_rows is None and segments is None:
+            return self._forward_batch
+        return self._forward_batch._replace(logits_rows=logits_rows, states=states, segments=segments)
+
+    def _view(self, num_seqs: int, num_tokens: int) -> tuple[ForwardBatch, AttentionBatch]:
+        """Of a step of this size."""
+        token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
+        tables = [torch.from_numpy(table[:num_seqs]) for table in self._tables]
+        batch = AttentionBatch(
+            query_start=torch.from_numpy(self._query_start[: num_seqs + 1]),
+            start_positions=torch.from_numpy(self._starts[:num_seqs]),
+            positions=positions,
+            sequence_index=sequence_index,
+            block_tables=tuple(each for shape, each in zip(self._shapes, tables, strict=True) if shape.has_slots),
+            slot_mapping=tuple(slots),
+            state_tables=tuple(each for shape, each in zip(self._shapes, tables, strict=True) if not shape.has_slots),
+        )
+        step = NativeAttentionStep(self._attention, self._attention.plans, batch)
+        return ForwardBatch(token_ids, positions, step), batch
+
+    def _reserve(self, num_tokens: int) -> None:
+        """Have memory for a step of so many tokens."""
+        num_groups = sum(shape.has_slots for shape in self._shapes)
+        capacity = 1 << (num_tokens - 1).bit_length()
+        self._tokens = [np.zeros(capacity, np.int64) for _ in range(3 + num_groups)]
+        self._native.place_tokens(*self._tokens[:3], self._tokens[3:])
+        self._size = (-1, -1)
