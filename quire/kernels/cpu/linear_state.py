@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ class StatePlans:
         self._layers = tuple(layers)
         self._plan = _native.StatePlan()
         self._step: StateStep | None = None
+        self._arguments: tuple[Any, ...] = ()
         self._query_start = torch.empty(0, dtype=torch.int64)
 
     def set(self, states: StateStep) -> _native.StatePlan:
@@ -25,7 +27,15 @@ class StatePlans:
 
         Raises ValueError for tensors of the wrong kind and for whatever would be read or written outside the pool.
         """
-        self._query_start = torch.tensor(states.query_start, dtype=torch.int64)
+        if states is not self._step:  # decodes of the same sequences come in the same objects
+            query_start = torch.tensor(states.query_start, dtype=torch.int64)
+            self._arguments = self._checked(states, query_start)
+            self._step, self._query_start = states, query_start
+        self._plan.set(*self._arguments)
+        return self._plan
+
+    def _checked(self, states: StateStep, query_start: torch.Tensor) -> tuple[Any, ...]:
+        """What the native plan is set with."""
         starts, num_sequences = states.starts, len(states.query_start) - 1
         if starts.dtype != torch.int64 or tuple(starts.shape) != (num_sequences,) or not starts.is_contiguous():
             raise ValueError(f"starts: int64 [{num_sequences}] expected, got {starts.dtype} {list(starts.shape)}")
@@ -37,9 +47,9 @@ class StatePlans:
         for table in tables:
             if table.dtype != torch.int32 or table.dim() != 2 or len(table) != num_sequences or table.stride(1) != 1:
                 raise ValueError(f"tables of states: int32 rows of {num_sequences} sequences expected")
-        self._plan.set(
+        return (
             num_sequences,
-            self._query_start.data_ptr(),
+            query_start.data_ptr(),
             starts.data_ptr(),
             states.interval,
             [page.data_ptr() for page in pages],
@@ -49,5 +59,3 @@ class StatePlans:
             [table.stride(0) for table in tables],
             min((table.shape[1] for table in tables), default=0),
         )
-        self._step = states
-        return self._plan

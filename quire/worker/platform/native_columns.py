@@ -21,9 +21,9 @@ FIRST_CAPACITY = 256
 
 
 class NativeColumns(CpuColumns):
-    """Columns, and the inputs of a step that is gathered from them: into the same memory each time, and into the same
-    objects while steps have one size. The weights of a step push everything else out of the processor's caches, so what
-    is not run is what saves time.
+    """Columns, and the inputs of a step that is gathered from them: into the same memory each time and, for decodes of
+    one number of sequences, into the same objects. The weights of a step push everything else out of the processor's
+    caches, so code that is not run is what saves time between two runs of the model.
 
     `PlainInputs` computes the same. Of the gathered tables (here as wide as a row's own), entries behind those of a
     sequence's tokens have no meaning.
@@ -77,14 +77,13 @@ class NativeColumns(CpuColumns):
         """Of the batch that was gathered last."""
         assert batch.rows is self._batch.rows, "another batch was gathered meanwhile"
         size = len(batch.rows), self._num_tokens
-        if size != self._size:
-            self._size, (self._forward_batch, self._attention_batch) = size, self._view(*size)
-        states = self._states.plan(self._attention_batch)
-        if states is None and logits_rows is None and segments is None:
+        if size != self._size or size[0] != size[1]:  # others of one size may divide their tokens otherwise
+            self._size, self._forward_batch = size, self._view(*size)
+        if logits_rows is None and segments is None:
             return self._forward_batch
-        return self._forward_batch._replace(logits_rows=logits_rows, states=states, segments=segments)
+        return self._forward_batch._replace(logits_rows=logits_rows, segments=segments)
 
-    def _view(self, num_seqs: int, num_tokens: int) -> tuple[ForwardBatch, AttentionBatch]:
+    def _view(self, num_seqs: int, num_tokens: int) -> ForwardBatch:
         """Of a step of this size."""
         token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
         tables = [torch.from_numpy(table[:num_seqs]) for table in self._tables]
@@ -98,10 +97,10 @@ class NativeColumns(CpuColumns):
             state_tables=tuple(each for shape, each in zip(self._shapes, tables, strict=True) if not shape.has_slots),
         )
         step = NativeAttentionStep(self._attention, self._attention.plans, batch)
-        return ForwardBatch(token_ids, positions, step), batch
+        return ForwardBatch(token_ids, positions, step, states=self._states.plan(batch))
 
     def _reserve(self, num_tokens: int) -> None:
-        """Have memory for a step of so many tokens."""
+        """Have memory for a step of `num_tokens`."""
         num_groups = sum(shape.has_slots for shape in self._shapes)
         capacity = 1 << (num_tokens - 1).bit_length()
         self._tokens = [np.zeros(capacity, np.int64) for _ in range(3 + num_groups)]

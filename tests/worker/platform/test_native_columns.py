@@ -121,6 +121,8 @@ def test_the_same_as_in_numpy(specs: Sequence[LayerSpec]) -> None:
             world.check(kept.setdefault(tuple(rows), np.array(rows)), starts, counts)
 
     check()
+    for counts in ([3, 70], [70, 3]):  # of one size
+        world.check(np.arange(2), [0, 0], counts)
     num_tokens = [MAX_MODEL_LEN + 1] * NUM_ROWS
     assert sum(num_tokens) > FIRST_CAPACITY
     world.check(np.arange(NUM_ROWS), [0] * NUM_ROWS, num_tokens)
