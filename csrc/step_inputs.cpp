@@ -113,7 +113,8 @@ void construct(StepInputs* self, std::shared_ptr<Pool> pool, const Table& token_
     require(table.shape(0) == token_table.shape(0), "as many tables as rows of tokens expected");
     require(gathered[i].shape(0) == max_sequences && gathered[i].shape(1) == table.shape(1),
             "tables of the most sequences expected");
-    require(block_sizes[i] > 0, "blocks without tokens");
+    require(block_sizes[i] > 0 && (plans[i] == nullptr || plans[i]->block_size == block_sizes[i]),
+            "blocks without tokens, or of another size than the plan's");
     groups.push_back({table.data(), static_cast<int64_t>(table.shape(1)), block_sizes[i], plans[i], gathered[i].data()});
   }
   new (self) StepInputs(std::move(pool), token_table.data(), static_cast<int64_t>(token_table.shape(0)),

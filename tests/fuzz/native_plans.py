@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBatch
@@ -74,6 +75,30 @@ def attention_batch(rng: Random) -> None:
     plans.set(batch)
 
 
+def step_inputs(rng: Random) -> None:
+    """A step over tables with entries from anywhere, in memory of other sizes too."""
+
+    def size(usual: int) -> int:
+        return usual - (rng.random() < 0.03)
+
+    plan = _native.AttentionPlan(16, 40, 8, 2, 0, 2)
+    table = numbers(rng, [rng.randrange(40) for _ in range(4 * 5)], torch.int32).view(4, 5).numpy()
+    inputs = _native.StepInputs(
+        _native.Pool(1, False),
+        np.zeros((size(4), 64), np.int32),
+        [table],
+        [number(rng, 16) if rng.random() < 0.3 else 16],
+        [rng.choice((plan, plan, None))],
+        [np.zeros((4, size(5)), np.int32)],
+        *(np.zeros(size(each), np.int64) for each in (4, 4, 4, 5)),
+    )
+    token_ids, positions, index, *slots = (np.zeros(size(32), np.int64) for _ in range(4))
+    inputs.place_tokens(token_ids, positions, index, slots[: size(1)])
+    num = rng.randrange(1, 5)
+    inputs.set_rows(numbers(rng, [3, 1, 0, 2][:num], torch.int64).numpy())
+    inputs.gather([number(rng, usual) for usual in (5, 40, 0, 60)[:num]], [number(rng, 3) for _ in range(num)])
+
+
 def sizes(rng: Random) -> None:
     _native.block_bytes(number(rng, 16), number(rng, 2), number(rng, 64), rng.choice(list(_CACHES)))
     block_bytes(number(rng, 16), number(rng, 2), number(rng, 64), "float32")
@@ -108,7 +133,7 @@ def packed(rng: Random) -> None:
 
 
 _CACHES = (_native.CacheType.F32, _native.CacheType.BF16, _native.CacheType.I8)
-TARGETS = (attention_plan, attention_plan, attention_batch, sizes, copies, packed)
+TARGETS = (attention_plan, attention_plan, attention_batch, step_inputs, step_inputs, sizes, copies, packed)
 
 
 def case(seed: str) -> None:
