@@ -2,11 +2,8 @@
 // Sizes are checked in Python (quire/kernels/cpu/packing.py).
 #include "packed.h"
 
-#include <atomic>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
-#include <vector>
 
 #include "bindings.h"
 
@@ -307,24 +304,6 @@ void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t
   }
 }
 
-// Has the system give the memory of a mapping that nothing is written to yet, which takes it longer than packing does:
-// by several threads, each with huge pages of its own.
-void touch(uintptr_t begin, uintptr_t end, int threads) {
-  constexpr uintptr_t kHugePage = 2 << 20, kPage = 4096;
-  std::atomic<uintptr_t> next = begin / kHugePage * kHugePage;
-  const auto work = [&] {
-    for (uintptr_t piece = next.fetch_add(kHugePage); piece < end; piece = next.fetch_add(kHugePage)) {
-      const uintptr_t last = piece + kHugePage < end ? piece + kHugePage : end;
-      for (uintptr_t page = piece < begin ? begin : piece; page < last; page += kPage)
-        *reinterpret_cast<volatile uint8_t*>(page) = 0;
-    }
-  };
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(work);
-  work();
-  for (std::thread& other : others) other.join();
-}
-
 template <class T>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -365,13 +344,6 @@ void bind_packing(nb::module_& module) {
       },
       "weight"_a, "codes"_a, "row_stride"_a, "scale_codes"_a, "scale_stride"_a, "row_scales"_a, "first_row"_a,
       "num_rows"_a);
-  module.def(
-      "touch",
-      [](uintptr_t begin, uintptr_t end, int threads) {
-        nb::gil_scoped_release released;
-        touch(begin, end, threads);
-      },
-      "begin"_a, "end"_a, "threads"_a);
   module.def(
       "pack_blocks",
       [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows) {
