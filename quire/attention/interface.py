@@ -32,8 +32,8 @@ class AttentionBatch:
     sequence_index: torch.Tensor
     """[T] int64: s of each token."""
     block_tables: tuple[torch.Tensor, ...]
-    """Per KV group that keeps tokens [S, max_blocks] int32: the kernels' blocks in logical order. Entries behind those of
-    a sequence's tokens are 0 where torch reads the tables, and anything where native kernels do."""
+    """Per KV group that keeps tokens [S, max_blocks] int32: the kernels' blocks in logical order. Entries behind those
+    of a sequence's tokens are 0 where torch reads the tables, and anything where native kernels do."""
     slot_mapping: tuple[torch.Tensor, ...]
     """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written
     to."""

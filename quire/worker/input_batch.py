@@ -1,4 +1,4 @@
-"""The input batch of one step: columns of the host, without a Python loop over sequences or tokens."""
+"""The input batch of one step: columns of the host, without a Python loop over tokens."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class NativeColumns(CpuColumns):
         columns = [np.zeros(num_rows, np.int64) for _ in range(3)]
         self._starts, self._counts, self._ends = columns
         self._query_start = np.zeros(num_rows + 1, np.int64)
-        self._tables = [np.zeros_like(table) for table in tables.arrays]
+        self._tables = [np.zeros(table.shape, np.int32) for table in tables.arrays]  # reserved and not touched
         self._bound = tables.arrays  # kept alive, like what is named above: the native object holds their addresses
         plans = iter(attention.plans)
         self._native = _native.StepInputs(
