@@ -1,8 +1,9 @@
 // Paged attention. Compiled once for each instruction set.
 //
 // Sums over keys are made in an order that absolute positions alone decide: tiles of kKeyTile keys with a running
-// maximum, started afresh every kSplitKeys keys, the splits' results merged from the first to the last. A tile or split
-// in which a row sees nothing changes nothing of that row's bits, so that it does not matter which others come along.
+// maximum, started afresh every kSplitKeys keys, the splits' results merged from the first to the last. Where elements are
+// multiplied as they are stored (attention_dots.h), a split has one maximum. A tile or split in which a row sees nothing
+// changes nothing of that row's bits, so that it does not matter which others come along.
 #include "attention_dots.h"
 #include "attention_items.h"
 #include "attention_write.h"
@@ -10,26 +11,30 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// Bytes of a split or tile of keys (or of values) in a thread's memory: a tile, widened or put together from small blocks, or a
+// split of elements of two bytes, put together.
+constexpr int64_t kKeysBytes = kMaxHeadDim * larger(kKeyTile * 4, kSplitKeys * 2);
+
 // A thread's working memory.
 struct Scratch {
   alignas(64) float query[kItemRows * kRowStride];
   float sums[kItemRows * kRowStride];       // of the current split
   float totals[kItemRows * kRowStride];     // of the splits before
-  float scores[kTileRows * kKeyTile];
+  float scores[kTileRows * kScoreStride];   // of a split, or (kKeyTile a row) of a tile
   float weight_factors[16];
   std::byte weights[kTileRows * kWeightWords * kWordBytes];  // in words
-  float keys[kKeyTile * kMaxHeadDim];       // a tile, widened or put together from small blocks
-  float values[kKeyTile * kMaxHeadDim];
-  float key_scales[kKeyTile];
-  float value_scales[kKeyTile];
+  alignas(64) std::byte keys[kKeysBytes];
+  std::byte values[kKeysBytes];
+  float key_scales[kSplitKeys];
+  float value_scales[kSplitKeys];
   SplitResults results;
-  alignas(64) RowState rows[kItemRows];
+  alignas(64) RowKeys rows[kItemRows];      // of the current split, where it has one maximum
+  RowState states[kItemRows];               // of the current tile, where each has one
 };
 
-// A tile of it; scaled: with scales.
+// Memory of it for keys and values; scaled: with scales.
 TileMemory tile_memory(Scratch& scratch, bool scaled) {
-  return {reinterpret_cast<std::byte*>(scratch.keys), reinterpret_cast<std::byte*>(scratch.values),
-          scaled ? scratch.key_scales : nullptr, scaled ? scratch.value_scales : nullptr};
+  return {scratch.keys, scratch.values, scaled ? scratch.key_scales : nullptr, scaled ? scratch.value_scales : nullptr};
 }
 
 using Work = HeadWork<Scratch>;
@@ -39,7 +44,7 @@ template <CacheType T>
 KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high, Scratch& scratch) {
   constexpr int kElements = word_elements(T);
   for (int64_t s = low / kSubtile; s * kSubtile < high; ++s) {
-    float* keys = scratch.keys + s * kSubtile * depth;
+    float* keys = reinterpret_cast<float*>(scratch.keys) + s * kSubtile * depth;
     for (int64_t d = 0; d < depth; d += kElements)
       for (int64_t lane = 0; lane < kSubtile; lane += kLanes) {
         const vi words = load_words(tile.keys[s] + (d / kElements * kSubtile + lane) * kWordBytes);
@@ -49,7 +54,7 @@ KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high
           store(keys + (d + place) * kSubtile + lane, element);
         }
       }
-    float* values = scratch.values + s * kSubtile * depth;
+    float* values = reinterpret_cast<float*>(scratch.values) + s * kSubtile * depth;
     for (int64_t key = 0; key < kSubtile; key += kElements) {
       const std::byte* row = tile.values[s] + key / kElements * depth * kWordBytes;
       int64_t d = 0;
@@ -71,26 +76,18 @@ KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high
   return wide;
 }
 
-// `count` rows (of which R are computed) against a tile. kScaled: keys and values have scales. kDots: elements are
-// multiplied as they are stored.
-template <CacheType T, bool kScaled, bool kDots, int R>
+// `count` rows (of which R are computed) against a tile. kScaled: keys and values have scales.
+template <CacheType T, bool kScaled, int R>
 void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& next, int count, int first,
                  Scratch& scratch) {
-  RowState* rows = scratch.rows + first;
+  RowState* rows = scratch.states + first;
   const int64_t low = rows[0].low, high = rows[count - 1].high;
   const float* query = scratch.query + first * kRowStride;
   float* sums = scratch.sums + first * kRowStride;
   float decay[16];
-  if constexpr (kDots) {
-    dot_score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
-    (sees_whole(rows, count, args.soft_cap) ? dot_weigh_rows<T, true> : dot_weigh_rows<T, false>)(
-        tile, count, args.soft_cap, scratch.scores, rows, decay, scratch.weight_factors, scratch.weights);
-    dot_value_rows<T, R>(scratch.weights, tile, next, low, high, args.head_dim, decay, scratch.weight_factors, sums);
-  } else {
-    score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
-    weigh_rows<kScaled>(tile, count, args.soft_cap, scratch.scores, rows, decay);
-    value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, sums);
-  }
+  score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
+  weigh_rows<kScaled>(tile, count, args.soft_cap, scratch.scores, rows, decay);
+  value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, sums);
 }
 
 // Rows that are computed for `count` rows: heights of register tiles.
@@ -106,10 +103,9 @@ int64_t with_filling(int64_t rows) {
   return whole + computed_rows(rows - whole);
 }
 
-template <CacheType T, bool kScaled, bool kDots>
-void attend_some(const AttentionArgs& args, const KeyTile& tile, const KeyTile& next, int count, int first,
-                 Scratch& scratch) {
-  const auto attend = [&]<int R>() { attend_rows<T, kScaled, kDots, R>(args, tile, next, count, first, scratch); };
+// attend<R>() of the height that computes `count` rows.
+template <class Attend>
+void with_height(int64_t count, const Attend& attend) {
   switch (count) {
     case 1:
       return attend.template operator()<1>();
@@ -145,20 +141,16 @@ void load_queries(const Work& work, const Step& step) {
   visit_queries(work, step, [&](int64_t r, const float* from) {
     load_query<T, kDots>(args, from, work.scratch.query + r * kRowStride);
   });
-  // Rows that only fill a register tile up.
-  Scratch& scratch = work.scratch;
-  for (int64_t r = work.item.rows; r < with_filling(work.item.rows); ++r) {
-    std::memset(scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
-    std::memset(scratch.weights + r % kTileRows * kWeightWords * kWordBytes, 0, kWeightWords * kWordBytes);
-    scratch.weight_factors[r % kTileRows] = 0;
-  }
+  // Rows that only fill a register tile up: what is computed of them is not used.
+  for (int64_t r = work.item.rows; r < with_filling(work.item.rows); ++r)
+    std::memset(work.scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
 }
 
 void start_split(const Work& work) {
   Scratch& scratch = work.scratch;
   for (int64_t r = 0; r < with_filling(work.item.rows); ++r) {
-    scratch.rows[r].maximum = kNothing;
-    store(scratch.rows[r].weight_sum, zero());
+    scratch.states[r].maximum = kNothing;
+    store(scratch.states[r].weight_sum, zero());
     for (int64_t d = 0; d < work.args.head_dim; d += kLanes) store(scratch.sums + r * kRowStride + d, zero());
   }
 }
@@ -169,17 +161,9 @@ KeyTile first_tile(const Work& work) {
   return find_tile(work.blocks, first, low - first, smaller(keys.high - first, kKeyTile));
 }
 
-// What a tile of fewer keys did not ask for, while it was multiplied, of the values that come next.
+// A split, tile by tile.
 template <CacheType T>
-void prefetch_values(const KeyTile& next, int64_t from, int64_t depth) {
-  constexpr int64_t kElements = word_elements(T);
-  for (int64_t key = from / kElements * kElements; key < kKeyTile; key += kElements)
-    for (int64_t byte = 0; byte < depth * kWordBytes; byte += 64)
-      prefetch_near(next.values[key / kSubtile] + key % kSubtile / kElements * depth * kWordBytes + byte);
-}
-
-template <CacheType T, bool kDots>
-void attend_split(const Work& work, int64_t split) {
+void attend_tiles(const Work& work, int64_t split) {
   constexpr bool kScaled = T == CacheType::kI8;
   const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
@@ -187,7 +171,7 @@ void attend_split(const Work& work, int64_t split) {
   const ItemKeys keys(work);
   const int64_t low = larger(split * kSplitKeys, keys.low), high = smaller((split + 1) * kSplitKeys, keys.high);
   const bool small_blocks = args.block_size < kSubtile;
-  const bool widened = !kDots && T != CacheType::kF32 && num_rows > kTileRows && !small_blocks;
+  const bool widened = T != CacheType::kF32 && num_rows > kTileRows && !small_blocks;
   start_split(work);
   KeyTile found = {}, next = {};
   bool saw_all = false;  // every row all keys of the tile before
@@ -211,21 +195,75 @@ void attend_split(const Work& work, int64_t split) {
     const bool sees_all = window == 0 && first + kKeyTile <= work.position(0) + 1;
     for (int64_t r = 0; r < num_rows && !(sees_all && saw_all); ++r) {
       const int64_t position = scratch.rows[r].position;
-      scratch.rows[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
-      scratch.rows[r].low =
+      scratch.states[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
+      scratch.states[r].low =
           window > 0 ? smaller(kKeyTile, larger(0, first_seen(position, window, args.chunked) - first)) : 0;
     }
     saw_all = sees_all;
     for (int64_t r = 0; r < num_rows; r += kTileRows) {
       const int count = static_cast<int>(smaller(kTileRows, num_rows - r));
-      if (scratch.rows[r + count - 1].high == 0 || scratch.rows[r].low == kKeyTile) continue;
-      if (widened)
-        attend_some<CacheType::kF32, kScaled, false>(args, found, found, count, static_cast<int>(r), scratch);
-      else
-        attend_some<T, kScaled, kDots>(args, found, r == 0 ? next : found, count, static_cast<int>(r), scratch);
+      if (scratch.states[r + count - 1].high == 0 || scratch.states[r].low == kKeyTile) continue;
+      with_height(count, [&]<int R>() {
+        if (widened)
+          attend_rows<CacheType::kF32, kScaled, R>(args, found, found, count, static_cast<int>(r), scratch);
+        else
+          attend_rows<T, kScaled, R>(args, found, r == 0 ? next : found, count, static_cast<int>(r), scratch);
+      });
     }
-    if (kDots && work.following != nullptr && !small_blocks && tile_high < kKeyTile)
-      prefetch_values<T>(next, tile_high, args.head_dim);
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    scratch.results.maximum[r] = scratch.states[r].maximum;
+    scratch.results.weight[r] = sum_lanes(load(scratch.states[r].weight_sum));
+  }
+}
+
+// The memory that is read behind a split: the first blocks of the item's next one, or of the item that comes next.
+void find_following(const Work& work, int64_t number, const Split& split, const std::byte** blocks) {
+  const bool within = number + 1 < work.item.last_split;
+  if (work.args.block_size < kSubtile || (!within && work.following == nullptr)) {
+    for (int64_t i = 0; i < kBlocksAhead; ++i) blocks[i] = split.keys[split.low / kSubtile];  // nothing
+    return;
+  }
+  const Work& next_work = within ? work : *work.following;
+  const Split next(next_work, within ? number + 1 : next_work.item.first_split);
+  const int64_t first = next.low / kSubtile, count = (next.high - 1) / kSubtile + 1 - first;
+  for (int64_t i = 0; i < kBlocksAhead; ++i) {
+    const int64_t subtile = first + smaller(i, 2 * count - 1) % count;
+    blocks[i] = next_work.blocks.subtile(next.start + subtile * kSubtile, i >= count);
+  }
+}
+
+// A split at a time, in dot products.
+template <CacheType T>
+void attend_dots(const Work& work, int64_t number) {
+  const AttentionArgs& args = work.args;
+  Scratch& scratch = work.scratch;
+  const int64_t num_rows = work.item.rows, depth = args.head_dim;
+  Split split(work, number);
+  if (split.low >= split.high) return split.skip_rows(work, 0, num_rows);
+  split.find<T>(work, tile_memory(scratch, T == CacheType::kI8));
+  split.note_rows(work, scratch.rows);
+  const std::byte *again[kBlocksAhead], *following[kBlocksAhead];
+  for (int64_t i = 0; i < kBlocksAhead; ++i)
+    again[i] = split.keys[smaller(split.low / kSubtile + i, (split.high - 1) / kSubtile)];
+  find_following(work, number, split, following);
+  for (int64_t r = 0; r < num_rows; r += kTileRows) {
+    const int count = static_cast<int>(smaller(kTileRows, num_rows - r));
+    const RowKeys* rows = scratch.rows + r;
+    const int64_t low = rows[0].low, high = rows[count - 1].high;
+    if (low >= high) {
+      split.skip_rows(work, r, count);
+      continue;
+    }
+    const Ahead ahead(split, low, high, r + kTileRows < num_rows ? again : following);
+    const float* query = scratch.query + r * kRowStride;
+    with_height(count, [&]<int R>() {
+      dot_score_rows<T, R>(query, split, ahead, low, high, depth, scratch.scores);
+      dot_weigh_rows<T>(split, rows, count, args.soft_cap, scratch.scores, scratch.weights, scratch.weight_factors,
+                        scratch.results, r);
+      dot_value_rows<T, R>(scratch.weights, split, ahead, low, high, depth, scratch.weight_factors,
+                           scratch.sums + r * kRowStride);
+    });
   }
 }
 
@@ -233,11 +271,10 @@ template <CacheType T, bool kDots>
 void run_item(const Work& work, const Step& step) {
   load_queries<T, kDots>(work, step);
   run_splits(work, step, [&](int64_t split) {
-    attend_split<T, kDots>(work, split);
-    for (int64_t r = 0; r < work.item.rows; ++r) {
-      work.scratch.results.maximum[r] = work.scratch.rows[r].maximum;
-      work.scratch.results.weight[r] = sum_lanes(load(work.scratch.rows[r].weight_sum));
-    }
+    if constexpr (kDots)
+      attend_dots<T>(work, split);
+    else
+      attend_tiles<T>(work, split);
   });
 }
 

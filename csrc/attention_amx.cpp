@@ -11,8 +11,7 @@
 // A row's products do not depend on the other rows of its tile, a key of weight zero adds zero, and the borders between
 // tiles are at absolute positions: a row has the same bits alone, in a batch and in any chunk.
 #include "amx_tiles.h"
-#include "attention_items.h"
-#include "bf16_dot.h"
+#include "attention_dots.h"
 
 namespace quire {
 namespace QUIRE_BELOW {
@@ -23,22 +22,12 @@ extern const AttentionKernels kAttention;
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Keys of which a tile of values has one column: pairs in 16 rows.
-constexpr int64_t kStepKeys = 32;
+// A tile of values has kStepKeys keys, pairs in 16 rows.
 constexpr int64_t kBlockRows = 2 * kAmxRows;
-constexpr int64_t kSplitSubtiles = kSplitKeys / kSubtile;
 constexpr int64_t kWords = kAmxRowBytes / kWordBytes;  // of a tile's row
 // Rows of matrices lie an odd number of cache lines apart, so that a tile's rows are not on the same cache sets.
-constexpr int64_t kQueryStride = kMaxHeadDim + 32, kScoreStride = kSplitKeys + 16, kWeightStride = kSplitKeys + 32;
-
-// A score below this counts as this much below others, so that no difference of infinities is made.
-constexpr float kLeast = -1e38f;
-
-// What a row sees of a split: keys [low, high).
-struct Row {
-  int64_t position;
-  int64_t low, high;
-};
+constexpr int64_t kQueryStride = kMaxHeadDim + 32, kWeightStride = kSplitKeys + 32;
+static_assert(kStepKeys == 2 * kAmxRows);
 
 // A thread's working memory.
 struct Scratch {
@@ -51,7 +40,7 @@ struct Scratch {
   uint16_t tile_keys[kSplitKeys * kMaxHeadDim];  // of blocks that are smaller than a subtile
   uint16_t tile_values[kSplitKeys * kMaxHeadDim];
   SplitResults results;
-  Row rows[kItemRows];
+  RowKeys rows[kItemRows];
 };
 using Work = HeadWork<Scratch>;
 
@@ -84,15 +73,6 @@ struct HeadTiles {
     }
     return config;
   }
-};
-
-// What a split's keys and values are, 16 keys at a time, and which of its keys some row of the item sees: [low, high). What lies
-// beside these may be anything; where 16 have none of them, there is the address of others.
-struct Split {
-  int64_t start;  // its first position
-  int64_t low, high;
-  const std::byte* keys[kSplitSubtiles];
-  const std::byte* values[kSplitSubtiles];
 };
 
 // Right operands of scores: column: 16 keys, step: `words` of their words.
@@ -233,76 +213,14 @@ void multiply_columns(bool both, const Rows& rows, const Right& right, int64_t c
   }
 }
 
-// e^x of a score from its row's maximum, times log2(e): within 3e-6 of it, and it is rounded to 8 bits. 0 for minus infinity,
-// NaN for NaN.
-QUIRE_INLINE vf exp2_weight(vf x) {
-  const vf r = (vf)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  vf p = broadcast(1.353416762e-2f);  // 2^r on [0, 1)
-  p = fma(p, r, broadcast(5.201146119e-2f));
-  p = fma(p, r, broadcast(2.414427566e-1f));
-  p = fma(p, r, broadcast(6.930038345e-1f));
-  p = fma(p, r, broadcast(1.000002593f));
-  return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);  // rounds the exponent down, too
-}
-
-// The softmax of a row's scores over steps of keys, of which `begin` and `end` are the first and the one past the last: weights
-// as a left operand.
-void weigh_row(const Row& row, float soft_cap, int64_t begin, int64_t end, float* scores, uint16_t* weights,
-               float& maximum, float& weight) {
-  const vf minus_infinity = broadcast(-__builtin_inff());
-  const int64_t first = row.low / kStepKeys * kStepKeys, last = (row.high + kStepKeys - 1) / kStepKeys * kStepKeys;
-  const auto mask = [&](int64_t from) {
-    vi key;
-    for (int lane = 0; lane < kLanes; ++lane) key[lane] = lane;
-    for (int64_t at = from; at < from + kStepKeys; at += kLanes) {
-      const vi place = key + static_cast<int32_t>(at);
-      const vi seen = (place >= static_cast<int32_t>(row.low)) & (place < static_cast<int32_t>(row.high));
-      store(scores + at, seen ? load(scores + at) : minus_infinity);
-    }
-  };
-  if (soft_cap > 0)
-    for (int64_t at = first; at < last; at += kLanes) store(scores + at, capped(load(scores + at), soft_cap));
-  if (row.low % kStepKeys != 0) mask(first);
-  if (row.high % kStepKeys != 0) mask(last - kStepKeys);
-  vf top = minus_infinity, other_top = minus_infinity;
-  for (int64_t at = first; at < last; at += kStepKeys) {
-    top = max(load(scores + at), top);
-    other_top = max(load(scores + at + kLanes), other_top);
-  }
-  const vf largest = max(max_everywhere(max(top, other_top)), broadcast(kNothing));
-  const vf log2e = broadcast(1.44269504088896341f), shift = max(largest, broadcast(kLeast)) * -log2e;
-  vf sum = zero(), other_sum = zero();
-  const auto clear = [&](int64_t from, int64_t to) {
-    for (int64_t at = from; at < to; at += kStepKeys) std::memset(weights + at, 0, kStepKeys * sizeof(uint16_t));
-  };
-  clear(begin, first);
-  for (int64_t at = first; at < last; at += kStepKeys) {
-    const vf part = exp2_weight(fma(load(scores + at), log2e, shift));
-    const vf other_part = exp2_weight(fma(load(scores + at + kLanes), log2e, shift));
-    sum += part;
-    other_sum += other_part;
-    round_bf16_pair(weights + at, part, other_part);
-  }
-  clear(larger(begin, last), end);
-  maximum = largest[0];
-  weight = sum_lanes(sum + other_sum);
-}
-
 // Rows first .. first + count - 1 against a split.
 void attend_block(const Work& work, const HeadTiles& tiles, const Split& split, int64_t first, int64_t count) {
   const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
-  const Row* rows = scratch.rows + first;
+  const RowKeys* rows = scratch.rows + first;
   float* sums = scratch.sums + first * kRowStride;
   const int64_t low = rows[0].low, high = rows[count - 1].high;
-  if (low >= high) {
-    for (int64_t r = 0; r < count; ++r) {
-      std::memset(sums + r * kRowStride, 0, static_cast<std::size_t>(args.head_dim) * sizeof(float));
-      scratch.results.maximum[first + r] = kNothing;
-      scratch.results.weight[first + r] = 0;
-    }
-    return;
-  }
+  if (low >= high) return split.skip_rows(work, first, count);
   const bool both = count > kAmxRows;
   const int64_t first_subtile = low / kSubtile, last_subtile = (high + kSubtile - 1) / kSubtile;
   if (tiles.differ) amx_configure(tiles.for_scores);
@@ -311,10 +229,11 @@ void attend_block(const Work& work, const HeadTiles& tiles, const Split& split, 
                     scratch.scores + first_subtile * kSubtile, kScoreStride, kSubtile},
                    Keys{split.keys + first_subtile, tiles.words * Keys::kRowBytes}, last_subtile - first_subtile,
                    tiles.steps);
-  const int64_t begin = low / kStepKeys * kStepKeys, end = (high + kStepKeys - 1) / kStepKeys * kStepKeys;
+  const int64_t begin = first_step(rows[0]), end = last_step(rows[count - 1]);
   for (int64_t r = 0; r < count; ++r)
-    weigh_row(rows[r], args.soft_cap, begin, end, scratch.scores + r * kScoreStride,
-              scratch.weights + r * kWeightStride, scratch.results.maximum[first + r], scratch.results.weight[first + r]);
+    weigh_row<Pairs>(rows[r], args.soft_cap, begin, end, Pairs::WeightScale{}, scratch.scores + r * kScoreStride,
+                     reinterpret_cast<std::byte*>(scratch.weights + r * kWeightStride), scratch.results.maximum[first + r],
+                     scratch.results.weight[first + r]);
   if (tiles.differ) amx_configure(tiles.for_values);
   const Rows weights{scratch.weights + begin, kWeightStride, kStepKeys, sums, kRowStride, tiles.columns};
   const int64_t first_step = begin / kStepKeys, steps = (end - begin) / kStepKeys;
@@ -341,38 +260,18 @@ void pack_split(const Split& split, int64_t depth, int64_t num_columns, uint16_t
 }
 
 void attend_split(const Work& work, const HeadTiles& tiles, int64_t number) {
-  const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
-  const int64_t num_rows = work.item.rows, window = args.window, depth = args.head_dim;
-  const ItemKeys keys(work);
-  Split split;
-  split.start = number * kSplitKeys;
-  const int64_t low = larger(split.start, keys.low), high = smaller(split.start + kSplitKeys, keys.high);
-  split.low = low - split.start;
-  split.high = high - split.start;
-  for (int64_t first = low / kKeyTile * kKeyTile; first < high; first += kKeyTile) {
-    const int64_t inside = first - split.start;
-    const int64_t tile_low = larger(low - first, 0), tile_high = smaller(high - first, kKeyTile);
-    const TileMemory memory{reinterpret_cast<std::byte*>(scratch.tile_keys + inside * depth),
-                            reinterpret_cast<std::byte*>(scratch.tile_values + inside * depth), nullptr, nullptr};
-    const KeyTile tile = args.block_size < kSubtile
-                             ? gather_tile<CacheType::kBF16>(work.blocks, first, tile_low, tile_high, memory)
-                             : find_tile(work.blocks, first, tile_low, tile_high);
-    std::memcpy(split.keys + inside / kSubtile, tile.keys, sizeof(tile.keys));
-    std::memcpy(split.values + inside / kSubtile, tile.values, sizeof(tile.values));
-  }
-  if (num_rows > kBlockRows && low < high) {
+  const int64_t num_rows = work.item.rows, depth = work.args.head_dim;
+  Split split(work, number);
+  split.find<CacheType::kBF16>(work, {reinterpret_cast<std::byte*>(scratch.tile_keys),
+                                      reinterpret_cast<std::byte*>(scratch.tile_values), nullptr, nullptr});
+  if (num_rows > kBlockRows && split.low < split.high) {
     if (tiles.columns == kWords)
       pack_split<kWords>(split, depth, tiles.num_columns, scratch.values);
     else
       pack_split<kWords / 2>(split, depth, tiles.num_columns, scratch.values);
   }
-  for (int64_t r = 0; r < num_rows; ++r) {
-    Row& row = scratch.rows[r];
-    const int64_t seen = first_seen(row.position, window, args.chunked);
-    row.high = larger(0, smaller(kSplitKeys, row.position + 1 - split.start));
-    row.low = smaller(row.high, larger(0, seen - split.start));
-  }
+  split.note_rows(work, scratch.rows);
   for (int64_t first = 0; first < num_rows; first += kBlockRows)
     attend_block(work, tiles, split, first, smaller(kBlockRows, num_rows - first));
 }

@@ -30,6 +30,11 @@ struct HeadBlocks {
   int64_t inside(int64_t position) const { return position & (block_size - 1); }
   const std::byte* keys(const std::byte* block) const { return block + keys_offset(block_size, type); }
   const std::byte* values(const std::byte* block) const { return block + values_offset(block_size, depth, type); }
+  // Keys or values from a multiple of 16 on, of blocks of at least as many.
+  const std::byte* subtile(int64_t position, bool is_values) const {
+    const std::byte* at = block(position);
+    return (is_values ? values(at) : keys(at)) + inside(position) * depth * element_bytes(type);
+  }
 };
 
 // Where a tile's keys [low, high) (of 0 .. 63) lie. Blocks of at least a subtile only. Subtiles without such a key
@@ -136,6 +141,71 @@ struct ItemKeys {
   explicit ItemKeys(const HeadWork<Scratch>& work)
       : low(first_seen(work.position(0), work.args.window, work.args.chunked)),
         high(smaller(work.item.last_split * kSplitKeys, work.position(work.item.rows - 1) + 1)) {}
+};
+
+// Blocks of 16 keys of a split, and how many places further on lies the block that is asked for while one is read.
+inline constexpr int64_t kSplitSubtiles = kSplitKeys / kSubtile, kBlocksAhead = 4;
+
+// Where a split's keys and values lie, 16 at a time, and which of its keys some row of the item sees: [low, high). What lies
+// beside these may be anything; of a tile that has some, the 16 that have none get the address of others.
+struct Split {
+  int64_t start;  // its first position
+  int64_t low, high;
+  const std::byte* keys[kSplitSubtiles];
+  const std::byte* values[kSplitSubtiles];
+  const float* key_scales[kSplitSubtiles];
+  const float* value_scales[kSplitSubtiles];
+
+  // Where [low, high) are of split `number` of an item.
+  template <class Scratch>
+  Split(const HeadWork<Scratch>& work, int64_t number) : start(number * kSplitKeys) {
+    const ItemKeys seen(work);
+    low = larger(start, seen.low) - start;
+    high = smaller(start + kSplitKeys, seen.high) - start;
+  }
+
+  // `memory`: for a whole split, where blocks are smaller than a subtile.
+  template <CacheType T, class Scratch>
+  void find(const HeadWork<Scratch>& work, const TileMemory& memory) {
+    const int64_t row_bytes = work.args.head_dim * element_bytes(T);
+    for (int64_t first = low / kKeyTile * kKeyTile; first < high; first += kKeyTile) {
+      const int64_t tile_low = larger(low - first, 0), tile_high = smaller(high - first, kKeyTile);
+      KeyTile tile;
+      if (work.args.block_size < kSubtile) {
+        TileMemory part{memory.keys + first * row_bytes, memory.values + first * row_bytes, nullptr, nullptr};
+        if (memory.key_scales) part.key_scales = memory.key_scales + first, part.value_scales = memory.value_scales + first;
+        tile = gather_tile<T>(work.blocks, start + first, tile_low, tile_high, part);
+      } else {
+        tile = find_tile(work.blocks, start + first, tile_low, tile_high);
+      }
+      const int64_t subtile = first / kSubtile;
+      std::memcpy(keys + subtile, tile.keys, sizeof(tile.keys));
+      std::memcpy(values + subtile, tile.values, sizeof(tile.values));
+      if (T != CacheType::kI8) continue;
+      std::memcpy(key_scales + subtile, tile.key_scales, sizeof(tile.key_scales));
+      std::memcpy(value_scales + subtile, tile.value_scales, sizeof(tile.value_scales));
+    }
+  }
+
+  // What each row of an item sees of it.
+  template <class Scratch>
+  void note_rows(const HeadWork<Scratch>& work, RowKeys* rows) const {
+    for (int64_t r = 0; r < work.item.rows; ++r) {
+      const int64_t position = rows[r].position, seen = first_seen(position, work.args.window, work.args.chunked);
+      rows[r].high = larger(0, smaller(kSplitKeys, position + 1 - start));
+      rows[r].low = smaller(rows[r].high, larger(0, seen - start));
+    }
+  }
+
+  // The results of `count` rows from `first` on that see nothing of it.
+  template <class Scratch>
+  void skip_rows(const HeadWork<Scratch>& work, int64_t first, int64_t count) const {
+    for (int64_t r = first; r < first + count; ++r) {
+      std::memset(work.scratch.sums + r * kRowStride, 0, static_cast<std::size_t>(work.args.head_dim) * sizeof(float));
+      work.scratch.results.maximum[r] = kNothing;
+      work.scratch.results.weight[r] = 0;
+    }
+  }
 };
 
 // load(row, query) for each row, whose position is noted.

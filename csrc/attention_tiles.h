@@ -190,12 +190,16 @@ QUIRE_INLINE vf capped(vf score, float cap) {
   return cap * (x < 0.0f ? -tanh : tanh);
 }
 
-// What a row has seen of a split so far.
-struct RowState {
-  float maximum;
+// What a row sees of some keys: [low, high) of them.
+struct RowKeys {
   int64_t position;
-  int64_t low, high;              // keys of the current tile that the row sees, 0 .. 64
-  float weight_sum[kLanes];       // by lane
+  int64_t low, high;
+};
+
+// What a row has seen of a split so far; its keys are those of the current tile.
+struct RowState : RowKeys {
+  float maximum;
+  float weight_sum[kLanes];  // by lane
 };
 
 // What a row sees of a tile: some of its keys (masked) or all.
@@ -218,11 +222,6 @@ struct Sight {
   }
 };
 
-// Whether each of `count` rows sees the whole tile and nothing bends its scores: most tiles of a prompt.
-QUIRE_INLINE bool sees_whole(const RowState* rows, int count, float soft_cap) {
-  return rows[0].high == kKeyTile && rows[count - 1].low == 0 && soft_cap <= 0;
-}
-
 // The vectors of a tile with keys that some of `count` rows see.
 struct Live {
   int begin, end;
@@ -239,8 +238,8 @@ QUIRE_INLINE vf load_scales(const float* const* scales, int i) {
 }
 
 // Scores of live vectors as they are weighed: scaled, capped, minus infinity for keys that a row does not see. Moves
-// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys. kWhole: as sees_whole says.
-template <bool kScaled, bool kWhole = false>
+// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys.
+template <bool kScaled>
 QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                                float* decay) {
   const vf minus_infinity = broadcast(-__builtin_inff());
@@ -252,14 +251,12 @@ QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, f
     vf top = minus_infinity;
 #pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
-      if (!kWhole && !live.has(i)) continue;
+      if (!live.has(i)) continue;
       vf score = load(row + i * kLanes);
       if constexpr (kScaled) score *= load_scales(tile.key_scales, i);
-      if constexpr (!kWhole) {
-        if (soft_cap > 0) score = capped(score, soft_cap);
-        score = sight.choose(i, score, minus_infinity);
-      }
-      if (kScaled || (!kWhole && (sight.masked || soft_cap > 0))) store(row + i * kLanes, score);
+      if (soft_cap > 0) score = capped(score, soft_cap);
+      score = sight.choose(i, score, minus_infinity);
+      if (kScaled || sight.masked || soft_cap > 0) store(row + i * kLanes, score);
       top = max(score, top);
     }
     const float maximum = max(max_everywhere(top), broadcast(rows[r].maximum))[0];

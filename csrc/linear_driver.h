@@ -30,6 +30,8 @@ namespace {
 constexpr int64_t kPrivateBytes = 128 << 10;
 // Activations in the L2 cache, of methods on vectors.
 constexpr int64_t kBlockBytes = 256 << 10;
+// Results that no cache near the core has kept since they were last written, as those of a head.
+constexpr int64_t kStreamedBytes = 1 << 20;
 // A run of panels that one thread streams through.
 constexpr int64_t kRunBytes = 256 << 10;
 
@@ -153,7 +155,7 @@ inline void finish_tile(const Finish& finish, const float* sums, const float* ro
 }
 
 // What a tile's finish reads and writes lies in as many places as it has rows, where no prefetcher finds it. (Of a small
-// batch it lies in the L1 cache.)
+// batch it lies in a near cache, but for the results of a head.)
 template <bool kGated>
 inline void expect_tile(const Finish& finish, int64_t first_row, int64_t rows, int64_t panel) {
   constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
@@ -369,6 +371,7 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
   [[maybe_unused]] const bool hands_over = hands_rows_over<Method>(args.packs_out, step.rows);
   const std::byte* data = static_cast<const std::byte*>(weight.data);
   std::byte* widened = group.count == 1 && end - first > 1 ? scratch + kWidenedOffset : nullptr;  // it holds one panel
+  const bool expects = Method::kExpects && (plan.shared || step.rows * args.out.stride * 4 > kStreamedBytes);
   const int64_t passes = (end - first - is_cold) * group.count;
   for (int64_t tile = first; tile < end; ++tile)
     for (int64_t i = 0; i < group.count; ++i) {
@@ -379,7 +382,7 @@ void run_panels(const LinearArgs& args, const Step& step, const Plan& plan, cons
       multiply_tile<Method>(
           weight, plan, step.rows, packed + tile * plan.tile_bytes, panel, tile, stream, widened, tile > first,
           [&](int64_t row, int64_t rows) {
-            if (!Method::kExpects || !plan.shared) return;
+            if (!expects) return;
             if constexpr (HandsOver<Method>)
               if (hands_over) {
                 const std::byte* place = handed_place<Method>(finish, tile, rows, panel);
