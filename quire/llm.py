@@ -201,7 +201,8 @@ class LLM(OfflineEngine, PoolingMethods):
             try:
                 for request in requests:
                     self._client.send(AddRequest(request))
-                return self._collect(requests, interrupt, bar)
+                with self._client.computing():
+                    return self._collect(requests, interrupt, bar)
             except BaseException:
                 self._abandon(requests)
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 
 from quire.clock import SystemClock
 from quire.config.options import EngineOptions
@@ -71,6 +72,12 @@ class InProcessClient:
             outputs = self._advance(messages)
             if outputs is not None:
                 return outputs
+
+    def computing(self) -> AbstractContextManager[object]:
+        """For whoever calls `receive` many times (quire/executors/interface.py). The thread's own torch state is as
+        before when it is left."""
+        self._raise_if_dead()
+        return self._core.computing()
 
     def idle(self) -> bool:
         """While no work is left: do a piece of what can wait (capture a CUDA graph); returns whether there was any. Not

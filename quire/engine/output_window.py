@@ -13,6 +13,8 @@ MANY_SEQUENCES = 8
 """Steps of as many wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
 """Of the window, for which steps of fewer sequences wait: there is less to save, and a reader sees single tokens."""
+STATS_SECONDS = 0.05
+"""How old the front end's statistics may be while nothing but tokens is to be told."""
 
 
 class OutputWindow:
@@ -28,6 +30,8 @@ class OutputWindow:
         """When the step with the first held tokens ended."""
         self._last_end = -math.inf
         """Of a step."""
+        self._next_stats = -math.inf
+        """When tokens alone are told with statistics."""
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
         """Take the outputs of a step that has just ended. Returns what is to be sent: these, with what was held; None:
@@ -46,6 +50,14 @@ class OutputWindow:
             return None
         outputs.updates = self.release()
         return outputs
+
+    def wants_stats(self, outputs: EngineOutputs) -> bool:
+        """Whether these outputs, which are sent, are to carry statistics."""
+        now = self._clock.now()
+        if now < self._next_stats and outputs.updates and _can_wait(outputs):
+            return False
+        self._next_stats = now + STATS_SECONDS
+        return True
 
     def release(self) -> list[SequenceUpdate]:
         """What is held, which the caller sends."""

@@ -147,7 +147,8 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag, beats: Engine
         gc.freeze()
         channel.send(core.ready)
         beats.vital_signs = core.vital_signs
-        serve(core, channel, stop, beats.progress)
+        with core.computing():
+            serve(core, channel, stop, beats.progress)
     except BaseException as error:
         logger.exception("the engine failed")
         return EngineFailed(f"the engine process failed: {explain(error)}", summary="the engine process failed")
@@ -175,7 +176,7 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag, progress: Progress
             return
         if messages and (held := window.release()):
             # The next step may take long: it may be that of a new prompt.
-            channel.send(EngineOutputs(held, core.stats()))
+            channel.send(EngineOutputs(held))
         with progress.exempt() if any(map(takes_long, messages)) else contextlib.nullcontext():
             outputs = advance(core, messages, window)
         if outputs is not None:

@@ -7,8 +7,7 @@ there is none, and the core drives the executor itself.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -17,13 +16,13 @@ import msgspec
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, UserError
-from quire.executors.interface import Executor, VitalSigns
+from quire.executors.interface import Executor, StepFuture, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.logging import get_logger
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan
 
 logger = get_logger(__name__)
 
@@ -139,11 +138,14 @@ class StepLog:
     def expert_counts(self) -> list[list[int]]:
         return self._executor.expert_counts()
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def computing(self) -> AbstractContextManager[object]:
+        return self._executor.computing()
+
+    def execute(self, plan: StepPlan) -> StepFuture:
         handed_over = self._clock.now()
         future = self._executor.execute(plan)
 
-        def log_step(future: Future[StepResult]) -> None:
+        def log_step(future: StepFuture) -> None:
             if future.exception() is None:
                 self._end(plan, handed_over)
 

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from quire.executors.interface import VitalSigns
@@ -147,6 +148,9 @@ class FakeExecutor:
 
     def expert_counts(self) -> list[list[int]]:
         return []
+
+    def computing(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         _require(not self.is_shut_down, "a plan after shutdown")

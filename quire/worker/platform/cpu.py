@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -74,10 +74,10 @@ class CpuPlatform:
 
     def computing(self) -> AbstractContextManager[object]:
         """torch keeps its number of threads per calling thread, and another engine of this process may have set another
-        one."""
+        one. To enter inference mode takes 35 microseconds between two steps, so it is not entered twice."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        return torch.inference_mode()
+        return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
 
     def synchronize(self) -> None:
         """Nothing is ever under way."""

@@ -181,7 +181,7 @@ class Platform(Protocol):
 
     def computing(self) -> AbstractContextManager[object]:
         """The context of the worker's calls: torch's inference mode, threads or streams of this platform. Whichever
-        thread calls."""
+        thread calls, also inside such a context."""
         ...
 
     def synchronize(self) -> None:
