@@ -136,7 +136,7 @@ class EngineCore:
         )
 
     def computing(self) -> AbstractContextManager[object]:
-        """As the Executor's, for whoever calls `step` many times."""
+        """As the Executor's, for a driver that calls `step` many times."""
         return self._executor.computing()
 
     @property

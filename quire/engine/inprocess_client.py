@@ -74,7 +74,7 @@ class InProcessClient:
                 return outputs
 
     def computing(self) -> AbstractContextManager[object]:
-        """For whoever calls `receive` many times (quire/executors/interface.py). The thread's own torch state is as
+        """For a caller that calls `receive` many times (quire/executors/interface.py). The thread's own torch state is as
         before when it is left."""
         self._raise_if_dead()
         return self._core.computing()

@@ -72,7 +72,7 @@ class Executor(Protocol):
         ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """What `execute` enters on the caller's thread. Whoever drives an engine for many steps enters it once, which
+        """What `execute` enters on the caller's thread. A driver of many steps may enter it once for all of them, which
         is quicker; the results are the same."""
         ...
 

@@ -158,9 +158,7 @@ def test_a_dropped_executor_takes_its_thread_along(config: EngineConfig, worker_
     assert not thread.is_alive()
 
 
-def test_whoever_drives_many_steps_enters_the_context_once(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_of_many_steps_enters_the_context_once(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = ready(config)
     alone = executor.execute(prefill(0, 0)).result().token_ids
     entered: list[bool] = []
