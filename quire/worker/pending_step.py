@@ -76,7 +76,9 @@ class PendingStep:
             return
         previous, self._previous = self._previous, None
         try:
-            if previous is not None and previous.exception() is not None:
+            if previous is not None:
+                previous.settle()
+            if previous is not None and previous._error is not None:
                 raise QuireError(f"step {self._step_id} has no result, because an earlier step failed")
             self._result = collect()
         except BaseException as error:

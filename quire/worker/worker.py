@@ -44,6 +44,8 @@ def _computes(
     """Run a method of the worker in the platform's context, whichever thread calls."""
 
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if self.platform.is_computing():
+            return method(self, *args, **kwargs)
         with self.platform.computing():
             return method(self, *args, **kwargs)
 
