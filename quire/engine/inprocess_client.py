@@ -111,8 +111,8 @@ class InProcessClient:
             self._raise_if_dead()
             try:
                 outputs = advance(self._core, messages, self._window)
-                if not self._core.has_work:
-                    self._core.check_when_idle()  # here: a caller of LLM does not come back for it behind its last output
+                if not self._core.has_work:  # here: a caller of LLM does not come back for it behind its last output
+                    self._core.check_when_idle()
                 return outputs
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(

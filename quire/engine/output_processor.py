@@ -7,7 +7,9 @@ here, because the core knows no text. A sequence that ends so is over for its ca
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from quire.engine.messages import Abort
 from quire.errors import InternalError, UserError, is_interrupt
@@ -37,14 +39,13 @@ class FailedRequest:
     last: RequestOutput
 
 
-@dataclass(slots=True)
-class ProcessedOutputs:
+class ProcessedOutputs(msgspec.Struct):
     """outputs: one per request with news, in the order in which the requests were first mentioned. aborts: for the
     core, sequences that ended with a stop string, and requests that failed."""
 
-    outputs: list[RequestOutput] = field(default_factory=list)
-    aborts: list[Abort] = field(default_factory=list)
-    failures: list[FailedRequest] = field(default_factory=list)
+    outputs: list[RequestOutput] = []
+    aborts: list[Abort] = []
+    failures: list[FailedRequest] = []
 
 
 class OutputProcessor:

@@ -22,7 +22,7 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.kv_connector.cache_directory import require_writable
-from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_connector.offload import offload_worker
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
@@ -155,7 +155,7 @@ class Worker:
             refusal = QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             return PendingStep(plan.step_id, None, None, refusal)
         try:
-            begin_plan(self._connector, plan)
+            self._connector.begin(plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -230,7 +230,7 @@ class Worker:
 
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
-        end_plan(self._connector, launched.plan, result)
+        result.transfers = self._connector.end(launched.plan)
         return result
 
     def _drop_offloaded(self) -> None:
