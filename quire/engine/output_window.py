@@ -44,11 +44,11 @@ class OutputWindow:
         share = 1.0 if len(outputs.updates) >= MANY_SEQUENCES else FEW_SEQUENCES_SHARE
         in_time = now - since + duration <= share * self._seconds
         is_held = goes_on and in_time and bool(outputs.updates) and _can_wait(outputs)
-        self._held = _joined(self._held, outputs.updates)
-        self._since = since
+        updates = _joined(self._held, outputs.updates) if self._held else outputs.updates
         if is_held:
+            self._held, self._since = updates, since
             return None
-        outputs.updates = self.release()
+        outputs.updates, self._held = updates, []
         return outputs
 
     def wants_stats(self, outputs: EngineOutputs) -> bool:
@@ -79,8 +79,6 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
     """One list of both. Where they are of the same sequences, as in one step after the other, each later update has the
     tokens of the earlier one in front of its own."""
-    if not held:
-        return updates
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)
