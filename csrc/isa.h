@@ -25,6 +25,7 @@ struct Kernels {
   StateKernels states;
   SamplingKernels sampling;
   LimitKernels limits;
+  QuantizeKernels quantize;
 };
 
 const char* isa_name(Isa isa);

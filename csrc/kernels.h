@@ -473,4 +473,25 @@ struct SamplingKernels {
                        std::byte* thread_scratch);
 };
 
+// -- quantize (quantize.cpp) ----------------------------------------------------------------------------------------
+
+// Groups of weights, each to be rounded to 0 .. 15 steps from an offset.
+struct FitArgs {
+  const float* groups = nullptr;  // [groups, group_size]
+  int64_t group_size = 0;         // at most 128
+  const float* shares = nullptr;  // [num_shares]: of a group's range, candidates for 15 steps
+  int64_t num_shares = 0;
+  const float* nudges = nullptr;  // [num_nudges, 2]: factor of the best step so far, and shift in steps
+  int64_t num_nudges = 0;
+  uint8_t* values = nullptr;  // [groups, group_size]
+  float* steps = nullptr;     // [groups], as the two that follow
+  float* offsets = nullptr;
+  float* means = nullptr;  // of the values
+};
+
+struct QuantizeKernels {
+  // Groups begin .. end - 1; false, with some of them done, where one holds infinities or NaN.
+  bool (*fit_int4)(const FitArgs&, int64_t begin, int64_t end);
+};
+
 }  // namespace quire

@@ -2,6 +2,10 @@
 // Sizes are checked in Python (quire/kernels/cpu/packing.py).
 #include "packed.h"
 
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -9,6 +13,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "isa.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -307,22 +312,20 @@ void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t
   }
 }
 
-// Has the system give the memory of a mapping that nothing is written to yet, which takes it longer than packing does:
-// by several threads, each with huge pages of its own.
-void touch(uintptr_t begin, uintptr_t end, int threads) {
-  constexpr uintptr_t kHugePage = 2 << 20, kPage = 4096;
-  std::atomic<uintptr_t> next = begin / kHugePage * kHugePage;
+// Runs fit_int4 over all groups, on `threads` threads. False: some numbers are not finite.
+bool fit_int4(const QuantizeKernels& kernels, const FitArgs& args, int64_t count, int threads) {
+  constexpr int64_t kPiece = 1024;  // a fifth of a millisecond, and a multiple of every vector's lanes
+  std::atomic<int64_t> next = 0;
+  std::atomic<bool> is_finite = true;
   const auto work = [&] {
-    for (uintptr_t piece = next.fetch_add(kHugePage); piece < end; piece = next.fetch_add(kHugePage)) {
-      const uintptr_t last = piece + kHugePage < end ? piece + kHugePage : end;
-      for (uintptr_t page = piece < begin ? begin : piece; page < last; page += kPage)
-        *reinterpret_cast<volatile uint8_t*>(page) = 0;
-    }
+    for (int64_t begin = next.fetch_add(kPiece); begin < count && is_finite; begin = next.fetch_add(kPiece))
+      if (!kernels.fit_int4(args, begin, std::min(begin + kPiece, count))) is_finite = false;
   };
   std::vector<std::thread> others;
   for (int i = 1; i < threads; ++i) others.emplace_back(work);
   work();
   for (std::thread& other : others) other.join();
+  return is_finite;
 }
 
 template <class T>
@@ -366,19 +369,26 @@ void bind_packing(nb::module_& module) {
       "weight"_a, "codes"_a, "row_stride"_a, "scale_codes"_a, "scale_stride"_a, "row_scales"_a, "first_row"_a,
       "num_rows"_a);
   module.def(
-      "touch",
-      [](uintptr_t begin, uintptr_t end, int threads) {
-        nb::gil_scoped_release released;
-        touch(begin, end, threads);
-      },
-      "begin"_a, "end"_a, "threads"_a);
-  module.def(
       "pack_blocks",
       [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows) {
         nb::gil_scoped_release released;
         pack_blocks(weight, at<uint8_t>(blocks), row_stride, first_row, num_rows);
       },
       "weight"_a, "blocks"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
+  module.def(
+      "fit_int4",
+      [](const std::string& isa, uintptr_t groups, int64_t count, int64_t group_size, const std::vector<float>& shares,
+         const std::vector<float>& nudges, uintptr_t values, uintptr_t steps, uintptr_t offsets, uintptr_t means,
+         int threads) {
+        if (group_size < 1 || group_size > 128) throw std::invalid_argument("groups of 1 to 128 weights are fitted");
+        const FitArgs args{at<float>(groups), group_size, shares.data(), static_cast<int64_t>(shares.size()),
+                           nudges.data(), static_cast<int64_t>(nudges.size()) / 2, at<uint8_t>(values),
+                           at<float>(steps), at<float>(offsets), at<float>(means)};
+        nb::gil_scoped_release released;
+        return fit_int4(kernels_for(isa).quantize, args, count, threads);
+      },
+      "isa"_a, "groups"_a, "count"_a, "group_size"_a, "shares"_a, "nudges"_a, "values"_a, "steps"_a, "offsets"_a,
+      "means"_a, "threads"_a);
   module.def(
       "unpack_rows",
       [](const PackedWeight& weight, uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows) {

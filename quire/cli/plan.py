@@ -19,6 +19,7 @@ from quire.cli.simulate import OTHERS as NOT_SCHEDULING
 from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predict
 from quire.config.families import RUNNABLE
 from quire.config.hf_config import find_model, read_config
+from quire.config.mla_prompt import expands_prompts
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.config.parallel import ParallelConfig
@@ -192,7 +193,8 @@ def _plan_for_devices(
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     precision = Precision.of(shape, dtype, kv_dtype)
-    expands = options.mla_prompt == "expanded" or (options.mla_prompt == "auto" and target.device.kind != "cpu")
+    is_invariant = options.batch_invariant or target.device.kind == "cpu"
+    expands = expands_prompts(options, shape.attention, options.model, is_invariant=is_invariant)
     cost = CostModel(shape, target.device, layout, precision, expands_prompts=expands)
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
     config = engine_settings(chosen, usual).config(cost)

@@ -19,6 +19,7 @@ from quire.config.device import (
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
+from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
@@ -70,7 +71,6 @@ STORED_NAMES = {
 }
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4")
 CACHE_OPTIONS = ("kv_cache_memory", "num_blocks_override", "swap_space", "kv_offload_dir")
-MLA_PROMPTS = ("auto", "absorbed", "expanded")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
@@ -103,7 +103,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
     is_invariant = options.batch_invariant or not is_accelerated
-    model = replace(model, expands_prompts=_expands_prompts(options, model, is_invariant=is_invariant))
+    attention = model.shape.attention if model.impl == "quire" else None
+    expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
+    model = replace(model, expands_prompts=expands)
     if parallel.tp > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
@@ -250,33 +252,6 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
             param="quantization",
         )
     return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
-
-
-def _expands_prompts(options: EngineOptions, model: ModelConfig, *, is_invariant: bool) -> bool:
-    """ModelConfig's `expands_prompts`. "auto" expands only where bits may depend on the batch anyway. Raises
-    ConfigError for a model whose attention cannot be expanded, or gains nothing by it."""
-    asked = choice("mla_prompt", options.mla_prompt, MLA_PROMPTS)
-    reason = _why_not_expanded(model)
-    if asked == "auto":
-        return reason is None and not is_invariant
-    if asked == "absorbed" and model.shape.attention.kind == "latent":
-        return False
-    if reason is not None:
-        raise ConfigError(f"mla_prompt={asked!r} is not possible: {model.architecture} {reason}", param="mla_prompt")
-    if options.batch_invariant:
-        raise ConfigError("mla_prompt='expanded' and batch_invariant contradict each other", param="mla_prompt")
-    return True
-
-
-def _why_not_expanded(model: ModelConfig) -> str | None:
-    attention = model.shape.attention
-    if attention.kind != "latent" or model.impl != "quire":
-        return "has no latent attention"
-    if attention.index_top:
-        return "has an indexer, which chooses other keys for each token"
-    if attention.key_dim + attention.value_dim >= attention.latent_dim + attention.latent_rank:
-        return "has heads as large as its latents: nothing would be saved"
-    return None
 
 
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:

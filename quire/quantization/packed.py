@@ -11,12 +11,14 @@ import torch
 from quire.config.model import DTYPE_BYTES
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import Arena, PackedMatrix
+from quire.kernels.cpu.quantize import fit_int4
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.layers.experts import ExpertWeights
 from quire.logging import get_logger
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape
 from quire.quantization.pack_parts import pack_parts
+from quire.quantization.quantize import CLIPPING, NUDGES, FittedGroups
 from quire.quantization.quantized_weight import QuantizedWeight
 from quire.quantization.weight_format import EIGHT_BITS, WeightFormat
 
@@ -80,7 +82,7 @@ class PackedLinear:
                 matrix.load_dense(waiting.dequantize(), row)
             parameters.pending.clear()
             return
-        part = self._format.quantize(tensor) if isinstance(tensor, torch.Tensor) else tensor
+        part = self._format.quantize(tensor, fit_natively) if isinstance(tensor, torch.Tensor) else tensor
         if parameters.matrix is not None:  # of floating point: another part came as that
             parameters.matrix.load_dense(part.dequantize(), first_row)
             return
@@ -186,6 +188,12 @@ class PackedLinear:
             for row, part in parameters.pending.items():
                 matrix.load_dense(part.dequantize(), row)
         parameters.pending.clear()
+
+
+def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
+    """`quire.quantization.quantize.fit_groups` by native kernels."""
+    found = fit_int4(groups, CLIPPING, NUDGES)
+    return None if found is None else FittedGroups(*found)
 
 
 def _native_matrix(parameters: PackedParameters) -> tuple[_native.PackedWeight, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,22 @@ LEAST_HALF_STEP = 2.0**-18
 MOST_STEPS_FROM_ZERO = 256
 """A step of this size is a whole number of float16's smallest, 64 or more, and an offset that is this many steps is
 off by a sixteenth of one: the rounding of 4 bits errs by a quarter of a step on average."""
-WORKING_ELEMENTS = 2**18
+WORKING_ELEMENTS = 2**20
 """Weights that are searched at once, which bounds the working memory to some megabytes."""
+
+
+class FittedGroups(NamedTuple):
+    """values: [M, G], 0 to 15. steps, offsets, means: [M, 1] float32: weight = offset + step * value, and the mean of
+    the values."""
+
+    values: torch.Tensor
+    steps: torch.Tensor
+    offsets: torch.Tensor
+    means: torch.Tensor
+
+
+Fit = Callable[[torch.Tensor], FittedGroups | None]
+"""Groups of weights, [M, G] float32, rounded to 4 bits; None: some are infinite or NaN."""
 
 
 def fitting_group_size(in_features: int, requested: int) -> int:
@@ -43,14 +57,16 @@ def fitting_group_size(in_features: int, requested: int) -> int:
     )
 
 
-def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str | None = None) -> IntegerWeight:
+def quantize_rows(
+    tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str | None = None, fit: Fit | None = None
+) -> IntegerWeight:
     """Quantise [N, K] of any floating dtype.
 
     8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row). 4 bits: a scale
     and an offset for each group of `fitting_group_size(K, group_size)`, chosen to keep the squared error small and
     rounded to float16 in groups where that does not show.
-    name: of the tensor, for errors (None: the caller names it). Raises ModelLoadError for infinities, NaN and sizes
-    that do not fit.
+    name: of the tensor, for errors (None: the caller names it). fit: of 4 bits (None: `fit_groups`). Raises
+    ModelLoadError for infinities, NaN and sizes that do not fit.
     """
     assert tensor.dim() == 2, "only matrices are quantised"
     assert bits == 8 or group_size is not None, "4-bit weights are quantised in groups"
@@ -62,7 +78,7 @@ def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, na
         offsets = None if bits == 8 else torch.empty_like(scales)
         for start, stop in _row_blocks(rows, columns):
             groups = tensor[start:stop].float().reshape(-1, size)
-            whole, scale, offset = _int8(groups) if bits == 8 else _int4(groups)
+            whole, scale, offset = _int8(groups) if bits == 8 else _int4(groups, fit or fit_groups)
             values[start:stop] = whole.view(stop - start, columns)
             scales[start:stop] = scale.view(stop - start, -1)
             if offsets is not None:
@@ -78,28 +94,36 @@ def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def _peaks(groups: torch.Tensor) -> torch.Tensor:
-    """[M, 1]: the largest magnitude in each row of [M, G], 1 where all are zero."""
+def _peaks(groups: torch.Tensor) -> torch.Tensor | None:
+    """[M, 1]: the largest magnitude in each row of [M, G], 1 where all are zero; None: some are not finite."""
     peak = groups.abs().amax(1, keepdim=True)
-    if not bool(torch.isfinite(peak).all()):
-        raise ModelLoadError("holds infinities or NaN, which cannot be quantised")
-    return torch.where(peak > 0, peak, 1.0)
+    return torch.where(peak > 0, peak, 1.0) if bool(torch.isfinite(peak).all()) else None
+
+
+def _not_finite() -> ModelLoadError:
+    return ModelLoadError("holds infinities or NaN, which cannot be quantised")
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[M, G] -> values of -127 to 127, scales and (zero) offsets [M, 1]."""
-    peak = _peaks(groups)
+    if (peak := _peaks(groups)) is None:
+        raise _not_finite()
     values = (groups / peak).mul_(MAX_INT8).round_()
     return values, peak / MAX_INT8, torch.zeros_like(peak)
 
 
-def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[M, G] -> values of 0 to 15, scales and offsets [M, 1].
+def _int4(groups: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[M, G] -> values of 0 to 15, scales and offsets [M, 1]."""
+    if (found := fit(groups)) is None:
+        raise _not_finite()
+    return found.values, *_in_halves(found)
 
-    A candidate is a step and a start: the group is rounded to them, and both are fitted anew to the rounded values by
-    least squares. The candidate that leaves the smallest squared error wins, for each group by itself.
-    """
-    peak = _peaks(groups)
+
+def fit_groups(groups: torch.Tensor) -> FittedGroups | None:
+    """A candidate is a step and a start: the group is rounded to them, and both are fitted anew to the rounded values
+    by least squares. The candidate that leaves the smallest squared error wins, for each group by itself."""
+    if (peak := _peaks(groups)) is None:
+        return None
     x = groups / peak
     mean = x.mean(1, keepdim=True)
     x -= mean
@@ -114,14 +138,15 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         best = _better(best, _fit(x, _round(x, step, start)))
     values = _round(x, best.step, best.start)
     final = _fit(x, values)
-    return values, *_in_halves(final.step * peak, (final.start + mean) * peak, values)
+    return FittedGroups(values, final.step * peak, (final.start + mean) * peak, values.mean(1, keepdim=True))
 
 
-def _in_halves(steps: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_halves(found: FittedGroups) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps rounded to numbers of float16, and offsets fitted to them, where float16 keeps both well. Where all groups
     of a matrix are so, it is stored with 5 bits a weight in groups of 32 instead of 6."""
+    _, steps, offsets, means = found
     half_steps = steps.half().float()
-    half_offsets = (offsets + (steps - half_steps) * values.mean(1, keepdim=True)).half().float()
+    half_offsets = (offsets + (steps - half_steps) * means).half().float()
     keeps = (steps >= LEAST_HALF_STEP) & (offsets.abs() <= MOST_STEPS_FROM_ZERO * steps)
     keeps &= torch.isfinite(half_steps) & torch.isfinite(half_offsets)
     return torch.where(keeps, half_steps, steps), torch.where(keeps, half_offsets, offsets)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.config.model import ModelConfig
-from quire.quantization.quantize import quantize_rows
+from quire.quantization.quantize import Fit, quantize_rows
 from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
 from quire.quantization.quantized_weight import QuantizedWeight
 
@@ -27,10 +27,10 @@ class WeightFormat:
     rounded_activations: bool = False
     small_floats: bool = False
 
-    def quantize(self, tensor: torch.Tensor) -> QuantizedWeight:
-        """A plain matrix in this format, whose `bits` are not 0."""
+    def quantize(self, tensor: torch.Tensor, fit: Fit | None = None) -> QuantizedWeight:
+        """A plain matrix in this format, whose `bits` are not 0. fit: as that of `quantize_rows`."""
         if not self.small_floats:
-            return quantize_rows(tensor, self.bits, self.group_size)
+            return quantize_rows(tensor, self.bits, self.group_size, fit=fit)
         return quantize_float8(tensor) if self.bits == EIGHT_BITS else quantize_mxfp4(tensor)
 
 

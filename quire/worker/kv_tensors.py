@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import allocate
+from quire.kernels.cpu.memory import allocate, touch
 from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 from quire.worker.platform.host_memory import available_memory
@@ -34,24 +32,15 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
 
 
 def prefault(pages: Sequence[torch.Tensor], num_threads: int) -> None:
-    """Write to every page of the system's memory behind the pool's tensors, which are zero and stay so.
-
-    A virtual machine can wait milliseconds for each huge page that its host has not given to it yet: a seventh of the
-    time of a prompt. Raises InsufficientMemoryError when the pool is larger than what is available."""
+    """Have the system give the memory of the pool's tensors: waiting for it can be a seventh of a prompt's time.
+    Raises InsufficientMemoryError when the pool is larger than what is available."""
     total, available = sum(page.nbytes for page in pages), available_memory()
     if total > available:
         raise InsufficientMemoryError(
             f"prefault_kv_cache: the KV cache takes {format_bytes(total)} of the {format_bytes(available)} that are "
             "available; set kv_cache_memory to less"
         )
-    with ThreadPoolExecutor(num_threads) as threads:  # torch releases the interpreter while it writes
-        for _ in threads.map(_write, pages):
-            pass
-
-
-@torch.inference_mode()
-def _write(page: torch.Tensor) -> None:
-    page.view(-1)[:: mmap.PAGESIZE].zero_()
+    touch(pages, num_threads)
 
 
 def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:

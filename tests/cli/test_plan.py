@@ -402,6 +402,16 @@ def test_matrices_that_expand_prompts_are_counted_beside_the_others(
     assert found["weight_bytes_per_device"] == found["weight_bytes"] / 2
 
 
+def test_heads_as_large_as_latents_are_not_expanded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = deepseek_v3(num_hidden_layers=2, v_head_dim=80).config
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    found = plan_json(capsys, str(tmp_path), "--dtype", "float32", "--gpu", "h200")
+    assert found["weight_bytes"] == 4 * found["num_parameters"]
+    assert main(["plan", str(tmp_path), "--gpu", "h200", "--mla-prompt", "expanded"]) == 2
+    assert "has heads as large as its latents: nothing would be saved" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.625), ("w4a8", 0.625)]
 )

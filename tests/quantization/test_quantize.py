@@ -7,7 +7,15 @@ import torch
 
 from quire.errors import ModelLoadError
 from quire.quantization import quantize
+from quire.quantization.packed import fit_natively
 from quire.quantization.quantize import fitting_group_size, quantize_rows
+
+
+@pytest.fixture(autouse=True, params=["plain", "native"])
+def _search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both searches for 4 bits."""
+    if request.param == "native":
+        monkeypatch.setattr(quantize, "fit_groups", fit_natively)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

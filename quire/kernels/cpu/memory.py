@@ -6,6 +6,8 @@ Weights are read from end to end in every step: with small pages, each 4 KiB wou
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,6 +17,7 @@ from quire.utils.sizes import format_bytes
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
 """Bytes of a cache line and of the widest vector."""
+_TOUCHED_AT_ONCE = 2 * HUGE_PAGE
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -29,3 +32,22 @@ def allocate(num_bytes: int) -> torch.Tensor:
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:
+    """Write to every page of the system's memory behind tensors of bytes that are zero and stay so: it is there then.
+
+    A virtual machine can wait milliseconds for each huge page that its host has not given to it yet."""
+    pieces = [piece for each in memory for piece in each.view(-1).split(_TOUCHED_AT_ONCE)]
+    if num_threads == 1 or len(pieces) < 2:
+        for piece in pieces:
+            _write(piece)
+        return
+    with ThreadPoolExecutor(min(num_threads, len(pieces))) as threads:  # torch releases the interpreter while it writes
+        for _ in threads.map(_write, pieces):
+            pass
+
+
+@torch.inference_mode()
+def _write(piece: torch.Tensor) -> None:
+    piece[:: mmap.PAGESIZE].zero_()

@@ -14,7 +14,7 @@ import torch
 from quire.envs import affinity_cores
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.memory import ALIGNMENT, HUGE_PAGE, allocate
+from quire.kernels.cpu.memory import ALIGNMENT, allocate, touch
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
@@ -330,6 +330,5 @@ class Arena:
 
 def _touched(memory: torch.Tensor) -> torch.Tensor:
     """The same, which the system has given."""
-    begin = memory.data_ptr()
-    _native.touch(begin, begin + len(memory), min(affinity_cores(), _MOST_THREADS, 1 + len(memory) // HUGE_PAGE))
+    touch([memory], min(affinity_cores(), _MOST_THREADS))
     return memory
