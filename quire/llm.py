@@ -17,7 +17,7 @@ from quire.call_options import CallOptions, refuse_adapters, truncation_of
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
-from quire.engine.messages import Abort, AddRequest, EngineOutputs
+from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.llm_pooling import PoolingMethods, as_list
@@ -201,7 +201,8 @@ class LLM(OfflineEngine, PoolingMethods):
             try:
                 for request in requests:
                     self._client.send(AddRequest(request))
-                return self._collect(requests, interrupt, bar)
+                with self._client.computing():
+                    return self._collect(requests, interrupt, bar)
             except BaseException:
                 self._abandon(requests)
                 raise
@@ -212,22 +213,24 @@ class LLM(OfflineEngine, PoolingMethods):
         while len(finished) < len(requests):
             outputs = self._client.receive(_POLL_SECONDS) or EngineOutputs()
             interrupt.check()
-            self._raise_refusal(outputs, requests)
+            if outputs.rejections:
+                self._raise_refusal(outputs.rejections, requests)
             processed = self._output_processor.process(outputs.updates)
             for abort in processed.aborts:
                 self._client.send(abort)
             for failed in processed.failures:
                 raise failed.error
-            finished |= {output.request_id: output for output in processed.outputs}
-            num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
+            for output in processed.outputs:
+                finished[output.request_id] = output
+            for update in outputs.updates:
+                num_tokens += len(update.new_token_ids)
             bar.update(len(finished), f"{num_tokens} tokens")
         return [finished[request.request_id] for request in requests]
 
-    def _raise_refusal(self, outputs: EngineOutputs, requests: list[EngineRequest]) -> None:
-        for rejected in outputs.rejections:
-            index = next(i for i, request in enumerate(requests) if request.request_id == rejected.request_id)
-            with _naming(index, "prompt", of=len(requests)):
-                raise rejected.error()
+    def _raise_refusal(self, rejections: list[RequestRejected], requests: list[EngineRequest]) -> None:
+        index = next(i for i, request in enumerate(requests) if request.request_id == rejections[0].request_id)
+        with _naming(index, "prompt", of=len(requests)):
+            raise rejections[0].error()
 
     def _abandon(self, requests: list[EngineRequest]) -> None:
         """Forget what is unfinished here and in the core."""

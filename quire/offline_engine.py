@@ -32,8 +32,11 @@ class OfflineEngine:
     """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
 
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
-        front_end = open_front_end(options, lambda each: InProcessClient(each, executor=executor))
-        self._client = front_end.client
+        def start(resolved: EngineOptions) -> InProcessClient:
+            self._client = InProcessClient(resolved, executor=executor)
+            return self._client
+
+        front_end = open_front_end(options, start)
         self._input_processor = front_end.input_processor
         self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor

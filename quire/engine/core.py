@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
@@ -30,14 +30,14 @@ from quire.errors import (
     QuireError,
     UserError,
 )
-from quire.executors.interface import Executor, VitalSigns
+from quire.executors.interface import Executor, StepFuture, VitalSigns
 from quire.kv_cache.layout import group_layers
 from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.stats import EngineStats
-from quire.step import StepPlan, StepResult
+from quire.step import StepPlan
 
 logger = get_logger(__name__)
 
@@ -72,7 +72,7 @@ class EngineCore:
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
         self.output_window = config.output_window
-        self._in_flight: deque[Future[StepResult]] = deque()
+        self._in_flight: deque[StepFuture] = deque()
         layers = config.model.shape.layers if config.load.counts_experts else ()
         self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
         """Those whose routing is counted."""
@@ -134,6 +134,10 @@ class EngineCore:
             backend=executor.describe_backend(),
             max_concurrency=layout.num_usable_blocks / max(1, self.scheduler.most_blocks(max_model_len)),
         )
+
+    def computing(self) -> AbstractContextManager[object]:
+        """As the Executor's, for a driver that calls `step` many times."""
+        return self._executor.computing()
 
     @property
     def has_work(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 
 from quire.clock import SystemClock
 from quire.config.options import EngineOptions
@@ -55,22 +56,36 @@ class InProcessClient:
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._arrival:
-                self._raise_if_dead()
-                while not self._messages and not self._core.has_work:
-                    remaining = None if deadline is None else deadline - time.monotonic()
-                    if remaining is not None and remaining <= 0:
-                        return None
-                    self._arrival.wait(remaining)
-                    self._raise_if_dead()
-                if not self._messages and self._core.is_blocked:
-                    self._arrival.wait(BLOCKED_SECONDS)
-                    self._raise_if_dead()
-                messages = list(self._messages)
-                self._messages.clear()
+            if (self._core.is_blocked or not self._core.has_work) and not self._await_message(deadline):
+                return None
+            messages = []
+            while self._messages:
+                messages.append(self._messages.popleft())
             outputs = self._advance(messages)
             if outputs is not None:
                 return outputs
+
+    def _await_message(self, deadline: float | None) -> bool:
+        """Wait for a message, for a moment only while requests live. Returns False when the time is over."""
+        with self._arrival:
+            self._raise_if_dead()
+            if self._core.has_work:
+                if not self._messages:
+                    self._arrival.wait(BLOCKED_SECONDS)
+                return True
+            while not self._messages:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return False
+                self._arrival.wait(remaining)
+                self._raise_if_dead()
+            return True
+
+    def computing(self) -> AbstractContextManager[object]:
+        """For a caller of many times `receive` (quire/executors/interface.py). When it is left, torch's state in
+        this thread is as before."""
+        self._raise_if_dead()
+        return self._core.computing()
 
     def idle(self) -> bool:
         """While no work is left: do a piece of what can wait (capture a CUDA graph); returns whether there was any. Not
@@ -96,7 +111,8 @@ class InProcessClient:
             self._raise_if_dead()
             try:
                 outputs = advance(self._core, messages, self._window)
-                self._core.check_when_idle()  # here: a caller of LLM does not come back for it behind its last output
+                if not self._core.has_work:  # here: a caller of LLM does not come back for it behind its last output
+                    self._core.check_when_idle()
                 return outputs
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(

@@ -53,8 +53,9 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputW
     """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell, or `window`
     holds it.
 
-    It carries a fresh snapshot of the statistics, also without a step (an abort of the last request, a control call),
-    so that the front end never shows blocks of a request that is gone.
+    It carries a fresh snapshot of the statistics where messages were handled, also without a step (an abort of the last
+    request, a control call), and where a request starts or ends, so that the front end never shows blocks of a request
+    that is gone. To make one takes about as long as to plan a step, so that tokens alone carry one now and then.
     """
     handled = False
     results = []
@@ -72,6 +73,7 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputW
         outputs = EngineOutputs()
     else:
         return None
-    outputs.stats = core.stats()
+    if handled or window.wants_stats(outputs):
+        outputs.stats = core.stats()
     outputs.results.extend(results)
     return outputs

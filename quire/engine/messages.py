@@ -91,7 +91,7 @@ class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
-    """Attached to every message that an engine sends (quire/engine/loop.py)."""
+    """Attached to every message but some that tell nothing but tokens (quire/engine/loop.py)."""
     results: list[CallResult] = []
     rejections: list[RequestRejected] = []
     """Answer the caller with `RequestRejected.error`; the front end drops its state of the request."""

@@ -7,7 +7,9 @@ here, because the core knows no text. A sequence that ends so is over for its ca
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from quire.engine.messages import Abort
 from quire.errors import InternalError, UserError, is_interrupt
@@ -37,14 +39,13 @@ class FailedRequest:
     last: RequestOutput
 
 
-@dataclass(slots=True)
-class ProcessedOutputs:
+class ProcessedOutputs(msgspec.Struct):
     """outputs: one per request with news, in the order in which the requests were first mentioned. aborts: for the
     core, sequences that ended with a stop string, and requests that failed."""
 
-    outputs: list[RequestOutput] = field(default_factory=list)
-    aborts: list[Abort] = field(default_factory=list)
-    failures: list[FailedRequest] = field(default_factory=list)
+    outputs: list[RequestOutput] = []
+    aborts: list[Abort] = []
+    failures: list[FailedRequest] = []
 
 
 class OutputProcessor:
@@ -99,7 +100,8 @@ class OutputProcessor:
                 continue
             if not is_news:
                 continue
-            touched[update.request_id] = state
+            if state.num_live == 0 or not state.final_only:
+                touched[update.request_id] = state
             if update.finish_reason is None and state.sequences[update.index].finish_reason is not None:
                 processed.aborts.append(Abort(update.request_id, update.index))
         for request_id, state in touched.items():
@@ -110,8 +112,7 @@ class OutputProcessor:
                 continue
             if state.num_live == 0:
                 del self._requests[request_id]
-            if output is not None:
-                processed.outputs.append(output)
+            processed.outputs.append(output)
         return processed
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -159,7 +160,6 @@ class _RequestState:
 
     __slots__ = (
         "_delta",
-        "_final_only",
         "_first_token",
         "_metrics",
         "_num_cached_tokens",
@@ -170,6 +170,7 @@ class _RequestState:
         "_ranks_samples",
         "_request",
         "_tokenizer",
+        "final_only",
         "num_live",
         "sequences",
     )
@@ -188,7 +189,7 @@ class _RequestState:
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._delta = delta
-        self._final_only = final_only or request.params.answers_at_end
+        self.final_only = final_only or request.params.answers_at_end
         self._num_cached_tokens = 0
         self._pooled: list[float] | None = None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -240,11 +241,8 @@ class _RequestState:
             self.num_live -= 1
         return True
 
-    def output(self) -> RequestOutput | None:
-        """The state of the request, or what is new in it. None when only the last output is wanted and this is not."""
-        finished = self.num_live == 0
-        if self._final_only and not finished:
-            return None
+    def output(self) -> RequestOutput:
+        """The state of the request, or what is new in it."""
         sequences = self._reported_sequences()
         if self._delta:
             outputs = [sequence.delta() for sequence in sequences if sequence.has_news]
@@ -255,7 +253,7 @@ class _RequestState:
             prompt=self._prompt_text,
             prompt_token_ids=self._request.prompt_token_ids,
             outputs=outputs,
-            finished=finished,
+            finished=self.num_live == 0,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics,

@@ -13,6 +13,8 @@ MANY_SEQUENCES = 8
 """Steps of as many wait for the whole window."""
 FEW_SEQUENCES_SHARE = 0.25
 """Of the window, for which steps of fewer sequences wait: there is less to save, and a reader sees single tokens."""
+STATS_SECONDS = 0.05
+"""How old the front end's statistics may be while nothing but tokens is to be told."""
 
 
 class OutputWindow:
@@ -28,6 +30,8 @@ class OutputWindow:
         """When the step with the first held tokens ended."""
         self._last_end = -math.inf
         """Of a step."""
+        self._next_stats = -math.inf
+        """When tokens alone are told with statistics."""
 
     def joined(self, outputs: EngineOutputs, *, goes_on: bool) -> EngineOutputs | None:
         """Take the outputs of a step that has just ended. Returns what is to be sent: these, with what was held; None:
@@ -40,12 +44,20 @@ class OutputWindow:
         share = 1.0 if len(outputs.updates) >= MANY_SEQUENCES else FEW_SEQUENCES_SHARE
         in_time = now - since + duration <= share * self._seconds
         is_held = goes_on and in_time and bool(outputs.updates) and _can_wait(outputs)
-        self._held = _joined(self._held, outputs.updates)
-        self._since = since
+        updates = _joined(self._held, outputs.updates) if self._held else outputs.updates
         if is_held:
+            self._held, self._since = updates, since
             return None
-        outputs.updates = self.release()
+        outputs.updates, self._held = updates, []
         return outputs
+
+    def wants_stats(self, outputs: EngineOutputs) -> bool:
+        """Whether these outputs, which are sent, are to carry statistics."""
+        now = self._clock.now()
+        if now < self._next_stats and outputs.updates and _can_wait(outputs):
+            return False
+        self._next_stats = now + STATS_SECONDS
+        return True
 
     def release(self) -> list[SequenceUpdate]:
         """What is held, which the caller sends."""
@@ -67,8 +79,6 @@ def _can_wait(outputs: EngineOutputs) -> bool:
 def _joined(held: list[SequenceUpdate], updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
     """One list of both. Where they are of the same sequences, as in one step after the other, each later update has the
     tokens of the earlier one in front of its own."""
-    if not held:
-        return updates
     if len(held) != len(updates) or any(
         before.request_id != after.request_id or before.index != after.index
         for before, after in zip(held, updates, strict=True)

@@ -18,10 +18,11 @@ class Requests(Protocol):
 
 
 class Pause:
-    """scope: "new", "all", or "" while the engine is not paused."""
+    """scope: "new", "all", or "" while the engine is not paused. stops_all: whether no step may be planned."""
 
     def __init__(self, scheduler: Requests) -> None:
         self.scope = ""
+        self.stops_all = False
         self._scheduler = scheduler
 
     @property
@@ -29,19 +30,14 @@ class Pause:
         """0 while the engine is not paused, 1 for the scope "new", 2 for "all"."""
         return SCOPES.index(self.scope) + 1 if self.scope else 0
 
-    @property
-    def stops_all(self) -> bool:
-        """Whether no step may be planned."""
-        return self.scope == "all"
-
     def begin(self, scope: str) -> None:
         """Pause, or change the scope of a pause. Raises UserError for another scope than SCOPES."""
         if scope not in SCOPES:
             raise UserError(f"the scope of a pause must be one of {', '.join(SCOPES)}, not {scope!r}", param="scope")
-        self.scope = scope
+        self.scope, self.stops_all = scope, scope == "all"
         self._scheduler.hold_new(True)
 
     def end(self) -> None:
         """Go on. Idempotent."""
-        self.scope = ""
+        self.scope, self.stops_all = "", False
         self._scheduler.hold_new(False)

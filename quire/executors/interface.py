@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from quire.kv_cache.layout import KVCacheLayout
@@ -20,6 +22,25 @@ class VitalSigns(NamedTuple):
     """The longest time for which nothing was heard of a worker."""
     stalled: float = math.inf
     """For how long none of them has got on, as far as they are not idle."""
+
+
+class StepFuture(Protocol):
+    """The result of a plan, which is to come. A `concurrent.futures.Future` is one; another one may be completed only
+    when it is asked."""
+
+    def done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """Wait for the result, or raise what went wrong. timeout: seconds, where another thread completes it."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Wait for the end; return what went wrong."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[StepFuture], object], /) -> None:
+        """Call it with this future when it is done, on the thread that completes it."""
+        ...
 
 
 class Executor(Protocol):
@@ -50,9 +71,13 @@ class Executor(Protocol):
         the option `expert_counts`."""
         ...
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any. It
-        may be one that is completed only when it is asked for its result."""
+    def computing(self) -> AbstractContextManager[object]:
+        """What `execute` enters on the caller's thread. A driver of many steps may enter it once for all of them, which
+        is quicker; the results are the same."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepFuture:
+        """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any."""
         ...
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:

@@ -6,11 +6,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
-from quire.executors.interface import VitalSigns
+from quire.executors.interface import StepFuture, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -25,11 +26,11 @@ Result = TypeVar("Result")
 
 
 class Unsent(NamedTuple):
-    """A plan that lacks its sampling inputs. result: its future. launched: the worker's pending step; on a thread, the
-    future of that."""
+    """A plan that lacks its sampling inputs. launched: the worker's pending step, which is the result as well; on a
+    thread, the future of that."""
 
     step_id: int
-    result: Future[StepResult]
+    result: PendingStep | Future[StepResult]
     launched: PendingStep | Future[PendingStep]
 
 
@@ -68,7 +69,10 @@ class LocalExecutor:
     def expert_counts(self) -> list[list[int]]:
         return self._call(self._live_worker().expert_counts)
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def computing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._thread is not None else self._live_worker().platform.computing()
+
+    def execute(self, plan: StepPlan) -> StepFuture:
         worker = self._live_worker()
         if self._unsent is not None:
             raise QuireError(f"step {plan.step_id} comes before the sampling inputs of step {self._unsent.step_id}")
@@ -81,7 +85,7 @@ class LocalExecutor:
             pending.settle()
         return pending
 
-    def _launch(self, plan: StepPlan, worker: Worker) -> Future[StepResult]:
+    def _launch(self, plan: StepPlan, worker: Worker) -> StepFuture:
         """Start a plan that is sampled when its inputs come."""
         if self._thread is None:
             pending = worker.launch(plan)
@@ -125,7 +129,7 @@ class LocalExecutor:
         if self._thread is not None:
             self._thread.close()
         unsent, self._unsent = self._unsent, None
-        if unsent is not None and not isinstance(unsent.launched, PendingStep):
+        if unsent is not None and isinstance(unsent.result, Future):
             error = f"the executor was shut down before step {unsent.step_id} had its sampling inputs"
             unsent.result.set_exception(QuireError(error))
         if self._worker is not None:

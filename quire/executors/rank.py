@@ -19,7 +19,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError, UserError
-from quire.executors.interface import Executor
+from quire.executors.interface import Executor, StepFuture
 from quire.executors.wire import decode, encode
 from quire.logging import configure_logging, get_logger
 from quire.step import SamplingInputs, StepPlan, StepResult
@@ -102,7 +102,7 @@ class Rank:
         self._executor: Executor | None = None
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._sampling_inputs = msgspec.msgpack.Decoder(SamplingInputs)
-        self._launched: Future[StepResult] = Future()
+        self._launched: StepFuture = Future()
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Run one call."""

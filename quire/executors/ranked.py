@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from quire.errors import QuireError
@@ -50,6 +51,10 @@ class RankedExecutor:
         """The first rank's: each computes a share of every expert, over the same rows."""
         counts: list[list[list[int]]] = self._workers.call("expert_counts")
         return counts[0]
+
+    def computing(self) -> AbstractContextManager[object]:
+        """The ranks compute in processes of their own."""
+        return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         started = self._workers.execute(plan)

@@ -7,8 +7,8 @@ there is none, and the core drives the executor itself.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -17,18 +17,17 @@ import msgspec
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, UserError
-from quire.executors.interface import Executor, VitalSigns
+from quire.executors.interface import Executor, StepFuture, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.logging import get_logger
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan
 
 logger = get_logger(__name__)
 
 VERSION = 1
-BUFFER_BYTES = 1 << 18
 FLUSH_SECONDS = 1.0
 """What was logged longer ago than this is in the file when the next step ends."""
 
@@ -103,7 +102,8 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
 class StepLog:
     """Implements `Executor` by another one, and writes a line for each plan that it runs.
 
-    Writing costs some microseconds a step, in which the next plan waits. A plan that fails is not logged.
+    A step is noted at its end, in which the next plan waits for some microseconds, and written with those of about a
+    second. A plan that fails is not logged.
     """
 
     def __init__(self, executor: Executor, config: EngineConfig, path: Path, clock: Clock) -> None:
@@ -112,11 +112,13 @@ class StepLog:
         self._config = config
         self._clock = clock
         self._encoder = msgspec.json.Encoder()
+        self._unwritten: list[tuple[StepPlan, float, float]] = []
+        """Plans with when they were handed over, and when their steps ended."""
         self._began: float | None = None
         self._ended = 0.0
         self._next_flush = 0.0
         try:
-            self._file: BinaryIO | None = path.open("wb", buffering=BUFFER_BYTES)
+            self._file: BinaryIO | None = path.open("wb")
         except OSError as error:
             raise ConfigError(f"cannot write the step log {str(path)!r}: {error.strerror}", param="step_log") from None
 
@@ -128,7 +130,7 @@ class StepLog:
 
     def allocate(self, layout: KVCacheLayout) -> None:
         self._executor.allocate(layout)
-        self._write(self._header(layout), flush=True)
+        self._write([self._header(layout)])
 
     def measure_preemption_costs(self) -> PreemptionCosts:
         return self._executor.measure_preemption_costs()
@@ -139,13 +141,16 @@ class StepLog:
     def expert_counts(self) -> list[list[int]]:
         return self._executor.expert_counts()
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
+    def computing(self) -> AbstractContextManager[object]:
+        return self._executor.computing()
+
+    def execute(self, plan: StepPlan) -> StepFuture:
         handed_over = self._clock.now()
         future = self._executor.execute(plan)
 
-        def log_step(future: Future[StepResult]) -> None:
+        def log_step(future: StepFuture) -> None:
             if future.exception() is None:
-                self._end(plan, handed_over)
+                self._note(plan, handed_over)
 
         # Called at once where the plan has run inside `execute`, else on the thread that ran it, step by step.
         future.add_done_callback(log_step)
@@ -171,17 +176,28 @@ class StepLog:
 
     def shutdown(self) -> None:
         self._executor.shutdown()
+        self._write_steps()
         self._close()
 
-    def _end(self, plan: StepPlan, handed_over: float) -> None:
+    def _note(self, plan: StepPlan, handed_over: float) -> None:
         now = self._clock.now()
+        self._unwritten.append((plan, handed_over, now))
+        if now >= self._next_flush:
+            self._next_flush = now + FLUSH_SECONDS
+            self._write_steps()
+
+    def _write_steps(self) -> None:
+        unwritten, self._unwritten = self._unwritten, []
+        self._write([self._record(*step) for step in unwritten])
+
+    def _record(self, plan: StepPlan, handed_over: float, ended: float) -> StepRecord:
         transfers = plan.transfers
         if self._began is None:
             self._began = self._ended = handed_over
         record = StepRecord(
             step=plan.step_id,
             at=handed_over - self._began,
-            seconds=now - max(handed_over, self._ended),
+            seconds=ended - max(handed_over, self._ended),
             gap=max(0.0, handed_over - self._ended),
             starts=plan.start_positions,
             tokens=plan.num_tokens,
@@ -191,11 +207,8 @@ class StepLog:
             num_swapped_out=0 if transfers is None else len(transfers.swap_out),
             num_swapped_in=0 if transfers is None else len(transfers.swap_in),
         )
-        self._ended = now
-        is_due = now >= self._next_flush
-        if is_due:
-            self._next_flush = now + FLUSH_SECONDS
-        self._write(record, flush=is_due)
+        self._ended = ended
+        return record
 
     def _header(self, layout: KVCacheLayout) -> StepLogHeader:
         model, scheduler = self._config.model, self._config.scheduler
@@ -217,14 +230,13 @@ class StepLog:
             backend=self._executor.describe_backend(),
         )
 
-    def _write(self, entry: StepLogHeader | StepRecord, *, flush: bool) -> None:
+    def _write(self, entries: Sequence[StepLogHeader | StepRecord]) -> None:
         """A full disk ends the log, not the engine."""
         if self._file is None:
             return
         try:
-            self._file.write(self._encoder.encode(entry) + b"\n")
-            if flush:
-                self._file.flush()
+            self._file.write(self._encoder.encode_lines(entries))
+            self._file.flush()
         except OSError as error:
             self._give_up(error)
 

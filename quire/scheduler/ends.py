@@ -70,9 +70,8 @@ class Ends:
             self.end(request, request.live_sequences, reason)
         return updates
 
-    def end_expired(self, now: float) -> list[SequenceUpdate]:
+    def end_expired(self, expired: list[Request], now: float) -> list[SequenceUpdate]:
         """End the requests whose time is over."""
-        expired = list(self._deadlines.expired(now))
         self._stats.timed_out_requests_total += len(expired)
         return self.end_requests(expired, FinishReason.TIMEOUT, now)
 

@@ -19,7 +19,9 @@ are free but still hold a prefix (evictable) are not used, and are counted apart
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from quire.decoding.masks import ConstraintSpec, Matcher
 from quire.errors import UserError
@@ -35,7 +37,7 @@ Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
 """(sequence, its new tokens, their logprobs where asked for)"""
 
 
-class InFlight(NamedTuple):
+class InFlight(msgspec.Struct, frozen=True):
     """What the scheduler must know of a plan, beyond the plan itself, until its result comes."""
 
     plan: StepPlan
@@ -51,10 +53,6 @@ class InFlight(NamedTuple):
     """Sequences that fork after this plan's forward pass, and their children."""
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, builder: PlanBuilder) -> InFlight:
-        return cls(plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
         """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
@@ -117,10 +115,9 @@ def first_stats(kv: KVCacheManager) -> EngineStats:
 def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block_bytes: int) -> None:
     """Count the blocks that a plan copies, on the device and for preempted requests to the host and back."""
     stats.copied_blocks_total += len(plan.block_copies)
-    if builder.swap_out or builder.swap_in:
-        stats.swapped_out_blocks_total += len(builder.swap_out)
-        stats.swapped_in_blocks_total += len(builder.swap_in)
-        stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * block_bytes
+    stats.swapped_out_blocks_total += len(builder.swap_out)
+    stats.swapped_in_blocks_total += len(builder.swap_in)
+    stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * block_bytes
 
 
 def describe_kv(

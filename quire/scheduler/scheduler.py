@@ -144,7 +144,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         """End the requests whose time (`timeout_s`) is over, running or waiting. Their blocks are free at once."""
-        return self._ends.end_expired(now)
+        expired = self._deadlines.expired(now)
+        return self._ends.end_expired(expired, now) if expired else []
 
     def unregister_prefix(self, name: str) -> int:
         """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises UserError for
@@ -223,10 +224,13 @@ class Scheduler:
         ends = self._ends
         plan = builder.build(ends.released, *ends.beam_reorder.take(), ends.trimmed)
         ends.released, ends.trimmed = [], {}
-        self._in_flight[plan.step_id] = InFlight.of(plan, builder)
+        self._in_flight[plan.step_id] = InFlight(
+            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed
+        )
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        count_copies(self._stats, plan, builder, self.kv.block_bytes)
+        if plan.block_copies or plan.transfers is not None:
+            count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:

@@ -14,6 +14,7 @@ waits for all of it (quire/step.py).
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 
 from quire.clock import VirtualClock
 from quire.errors import QuireError
@@ -109,6 +110,10 @@ class SimulatedExecutor:
 
     def expert_counts(self) -> list[list[int]]:
         return []
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Nothing is computed."""
+        return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         cost, hardware, clock = self._cost, self._cost.hardware, self._clock

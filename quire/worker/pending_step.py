@@ -1,78 +1,90 @@
-"""The future of a plan that was launched; asking for its result waits for the device."""
+"""What becomes of a plan that was launched; asking for its result waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from quire.errors import QuireError, is_interrupt
 from quire.step import StepResult
 
 
-class PendingStep(Future[StepResult]):
-    """The future of one plan. `result` and `exception` complete it: they wait for the device on the caller's thread, so
-    that a future whose result is never asked for is never done.
+class PendingStep:
+    """A StepFuture (quire/executors/interface.py) without locks, because one thread launches a worker's steps and asks
+    for their results. `result` and `exception` settle it: they wait for the device, so that a step whose result is
+    never asked for is never done.
 
     Steps run and end in order. When an earlier step has failed, this one ran over sequences that lack a token, and
     `result` raises QuireError.
     """
 
-    def __init__(self, step_id: int, collect: Callable[[], StepResult] | None, previous: PendingStep | None) -> None:
-        """collect: waits for the result, or raises what went wrong. previous: the step that was launched before."""
-        super().__init__()
-        self.set_running_or_notify_cancel()  # later plans rely on the effects of this one
+    __slots__ = ("_callbacks", "_collect", "_error", "_previous", "_result", "_step_id")
+
+    def __init__(
+        self,
+        step_id: int,
+        collect: Callable[[], StepResult] | None,
+        previous: PendingStep | None,
+        error: BaseException | None = None,
+    ) -> None:
+        """collect: waits for the result, or raises what went wrong. previous: the step that was launched before. error:
+        of a plan that was not launched, or not wholly, which has nothing to collect."""
         self._step_id = step_id
         self._collect = collect
         self._previous = previous
-        self._is_failed = False
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        self._is_failed = True
-        super().set_exception(exception)
+        self._result: StepResult | None = None
+        self._error = error
+        self._callbacks: list[Callable[[PendingStep], object]] = []
 
     @property
     def has_failed(self) -> bool:
         """Whether it, or a step before it, is known to have failed."""
         step: PendingStep | None = self
         while step is not None:  # a loop: as many steps may be outstanding as the caller wants
-            if step._is_failed:
+            if step._error is not None:
                 return True
             step = step._previous
         return False
+
+    def done(self) -> bool:
+        return self._result is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> StepResult:
         """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be
         abandoned."""
         assert timeout is None or self.done(), "a step is waited for to its end"
         self.settle()
-        return super().result()
+        if self._result is None:
+            assert self._error is not None, "a step ends in a result or in an error"
+            raise self._error
+        return self._result
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        assert timeout is None or self.done(), "a step is waited for to its end"
+    def exception(self) -> BaseException | None:
         self.settle()
-        return super().exception()
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[PendingStep], object]) -> None:
+        """Call it with this step when it is done, at once if it is."""
+        if self.done():
+            callback(self)
+        else:
+            self._callbacks.append(callback)
 
     def settle(self) -> None:
-        """Complete the future. Raises an interrupt, which is the caller's, whichever step it waited for."""
+        """Wait for the end. Raises an interrupt, which is the caller's, whichever step it waited for."""
         collect, self._collect = self._collect, None
         if collect is None:
             return
         previous, self._previous = self._previous, None
-        if previous is not None and previous.exception() is not None:
-            self.set_exception(QuireError(f"step {self._step_id} has no result, because an earlier step failed"))
-            return
         try:
-            result = collect()
+            if previous is not None:
+                previous.settle()
+            if previous is not None and previous._error is not None:
+                raise QuireError(f"step {self._step_id} has no result, because an earlier step failed")
+            self._result = collect()
         except BaseException as error:
-            self.set_exception(error)
+            self._error = error
             if is_interrupt(error):
                 raise
-        else:
-            self.set_result(result)
-
-
-def failed_step(step_id: int, error: BaseException) -> PendingStep:
-    """A plan that was not launched, or not wholly."""
-    pending = PendingStep(step_id, None, None)
-    pending.set_exception(error)
-    return pending
+        finally:
+            for callback in self._callbacks:
+                callback(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -21,13 +22,13 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.kv_connector.cache_directory import require_writable
-from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_connector.offload import offload_worker
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory_profile import measure_memory
 from quire.worker.model_runner import Launched, ModelRunner
-from quire.worker.pending_step import PendingStep, failed_step
+from quire.worker.pending_step import PendingStep
 from quire.worker.platform.interface import HostPool, Platform, StepLimits
 from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.preemption_costs import time_copies, time_prompt
@@ -43,6 +44,8 @@ def _computes(
     """Run a method of the worker in the platform's context, whichever thread calls."""
 
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if self.platform.is_computing():
+            return method(self, *args, **kwargs)
         with self.platform.computing():
             return method(self, *args, **kwargs)
 
@@ -144,23 +147,22 @@ class Worker:
 
     @_computes
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start one plan; return the future of its result. After an error the request state is undefined, so every
-        later plan fails as well. Raises interrupts."""
+        """Start one plan; return what becomes of it. After an error the request state is undefined, so every later plan
+        fails as well. Raises interrupts."""
         assert self._runner is not None, "allocate comes before launch"
         previous = self._last
         if previous is not None and previous.has_failed:
-            return failed_step(
-                plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
-            )
+            refusal = QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
+            return PendingStep(plan.step_id, None, None, refusal)
         try:
-            begin_plan(self._connector, plan)
+            self._connector.begin(plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
-            self._last = failed_step(plan.step_id, error)
+            self._last = PendingStep(plan.step_id, None, None, error)
             if is_interrupt(error):
                 raise
         else:
-            self._last = PendingStep(plan.step_id, lambda: self._collect(launched), previous)
+            self._last = PendingStep(plan.step_id, partial(self._collect, launched), previous)
         return self._last
 
     @_computes
@@ -228,7 +230,7 @@ class Worker:
 
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
-        end_plan(self._connector, launched.plan, result)
+        result.transfers = self._connector.end(launched.plan)
         return result
 
     def _drop_offloaded(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from quire.clock import VirtualClock
 from quire.engine.messages import CallResult, EngineOutputs, RequestRejected
-from quire.engine.output_window import FEW_SEQUENCES_SHARE, MANY_SEQUENCES, OutputWindow
+from quire.engine.output_window import FEW_SEQUENCES_SHARE, MANY_SEQUENCES, STATS_SECONDS, OutputWindow
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import FinishReason
 from quire.step import PromptLogprobs, TokenLogprobs
@@ -126,3 +126,21 @@ def test_other_sequences_come_behind_those_that_are_held() -> None:
     assert run.take(step(1)) == []
     other.updates[0].finish_reason = FinishReason.LENGTH
     assert run.take(other) == tokens(1) + tokens(2, num_sequences=MANY_SEQUENCES + 2)[::-1]
+
+
+def test_statistics_go_with_news_and_now_and_then_with_tokens() -> None:
+    clock = VirtualClock()
+    window = OutputWindow(0.0, clock)
+    assert window.wants_stats(step(0))
+    told = []
+    for number in range(1, 5):
+        clock.advance(STATS_SECONDS / 2)
+        told.append(window.wants_stats(step(number)))
+    assert told == [False, True, False, True]
+    ended = step(5)
+    ended.updates[-1].finish_reason = FinishReason.LENGTH
+    first = step(5)
+    first.updates[0].timing = RequestTiming(0.0, 0.0, 0.0)
+    for news in (ended, first, EngineOutputs(), EngineOutputs(step(5).updates, results=[CallResult(0)])):
+        assert window.wants_stats(news)
+        assert not window.wants_stats(step(6))

@@ -22,8 +22,7 @@ from quire.executors.local import LocalExecutor, WorkerThread
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequence, SequenceSampling, StepPlan, StepResult
-from quire.worker.pending_step import PendingStep
+from quire.step import NewSequence, SequenceSampling, StepPlan
 from quire.worker.platform.choice import make_platform
 from quire.worker.platform.cpu import CpuPlatform
 from quire.worker.platform.cuda import CudaPlatform
@@ -159,6 +158,25 @@ def test_a_dropped_executor_takes_its_thread_along(config: EngineConfig, worker_
     assert not thread.is_alive()
 
 
+def test_a_driver_of_many_steps_enters_the_context_once(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = ready(config)
+    alone = executor.execute(prefill(0, 0)).result().token_ids
+    entered: list[bool] = []
+    enter = torch.inference_mode
+
+    def counted() -> torch.inference_mode:
+        entered.append(torch.is_inference_mode_enabled())
+        return enter()
+
+    monkeypatch.setattr(torch, "inference_mode", counted)
+    with executor.computing():
+        together = [executor.execute(prefill(number, number)).result().token_ids for number in (1, 2)]
+    assert entered == [False]
+    assert not torch.is_inference_mode_enabled()
+    assert together == [alone, alone]
+    executor.shutdown()
+
+
 def test_plans_cannot_be_cancelled() -> None:
     lane = WorkerThread("quire-worker")
     gate = threading.Event()
@@ -168,7 +186,6 @@ def test_plans_cannot_be_cancelled() -> None:
     gate.set()
     assert waiting.result(timeout=60) == 5
     lane.close()
-    assert not PendingStep(0, lambda: StepResult(0, []), None).cancel()
 
 
 def test_calls_run_one_after_the_other_while_the_caller_goes_on() -> None:

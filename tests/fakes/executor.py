@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from quire.executors.interface import VitalSigns
@@ -92,14 +93,12 @@ class FakeExecutor:
         self._record = record
         self.propose_drafts: ProposeDrafts | None = None
         """Drafts for sequences with `num_drafts` for which a plan has none."""
-        self.queue_depth = 1
-        """How far a plan may be ahead of the results that the scheduler has seen."""
+        self.queue_depth = 1  # how far a plan may be ahead of the results that the scheduler has seen
         self.num_drafts = self.num_accepted_drafts = 0
         self.connector: FakeWorkerConnector | None = None
         """The worker's half of the KV connector; set it before the first plan."""
         self.nonfinite_token: int | None = None  # behind it a sequence's logits are no numbers
-        self.observe: Callable[[StepPlan], None] | None = None
-        """Called with every plan, in order."""
+        self.observe: Callable[[StepPlan], None] | None = None  # called with every plan, in order
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
         """What swapping and recomputing are said to take."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
@@ -112,9 +111,8 @@ class FakeExecutor:
         self._max_num_batched_tokens = self._max_num_seqs = 2**62
         self._last_step_id: int | None = None
         self.plans: list[StepPlan] = []
-        self.num_steps = 0
+        self.num_steps = self.asleep = 0
         self.is_shut_down = False
-        self.asleep = 0
         self.has_woken_weights = False
         self.wake_error: Exception | None = None
         self.idle_work = self.num_idle_calls = 0  # pieces of work that can wait, and how often was asked for one
@@ -147,6 +145,9 @@ class FakeExecutor:
 
     def expert_counts(self) -> list[list[int]]:
         return []
+
+    def computing(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         _require(not self.is_shut_down, "a plan after shutdown")

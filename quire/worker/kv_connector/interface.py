@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.step import StepPlan, StepResult
+from quire.step import StepPlan
 from quire.transfers import HostTransfers, TransferReport
 
 PATIENCE = 0.02
@@ -23,6 +23,18 @@ class WorkerConnector:
 
     layers: Sequence[int] = ()
     """The layers for which `wait_layer` and `save_layer` are called, each time in this order; none costs nothing."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The model of a plan is about to run, as a whole."""
+        self.start_load(plan)
+        for layer in self.layers:
+            self.wait_layer(layer)
+
+    def end(self, plan: StepPlan) -> TransferReport | None:
+        """The model of a plan has run, as a whole. Returns what its result reports."""
+        for layer in self.layers:
+            self.save_layer(layer)
+        return self.finished(plan)
 
     def start_load(self, plan: StepPlan) -> None:
         """Start the plan's loads. Called before the plan runs, when the copies of all plans before it were started."""
@@ -45,22 +57,11 @@ class WorkerConnector:
 class NoWorkerConnector(WorkerConnector):
     """The worker's half of an engine that keeps blocks in its own pools alone."""
 
-    def start_load(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         transfers = plan.transfers
         assert transfers is None or (type(transfers) is HostTransfers and not transfers.awaits_report), (
             "a plan orders transfers, and there is no KV connector"
         )
 
-
-def begin_plan(connector: WorkerConnector, plan: StepPlan) -> None:
-    """Call before the model of a plan runs, as a whole."""
-    connector.start_load(plan)
-    for layer in connector.layers:
-        connector.wait_layer(layer)
-
-
-def end_plan(connector: WorkerConnector, plan: StepPlan, result: StepResult) -> None:
-    """Call after the model of a plan has run, as a whole. Completes its result."""
-    for layer in connector.layers:
-        connector.save_layer(layer)
-    result.transfers = connector.finished(plan)
+    def end(self, plan: StepPlan) -> None:
+        """There is nothing to report."""

@@ -79,6 +79,9 @@ class CpuPlatform:
             torch.set_num_threads(self._num_threads)
         return torch.inference_mode()
 
+    def is_computing(self) -> bool:
+        return torch.is_inference_mode_enabled() and torch.get_num_threads() == self._num_threads
+
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 

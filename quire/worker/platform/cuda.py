@@ -75,6 +75,10 @@ class CudaPlatform:
         with torch.inference_mode(), self.streams.computing():
             yield
 
+    def is_computing(self) -> bool:
+        """Every call enters the stream anew: the caller's own code may have entered another one."""
+        return False
+
     def synchronize(self) -> None:
         self.streams.synchronize()
 

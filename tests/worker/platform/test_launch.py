@@ -191,7 +191,6 @@ def test_a_result_is_collected_once_when_it_is_asked_for() -> None:
 
     pending = PendingStep(7, collect, None)
     assert not pending.done()
-    assert not pending.cancel()
     assert pending.result() is pending.result()
     assert pending.done()
     assert len(calls) == 1
@@ -229,12 +228,28 @@ def test_steps_behind_a_failed_one_have_no_result() -> None:
 
 
 def test_a_failure_is_known_however_many_steps_follow() -> None:
-    steps = [PendingStep(0, lambda: step_result(0), None)]
+    def fail() -> StepResult:
+        raise QuireError("broken")
+
+    steps = [PendingStep(0, fail, None)]
     for step_id in range(1, 5000):
         steps.append(PendingStep(step_id, lambda: step_result(0), steps[-1]))
     assert not steps[-1].has_failed
-    steps[0].set_exception(QuireError("broken"))
+    steps[0].settle()
     assert steps[-1].has_failed
+
+
+def test_callbacks_hear_of_the_end_once() -> None:
+    heard: list[str] = []
+    pending = PendingStep(0, lambda: step_result(0), None)
+    pending.add_done_callback(lambda step: heard.append(f"early: {step.result().step_id}"))
+    assert heard == []
+    pending.settle()
+    pending.add_done_callback(lambda step: heard.append("late"))
+    pending.settle()
+    failed = PendingStep(1, None, None, QuireError("broken"))
+    failed.add_done_callback(lambda step: heard.append(str(step.exception())))
+    assert heard == ["early: 0", "late", "broken"]
 
 
 def test_an_interrupt_while_waiting_is_the_callers() -> None:
