@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
 
 import torch
 
@@ -36,6 +36,15 @@ LINE_ELEMENTS = 16
 """float32 of a cache line."""
 
 
+class HeadRun(NamedTuple):
+    """What runs the head over rows of hidden states. Steps of one size follow one another, with their rows in the same
+    tensor: each but the first asks torch nothing."""
+
+    hidden: torch.Tensor
+    run: Callable[[], None]
+    logits: torch.Tensor
+
+
 class NativeModel:
     """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
 
@@ -54,6 +63,7 @@ class NativeModel:
         self._head: RecordedProgram | None = None
         self._logits = FirstRows(torch.empty(0, 0))
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
+        self._head_run: HeadRun | None = None
 
     def cache_specs(self) -> list[LayerSpec]:
         return self._model.cache_specs()
@@ -63,6 +73,7 @@ class NativeModel:
 
     def release_workspaces(self) -> None:
         self._backend = self._body = self._states = self._head = self._expanding = self._expanded_body = None
+        self._head_run = None
         self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
@@ -92,13 +103,23 @@ class NativeModel:
         return body.result(num_rows if rows is None else len(rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        last = self._head_run
+        if last is None or last.hidden is not hidden:
+            last = self._prepare_head(hidden)
+        last.run()
+        return last.logits
+
+    def _prepare_head(self, hidden: torch.Tensor) -> HeadRun:
         num_rows = len(hidden)
+        self._head_run = None
         head = self._head
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows)
-        hidden = hidden.contiguous()
-        head.run(num_rows, externals=(hidden, self._logits.rows))
-        return self._logits.get(num_rows)
+        rows = hidden.contiguous()
+        run = HeadRun(rows, head.bind(num_rows, (rows, self._logits.rows)), self._logits.get(num_rows))
+        if rows is hidden:  # no copy, which would be of this step
+            self._head_run = run
+        return run
 
     def _body_for(self, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> RecordedProgram:
         if self._backend is not step.backend:
@@ -121,6 +142,7 @@ class NativeModel:
     def _record_body(
         self, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
     ) -> RecordedProgram:
+        self._head_run = None  # its rows may lie in the arena of a body that this one replaces
         recorder = Recorder()
         sources = _native.IndexSource
         kinds = (sources.TOKEN_IDS, sources.POSITIONS, sources.SEGMENTS)

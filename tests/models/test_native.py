@@ -94,6 +94,10 @@ def test_logits_of_any_rows(model: NativeModel) -> None:
     many = hidden.repeat(5, 1)
     assert torch.equal(model.compute_logits(many), whole.repeat(5, 1))
     assert model.compute_logits(hidden[:0]).shape == (0, 97)
+    for rows in (hidden, hidden[::3]):  # the same tensor with other rows in it, as decodes bring it
+        model.compute_logits(rows)
+        rows.mul_(0.5)
+        assert torch.equal(model.compute_logits(rows).clone(), model.compute_logits(rows.clone()))
 
 
 def test_a_block_outside_the_pool_is_refused_before_anything_runs(model: NativeModel) -> None:

@@ -372,7 +372,7 @@ class RecordedProgram:
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
         segment_address = 0 if segments is None else segments.data_ptr()
-        areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
+        areas = self._all_areas(externals)
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
         groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
         for segment in self._segments:
@@ -394,9 +394,26 @@ class RecordedProgram:
                     encoder,
                 )
 
+    def bind(self, num_rows: int, externals: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """A run that reads nothing but these external buffers, for step after step: what lies between the runs of two
+        models is slow, because it is in no cache."""
+        areas, scratch = self._all_areas(externals), self._scratch.address
+
+        def run() -> None:
+            for segment in self._segments:
+                if segment.program is None:
+                    self._run_torch(segment.call, num_rows, externals)
+                else:
+                    segment.program.run(num_rows, 0, 0, (), areas, scratch)
+
+        return run
+
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result.get(num_rows)
+
+    def _all_areas(self, externals: Sequence[torch.Tensor]) -> list[int]:
+        return [*self._areas, *(rows.data_ptr() for rows in externals)]
 
     def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
         assert call.function is not None, "a segment without a program is a call of torch"
