@@ -383,7 +383,7 @@ class RecordedProgram:
         states: _native.StatePlan | None = None,
         segments: torch.Tensor | None = None,
     ) -> Callable[[], None]:
-        """What runs the program over the memory of these arguments, as often as it is called: it asks them nothing more.
+        """What runs the program over the memory of these arguments, as often as it is called, and asks them nothing more.
         Valid while the caller keeps them, and until another program has the working memory that they share grow."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
@@ -399,7 +399,7 @@ class RecordedProgram:
                 continue
             step = (rows, token_address, position_address, groups, areas, self._scratch.address)
             read = (read_address, num_read, states, segment_address, encoder)
-            calls.append(partial(segment.program.run, *step, *read))
+            calls.append(segment.program.bind(*step, *read))
         return calls[0] if len(calls) == 1 else partial(_run_all, calls)
 
     def result(self, num_rows: int) -> torch.Tensor:
