@@ -128,7 +128,7 @@ class Layer:
             return len(routing[:, : shape.top_k].unique())
 
         def run() -> tuple[int, int]:
-            next(order).run(rows, 0, 0, [], [area.data_ptr() for area in (x, out, routing)], scratch.data_ptr())
+            next(order).bind(rows, 0, 0, [], [area.data_ptr() for area in (x, out, routing)], scratch.data_ptr())()
             return self.num_active * self.expert_bytes, 6 * rows * shape.top_k * shape.size * shape.intermediate
 
         def step() -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Layer:
         scratch, order = allocate(max(64, programs[0].scratch_bytes)), itertools.cycle(programs)
 
         def run() -> tuple[int, int]:
-            next(order).run(1, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())
+            next(order).bind(1, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())()
             return shape.top_k * self.expert_bytes, 0
 
         return lambda: rates_of(run, self.clock)
@@ -175,7 +175,7 @@ class Layer:
         scratch = allocate(program.scratch_bytes)
 
         def run() -> tuple[int, int]:
-            program.run(pairs, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())
+            program.bind(pairs, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())()
             return 0, 6 * pairs * shape.size * shape.intermediate
 
         return lambda: rates_of(run, self.clock)

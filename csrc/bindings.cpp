@@ -268,18 +268,16 @@ void bind_program(nb::module_& module) {
           },
           "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
       .def(
-          "run",
+          "bind",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
-             const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
-             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
+             std::vector<const AttentionPlan*> attention, const std::vector<uintptr_t>& areas, uintptr_t scratch,
+             uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
              const EncoderPlan* encoder) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
             Step step;
             step.rows = rows;
             step.token_ids = at<int64_t>(token_ids);
             step.positions = at<int64_t>(positions);
-            step.attention = attention.data();
-            step.num_attention = static_cast<int64_t>(attention.size());
             for (std::size_t i = 0; i < areas.size(); ++i) step.areas[i] = reinterpret_cast<std::byte*>(areas[i]);
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
             step.read_rows = at<int64_t>(read_rows);
@@ -287,12 +285,12 @@ void bind_program(nb::module_& module) {
             step.segments = at<int64_t>(segments);
             step.encoder = encoder;
             step.states = states;
-            nb::gil_scoped_release released;
-            program.run(step);
+            return BoundProgram(program, step, std::move(attention));
           },
-          "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
+          nb::keep_alive<0, 1>(), "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
           "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "segments"_a = 0,
           "encoder"_a.none() = nb::none());
+  nb::class_<BoundProgram>(module, "BoundProgram").def("__call__", &BoundProgram::run, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

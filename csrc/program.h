@@ -80,4 +80,23 @@ class Program {
   std::vector<std::pair<int64_t, int64_t>> states_;
 };
 
+// A program with all that a run of it takes, for as many runs. The caller keeps the memory and the plans of the step.
+class BoundProgram {
+ public:
+  BoundProgram(Program& program, const Step& step, std::vector<const AttentionPlan*> attention)
+      : program_(program), step_(step), attention_(std::move(attention)) {
+    step_.attention = attention_.data();
+    step_.num_attention = static_cast<int64_t>(attention_.size());
+  }
+  BoundProgram(BoundProgram&&) = default;  // plans stay where they are
+
+  // As Program::run.
+  void run() { program_.run(step_); }
+
+ private:
+  Program& program_;
+  Step step_;
+  std::vector<const AttentionPlan*> attention_;
+};
+
 }  // namespace quire

@@ -3,11 +3,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "bindings.h"
 #include "isa.h"
@@ -91,24 +93,70 @@ void keep_masked(const MaskArgs& args, Team& team) {
   }
 }
 
-// Not for two calls at a time. Allocates when it meets a larger vocabulary than before, else never.
+// An argument of one call after another. Where it is the object of the last call it is not looked at again: to learn an
+// array's memory takes longer, in a step whose code comes from memory, than many kernels.
+template <class Array>
+class Seen {
+ public:
+  const Array& see(nb::handle object) {
+    if (object.is(object_)) return array_;
+    object_ = nb::object();
+    if (!nb::try_cast<Array>(object, array_, false)) throw nb::type_error("an array of another type or shape is expected");
+    object_ = nb::borrow(object);
+    return array_;
+  }
+
+ private:
+  nb::object object_;
+  Array array_;
+};
+
+// One integer for each row of scores.
+class SeenColumn {
+ public:
+  const int64_t* see(nb::handle object, int64_t count) {
+    const Column<const int64_t>& column = column_.see(object);
+    require(static_cast<int64_t>(column.shape(0)) == count, "one row, length and prompt for each row of scores");
+    return column.data();
+  }
+
+ private:
+  Seen<Column<const int64_t>> column_;
+};
+
+// Not for two calls at a time.
 class VocabularyKernels {
  public:
   VocabularyKernels(const std::string& isa, std::shared_ptr<Pool> pool)
       : kernels_(kernels_for(isa).sampling), pool_(std::move(pool)), own_(allocate(kThreadScratch)) {}
 
-  // greedy: no row is drawn. Returns whether all rows are sound.
-  bool choose(ChooseArgs& args, bool greedy) {
-    if (args.vocab_size > prepared_for_) {
-      scratch_ = allocate(kernels_.choose_scratch(args.vocab_size, pool_->threads()));
-      prepared_for_ = args.vocab_size;
+  // A token for each row of scores, -1 where a row is not sound; writes it (0 for -1) behind the row's last one in the
+  // table. greedy: no row is drawn.
+  std::vector<int64_t> choose(nb::handle scores, nb::handle rows, nb::handle lengths, nb::handle num_prompt_tokens,
+                              nb::handle table, bool greedy) {
+    const Matrix<float>& logits = scores_.see(scores);
+    const Table<int32_t>& tokens = table_.see(table);
+    const auto count = static_cast<int64_t>(logits.shape(0)), vocab_size = static_cast<int64_t>(logits.shape(1));
+    require_rows(logits);
+    const int64_t *row = rows_.see(rows, count), *length = lengths_.see(lengths, count),
+                  *prompt = prompts_.see(num_prompt_tokens, count);
+    const auto width = static_cast<int64_t>(tokens.shape(1));
+    require_below(row, count, std::min(num_rows, static_cast<int64_t>(tokens.shape(0))), "a row outside the columns");
+    require_below(length, count, width, "a token outside the token table");
+    if (vocab_size > prepared_for_) {
+      scratch_ = allocate(kernels_.choose_scratch(vocab_size, pool_->threads()));
+      prepared_for_ = vocab_size;
     }
-    args.scratch = scratch_.get();
+    numbers_.resize(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < numbers_.size(); ++i) numbers_[i] = length[i] - prompt[i];
+    std::vector<int64_t> chosen(static_cast<std::size_t>(count));
+    const ChooseArgs args{columns,    logits.data(), logits.stride(0), count,         vocab_size,
+                          row, numbers_.data(), chosen.data(), scratch_.get()};
     nb::gil_scoped_release released;
-    run(kernels_.choose, args, args.count * args.vocab_size * (greedy ? 1 : kDrawCost));
-    bool sound = true;
-    for (int64_t i = 0; i < args.count; ++i) sound &= args.tokens[i] >= 0;
-    return sound;
+    run(kernels_.choose, args, count * vocab_size * (greedy ? 1 : kDrawCost));
+    for (std::size_t i = 0; i < chosen.size(); ++i)
+      tokens.data()[row[i] * width + length[i]] = static_cast<int32_t>(std::max<int64_t>(chosen[i], 0));
+    return chosen;
   }
 
   void rank(const RankArgs& args) {
@@ -155,6 +203,10 @@ class VocabularyKernels {
   Memory own_;
   Memory scratch_{nullptr, std::free};
   int64_t prepared_for_ = 0;
+  std::vector<int64_t> numbers_;
+  Seen<Matrix<float>> scores_;
+  Seen<Table<int32_t>> table_;
+  SeenColumn rows_, lengths_, prompts_;
 };
 
 }  // namespace
@@ -175,26 +227,8 @@ void bind_sampling(nb::module_& module) {
           },
           "temperature"_a.noconvert(), "top_k"_a.noconvert(), "top_p"_a.noconvert(), "min_p"_a.noconvert(),
           "seed"_a.noconvert())
-      .def(
-          "choose",
-          [](VocabularyKernels& self, Matrix<float> scores, Column<const int64_t> rows,
-             Column<const int64_t> numbers, Column<int64_t> tokens, bool greedy) {
-            require_rows(scores);
-            const std::size_t count = scores.shape(0);
-            require(rows.shape(0) == count && numbers.shape(0) == count && tokens.shape(0) == count,
-                    "one row, number and token for each row of scores");
-            require_below(rows.data(), static_cast<int64_t>(count), self.num_rows, "a row outside the columns");
-            ChooseArgs args{self.columns,
-                            scores.data(),
-                            scores.stride(0),
-                            static_cast<int64_t>(scores.shape(0)),
-                            static_cast<int64_t>(scores.shape(1)),
-                            rows.data(),
-                            numbers.data(),
-                            tokens.data()};
-            return self.choose(args, greedy);
-          },
-          "scores"_a.noconvert(), "rows"_a.noconvert(), "numbers"_a.noconvert(), "tokens"_a.noconvert(), "greedy"_a)
+      .def("choose", &VocabularyKernels::choose, "scores"_a, "rows"_a, "lengths"_a, "num_prompt_tokens"_a, "table"_a,
+           "greedy"_a)
       .def(
           "rank",
           [](VocabularyKernels& self, Matrix<const float> logits, Column<const int64_t> tokens,

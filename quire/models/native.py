@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
 
 import torch
 
@@ -36,6 +36,15 @@ LINE_ELEMENTS = 16
 """float32 of a cache line."""
 
 
+class BoundRun(NamedTuple):
+    """What runs a program over the memory of its argument, and its result. Decodes of one size follow one another and
+    bring the same objects: each but the first asks torch nothing, of which nothing is in the caches then."""
+
+    argument: object
+    run: Callable[[], None]
+    result: torch.Tensor
+
+
 class NativeModel:
     """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
 
@@ -54,6 +63,8 @@ class NativeModel:
         self._head: RecordedProgram | None = None
         self._logits = FirstRows(torch.empty(0, 0))
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
+        self._body_run: BoundRun | None = None
+        self._head_run: BoundRun | None = None
 
     def cache_specs(self) -> list[LayerSpec]:
         return self._model.cache_specs()
@@ -63,6 +74,7 @@ class NativeModel:
 
     def release_workspaces(self) -> None:
         self._backend = self._body = self._states = self._head = self._expanding = self._expanded_body = None
+        self._body_run = self._head_run = None
         self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
@@ -74,31 +86,55 @@ class NativeModel:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
+        bound = self._body_run
+        if bound is None or bound.argument is not batch:
+            del bound  # it keeps an arena, of which there are never two
+            bound = self._bind_body(batch)
+        bound.run()
+        return bound.result
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        bound = self._head_run
+        if bound is None or bound.argument is not hidden:
+            bound = self._bind_head(hidden)
+        bound.run()
+        return bound.result
+
+    def _bind_body(self, batch: ForwardBatch) -> BoundRun:
+        self._body_run = None
         # A step brings tensors. (Asking torch's metaclass for each would take as long as the call of a kernel.)
         token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
         rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
         assert isinstance(step, NativeAttentionStep | NativeEncoderStep), "a native model attends natively"
         num_rows = len(token_ids)
         body = self._body_for(step, num_rows)
+        result = body.result(num_rows if rows is None else len(rows))
         if isinstance(step, NativeEncoderStep):
             segments = cast("torch.Tensor | None", batch.segments)
-            body.run(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
-            return body.result(num_rows if rows is None else len(rows))
+            run = body.bind(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
+            return BoundRun(batch, run, result)
         states = None
         if self._states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
             states = self._states.set(batch.states)
-        body.run(num_rows, token_ids, positions, step.plans, read_rows=rows, states=states)
-        return body.result(num_rows if rows is None else len(rows))
+        run = body.bind(num_rows, token_ids, positions, step.plans, read_rows=rows, states=states)
+        bound = BoundRun(batch, run, result)
+        if self._states is None and self._rule is None:  # else the next step's states, or its program, are others
+            self._body_run = bound
+        return bound
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _bind_head(self, hidden: torch.Tensor) -> BoundRun:
+        self._head_run = None
         num_rows = len(hidden)
         head = self._head
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows)
-        hidden = hidden.contiguous()
-        head.run(num_rows, externals=(hidden, self._logits.rows))
-        return self._logits.get(num_rows)
+        rows = hidden.contiguous()
+        run = head.bind(num_rows, externals=(rows, self._logits.rows))
+        bound = BoundRun(rows, run, self._logits.get(num_rows))
+        if rows is hidden:  # no copy, which would be of this step
+            self._head_run = bound
+        return bound
 
     def _body_for(self, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> RecordedProgram:
         if self._backend is not step.backend:
@@ -121,6 +157,7 @@ class NativeModel:
     def _record_body(
         self, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
     ) -> RecordedProgram:
+        self._body_run = self._head_run = None  # they keep the arena of the body that this one replaces
         recorder = Recorder()
         sources = _native.IndexSource
         kinds = (sources.TOKEN_IDS, sources.POSITIONS, sources.SEGMENTS)

@@ -9,7 +9,7 @@ import torch
 
 from quire.sampling.batch import Array, SampleBatch, TokenMasks
 from quire.sampling.parameters import Asked, Listed
-from quire.sampling.results import Best, Choice, Deferred, Ranking
+from quire.sampling.results import Best, Deferred, Ranking
 
 
 class SamplingKernels(Protocol[Array]):
@@ -54,12 +54,16 @@ class SamplingKernels(Protocol[Array]):
         """In rows that have a mask, make every token impossible that it does not allow."""
         ...
 
-    def choose(self, scores: Array, batch: SampleBatch[Array], used: int) -> tuple[Array, Deferred[Choice]]:
-        """A token for each row: the best one of greedy rows (of several equal ones the lowest), a drawn one of others.
+    def choose(self, scores: Array, batch: SampleBatch[Array], used: int) -> Deferred[list[int]]:
+        """[R], a token for each row: the best one of greedy rows (of several equal ones the lowest), a drawn one of
+        others; -1 for rows with NaN or plus infinity, or without any finite score.
 
-        Writes it to the token table; returns the tokens where the kernels compute, [R], and the choice. May overwrite
-        the scores of rows that draw.
+        Writes it (0 for -1) to the token table. May overwrite the scores of rows that draw.
         """
+        ...
+
+    def chosen(self, token_ids: Deferred[list[int]]) -> Array:
+        """[R]: what `choose` returned, where the kernels compute, with 0 for -1."""
         ...
 
     def keep_edited(self, scores: Array, asked: Asked) -> Array:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.cpu.sampling import MOST_RANKED, VocabularyKernels
@@ -22,12 +23,20 @@ class NativeKernels(PlainKernels):
     def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
         super().__init__(rows)
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
+        self._logits = torch.empty(0, 0)
+        self._scores = self._logits.numpy()
+
+    def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[np.ndarray, np.ndarray]:
+        if logits is not self._logits:  # most steps bring the tensor of the last one
+            self._logits, self._scores = logits, logits.numpy()
+        return self._scores, self._scores if asked is None else self._scores[asked.indices]
 
     def keep_masked(self, scores: np.ndarray, masks: TokenMasks) -> None:
         self._kernels.keep_masked(scores, masks.indices, np.ascontiguousarray(masks.words, np.uint32))
 
-    def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, bool]:
-        return self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=not used & Feature.RANDOM)
+    def choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> Deferred[list[int]]:
+        _, rows, lengths, num_prompt_tokens, table = batch
+        return ready(self._kernels.choose(scores, rows, lengths, num_prompt_tokens, table, not used & Feature.RANDOM))
 
     def rank(
         self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked, *, normalized: bool

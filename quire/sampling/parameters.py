@@ -147,12 +147,15 @@ class SamplingRows:
     def __init__(self, num_rows: int) -> None:
         for column in COLUMNS:
             setattr(self, column.name, np.zeros(num_rows, column.dtype))
+        self._used: tuple[np.ndarray | None, int] = (None, 0)
+        """What `used` was asked last, and its answer."""
         self.lists = RowLists(num_rows)
         self.rows_with_prompt_logprobs: set[int] = set()
         self._listed: dict[int, list[int]] = {}
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
         """Write every column of `row`."""
+        self._used = None, 0
         for column in COLUMNS:
             getattr(self, column.name)[row] = column.encode(sampling)
         self.lists.set(row, sampling)
@@ -177,8 +180,12 @@ class SamplingRows:
         return words.view(np.int32)
 
     def used(self, rows: np.ndarray) -> int:
-        """The union of `Feature` over `rows` ([R] int64)."""
-        return int(np.bitwise_or.reduce(self.features[rows]))
+        """The union of `Feature` over `rows` ([R] int64, never written again: the same array is the same rows)."""
+        asked, used = self._used
+        if asked is not rows:
+            used = int(np.bitwise_or.reduce(self.features[rows]))
+            self._used = rows, used
+        return used
 
     def listed(self, rows: np.ndarray, asked: Asked) -> Listed | None:
         """The tokens whose log-probabilities the asking ones of `rows` ([R] int64) want besides the best; None where

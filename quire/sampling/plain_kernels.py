@@ -16,7 +16,7 @@ from quire.sampling.batch import TokenMasks
 from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
 from quire.sampling.filters import apply_filters, lowest_kept
 from quire.sampling.parameters import Asked, Feature, Listed, SamplingRows
-from quire.sampling.results import LOWEST_SCORE, Best, Choice, Deferred, Ranking, ready
+from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking, ready
 from quire.sampling.rules import HostBatch
 
 SLICE_ELEMENTS = 2**20
@@ -59,14 +59,14 @@ class PlainKernels:
     def keep_masked(self, scores: np.ndarray, masks: TokenMasks) -> None:
         rules.keep_masked(scores, masks)
 
-    def choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, Deferred[Choice]]:
-        token_ids, is_sound = self._choose(scores, batch, used)
-        nonfinite: Sequence[int] = ()
-        if not is_sound:
-            nonfinite = np.flatnonzero(token_ids < 0).tolist()
-            token_ids[nonfinite] = 0
-        batch.token_table[batch.rows, batch.lengths] = token_ids
-        return token_ids, ready(Choice(token_ids, nonfinite))
+    def choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> Deferred[list[int]]:
+        token_ids = self._choose(scores, batch, used)
+        batch.token_table[batch.rows, batch.lengths] = np.maximum(token_ids, 0)
+        return ready(token_ids.tolist())
+
+    def chosen(self, token_ids: Deferred[list[int]]) -> np.ndarray:
+        """[R] int64."""
+        return np.maximum(np.array(token_ids.read(iter(())), np.int64), 0)
 
     def keep_edited(self, scores: np.ndarray, asked: Asked) -> np.ndarray:
         """A copy of the rows that ask: [N, vocab_size]."""
@@ -117,8 +117,8 @@ class PlainKernels:
         token_ids = self._best(scores, max(beams.counts))
         return ready(Best(token_ids, np.take_along_axis(scores, token_ids, axis=1)))
 
-    def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, bool]:
-        """[R] int64, the tokens, -1 for rows that are not sound; and whether there is no such row."""
+    def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> np.ndarray:
+        """[R] int64: the tokens, -1 for rows that are not sound."""
         if not used & Feature.RANDOM:
             token_ids = _best_of_row(scores)
         elif not used & Feature.GREEDY:
@@ -129,7 +129,7 @@ class PlainKernels:
             token_ids = np.empty(len(scores), np.int64)
             token_ids[greedy] = _best_of_row(scores[greedy])
             token_ids[random] = self._draw(scores, random, batch, used)
-        return token_ids, bool((token_ids >= 0).all())
+        return token_ids
 
     def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int, *, normalized: bool) -> Ranking:
         """logits: [N, vocab_size] float32; token_ids: [N] int64. The ranking of each, with `num_top` or more best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,14 +18,6 @@ LOWEST_SCORE = float(BANNED_SCORE) / 2
 """Scores below this one belong to banned tokens: neither the model nor other rules produce one as low."""
 
 Result = TypeVar("Result")
-
-
-class Choice(NamedTuple):
-    """token_ids: [R] int64, a token that exists for every row. nonfinite: indices of rows with NaN or plus infinity, or
-    without any finite score, in order."""
-
-    token_ids: np.ndarray
-    nonfinite: Sequence[int] = ()
 
 
 class Best(NamedTuple):
@@ -61,10 +53,10 @@ def ready(result: Result) -> Deferred[Result]:
 
 
 class SampledTokens(NamedTuple):
-    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for.
-    nonfinite: indices of rows whose logits are NaN or infinite; they have some token, and neither of the others."""
+    """token_ids: [R], aligned with the batch. logprobs, candidates: by batch index, where asked for.
+    nonfinite: indices of rows whose logits are NaN or infinite; they have token 0, and neither of the others."""
 
-    token_ids: np.ndarray
+    token_ids: Sequence[int]
     logprobs: dict[int, TokenLogprobs]
     candidates: dict[int, Candidates]
     nonfinite: Sequence[int] = ()
@@ -94,25 +86,29 @@ class ListedLogprobs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What sampling R rows leaves. ranking, candidates: of the rows that ask for log-probabilities and of beams, None
-    where no row asks."""
+    """What sampling R rows leaves. token_ids: [R], -1 for rows with NaN or plus infinity, or without any finite score.
+    ranking, candidates: of the rows that ask for log-probabilities and of beams, None where no row asks."""
 
-    choice: Deferred[Choice]
-    ranking: Deferred[Ranking] | None
-    candidates: Deferred[Best] | None
-    logprobs_asked: Asked | None
-    candidates_asked: Asked | None
+    token_ids: Deferred[list[int]]
+    ranking: Deferred[Ranking] | None = None
+    candidates: Deferred[Best] | None = None
+    logprobs_asked: Asked | None = None
+    candidates_asked: Asked | None = None
     listed: ListedLogprobs | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """What must be copied to the host."""
-        parts = (self.choice, self.ranking, None if self.listed is None else self.listed.values, self.candidates)
+        parts = (self.token_ids, self.ranking, None if self.listed is None else self.listed.values, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
-    def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:
-        """hosts: `tensors` on the host."""
+    def assemble(self, hosts: Iterable[torch.Tensor] = ()) -> SampledTokens:
+        """hosts: `tensors` on the host; of an iterator no more are taken."""
         remaining = iter(hosts)
-        token_ids, nonfinite = self.choice.read(remaining)
+        token_ids = self.token_ids.read(remaining)
+        nonfinite: Sequence[int] = ()
+        if -1 in token_ids:
+            nonfinite = [row for row, token_id in enumerate(token_ids) if token_id < 0]
+            token_ids = [max(token_id, 0) for token_id in token_ids]
         logprobs: dict[int, TokenLogprobs] = {}
         candidates: dict[int, Candidates] = {}
         if self.ranking is not None and self.logprobs_asked is not None:

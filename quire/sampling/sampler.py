@@ -54,18 +54,19 @@ class Sampler(Generic[Array]):
         processed = logprobs if self._reports_processed else None
         if processed is not None:
             reported = kernels.keep_edited(scores, processed)
-        token_ids, choice = kernels.choose(scores, batch, used)
-        if processed is not None:
-            reported = kernels.process(reported, token_ids, batch, processed)
+        chosen = kernels.choose(scores, batch, used)
         # 4. What beams can go on with, and log-probabilities of what was chosen.
         candidates = None if beams is None else kernels.rank_beams(scores, batch, beams)
         ranking, more, normalized = None, None, self._normalized
         if logprobs is not None:
+            token_ids = kernels.chosen(chosen)
+            if processed is not None:
+                reported = kernels.process(reported, token_ids, batch, processed)
             ranking = kernels.rank(reported, token_ids, batch, logprobs, normalized=normalized)
             if (listed := rows.listed(where, logprobs)) is not None:
                 values = kernels.compare_listed(reported, token_ids, listed, logprobs, normalized=normalized)
                 more = ListedLogprobs(values, listed, normalized)
-        return Samples(choice, ranking, candidates, logprobs, beams, more)
+        return Samples(chosen, ranking, candidates, logprobs, beams, more)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Array, num_top: int) -> Logprobs:
         """Log-probability (or logit) and rank of one token per row, and the `num_top` (at most MAX_LOGPROBS) best

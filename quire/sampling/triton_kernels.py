@@ -19,7 +19,7 @@ from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, Listed, SamplingRows
-from quire.sampling.results import LOWEST_SCORE, Best, Choice, Deferred, Ranking
+from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking
 from quire.sampling_params import MAX_LOGPROBS
 
 DeviceBatch = SampleBatch[torch.Tensor]
@@ -82,7 +82,7 @@ class TritonKernels:
         indices, words = (self._to_device(column) for column in (masks.indices, masks.words.view(np.int32)))
         rules.keep_masked(scores, indices, words)
 
-    def choose(self, scores: torch.Tensor, batch: DeviceBatch, used: int) -> tuple[torch.Tensor, Deferred[Choice]]:
+    def choose(self, scores: torch.Tensor, batch: DeviceBatch, used: int) -> Deferred[list[int]]:
         rows, words, shapes, histories = batch.rows, self._words, self._shapes, _histories(batch)
         vocab_size = scores.shape[1]
         filtered = used & Feature.FILTERS
@@ -97,7 +97,11 @@ class TritonKernels:
             filters.cutoff(rows, words, vocab_size, buffers, shapes, filtered)
             filters.collect(scores, rows, words, buffers, shapes, filtered)
             filters.pick_filtered(scores, rows, words, histories, buffers, shapes, filtered)
-        return buffers.chosen[:, 0], Deferred((buffers.chosen,), _read_choice)
+        return Deferred((buffers.chosen,), _read_choice)
+
+    def chosen(self, token_ids: Deferred[list[int]]) -> torch.Tensor:
+        """[R] int32."""
+        return token_ids.tensors[0][:, 0]
 
     def keep_edited(self, scores: torch.Tensor, asked: Asked) -> torch.Tensor:
         """The scores themselves, which `choose` leaves as they are."""
@@ -198,10 +202,9 @@ def _histories(batch: DeviceBatch) -> Histories:
     return Histories(batch.lengths, batch.num_prompt_tokens, batch.token_table)
 
 
-def _read_choice(hosts: Iterator[torch.Tensor]) -> Choice:
+def _read_choice(hosts: Iterator[torch.Tensor]) -> list[int]:
     """From [R, 2] int32: each row's token, and whether its scores are sound."""
-    chosen = next(hosts).numpy()
-    return Choice(chosen[:, 0].astype(np.int64), tuple(np.flatnonzero(chosen[:, 1] == 0).tolist()))
+    return [token_id if is_sound else -1 for token_id, is_sound in next(hosts).tolist()]
 
 
 def _read_ranking(words: np.ndarray) -> Ranking:

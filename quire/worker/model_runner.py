@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,10 +55,10 @@ class Launched:
         hosts = iter(self.copy.wait())
         nonfinite: Sequence[int] = ()
         if samples is not None:
-            tokens = samples.assemble([next(hosts) for _ in samples.tensors()])
-            result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
-            result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
-            result.candidates = tokens.candidates
+            token_ids, logprobs, result.candidates, nonfinite = samples.assemble(hosts)
+            result.token_ids = [[token_id] for token_id in token_ids]
+            if logprobs:
+                result.logprobs = {index: [entry] for index, entry in logprobs.items()}
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -176,11 +176,11 @@ class ModelRunner:
             step.copy_blocks()
 
 
-def _tensors(launched: Launched) -> list[torch.Tensor]:
+def _tensors(launched: Launched) -> Iterator[torch.Tensor]:
     """What the host must know of a step, for one copy."""
-    tensors = [] if launched.samples is None else list(launched.samples.tensors())
+    if launched.samples is not None:
+        yield from launched.samples.tensors()
     if launched.pooled is not None:
-        tensors += launched.pooled.tensors
+        yield from launched.pooled.tensors
     for each in launched.scores:
-        tensors += each.tensors()
-    return tensors
+        yield from each.tensors()

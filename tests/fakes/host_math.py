@@ -7,7 +7,7 @@ Its logits are, bit by bit, those of `attention_backend="torch"`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class LateCopy:
 class LateStreams(HostStreams):
     """Results reach the host as late as they may."""
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> Any:
         return LateCopy(list(tensors))
 
 

@@ -49,11 +49,17 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hidden states of one sequence of `num_tokens`, computed in one step; of some `rows` only, if given."""
+    return model.forward(forward_batch(backend, num_tokens, first_block, rows)).clone()
+
+
+def forward_batch(
+    backend: NativeAttention, num_tokens: int, first_block: int = 1, rows: torch.Tensor | None = None
+) -> ForwardBatch:
     tables = BlockTables([TableShape(BLOCK_SIZE)], 1, num_tokens)
     tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
     prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
     token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)
-    return model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch), rows)).clone()
+    return ForwardBatch(token_ids, batch.positions, backend.plan(batch), rows)
 
 
 def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: NativeModel) -> None:
@@ -62,6 +68,20 @@ def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: N
     long = forward(model, backend, SMALLEST_PROGRAM + 50)
     assert torch.equal(forward(model, backend, 10), short)
     assert torch.equal(long[:10], short)
+
+
+def test_a_step_that_brings_the_objects_of_the_last_one(model: NativeModel) -> None:
+    """As decodes do: with other values in the same memory."""
+    backend = pool(model)
+    batch = forward_batch(backend, 10)
+    first = model.forward(batch).clone()
+    batch.token_ids[3] += 1
+    other = model.forward(batch).clone()
+    assert torch.equal(other[:3], first[:3])
+    assert not (other[3:] == first[3:]).all(dim=1).any()
+    forward(model, backend, SMALLEST_PROGRAM + 50)  # another program
+    backend.plan(batch.attention.batch)
+    assert torch.equal(model.forward(batch), other)
 
 
 @pytest.mark.parametrize("rows", [[49], [0], [0, 1, 2], [3, 17, 18, 40], list(range(50))])
@@ -94,6 +114,10 @@ def test_logits_of_any_rows(model: NativeModel) -> None:
     many = hidden.repeat(5, 1)
     assert torch.equal(model.compute_logits(many), whole.repeat(5, 1))
     assert model.compute_logits(hidden[:0]).shape == (0, 97)
+    for rows in (hidden, hidden[::3]):  # the same tensor with other rows in it, as decodes bring it
+        model.compute_logits(rows)
+        rows.mul_(0.5)
+        assert torch.equal(model.compute_logits(rows).clone(), model.compute_logits(rows.clone()))
 
 
 def test_a_block_outside_the_pool_is_refused_before_anything_runs(model: NativeModel) -> None:

@@ -21,7 +21,7 @@ ONE_SEGMENT = SamplingShapes(segment=64, lanes=32, tile=64, listed=64, ranked=24
 
 
 def drawn(device: torch.device, logits: torch.Tensor, cases: list[Case]) -> list[int]:
-    return sample_on(device, logits.expand(len(cases), -1), cases, shapes=ONE_SEGMENT).token_ids.tolist()
+    return sample_on(device, logits.expand(len(cases), -1), cases, shapes=ONE_SEGMENT).token_ids
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,6 @@ def test_lists_and_passes_draw_the_same_tokens(device: torch.device, kind: str) 
     cases = [Case(SamplingParams(**some), seed=number) for number, some in enumerate(settings)]
     short = SamplingShapes(segment=64, lanes=32, tile=64, listed=2, ranked=24, num_warps=4)
     long = SamplingShapes(segment=64, lanes=32, tile=64, listed=256, ranked=24, num_warps=4)
-    expected = sample(logits, cases).token_ids.tolist()
-    assert sample_on(device, logits, cases, shapes=short).token_ids.tolist() == expected
-    assert sample_on(device, logits, cases, shapes=long).token_ids.tolist() == expected
+    expected = sample(logits, cases).token_ids
+    assert sample_on(device, logits, cases, shapes=short).token_ids == expected
+    assert sample_on(device, logits, cases, shapes=long).token_ids == expected

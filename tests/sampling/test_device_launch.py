@@ -170,7 +170,7 @@ def test_raw_logits_are_kept_where_log_probabilities_are_wanted() -> None:
         sampler.sample(logits, batch)
         assert all(scores is logits for scores in taken)
         taken.clear()
-        sampler._rows.features[0] |= 1 << 9
+        sampler._rows.set(0, Case(SamplingParams(logit_bias={1: 1.0}, logprobs=0)).sampling)
         sampler.sample(logits, batch)
     assert taken[0] is not logits, "the rules"
     assert taken[-1] is logits, "log-probabilities"

@@ -19,7 +19,7 @@ VOCAB = 203
 
 def assert_same(actual: SampledTokens, expected: SampledTokens) -> None:
     """Tokens and ranks are equal, log-probabilities and scores but for the last bits."""
-    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert actual.token_ids == expected.token_ids
     assert sorted(actual.logprobs) == sorted(expected.logprobs)
     assert sorted(actual.candidates) == sorted(expected.candidates)
     for index, entry in expected.logprobs.items():
@@ -62,7 +62,7 @@ def test_each_type_of_logits(device: torch.device, dtype: torch.dtype, vocab_siz
     ]
     for some in (cases[:2], cases):
         actual, expected = sample_on(device, logits[: len(some)], some), sample(logits[: len(some)].float(), some)
-        assert actual.token_ids.tolist() == expected.token_ids.tolist()
+        assert actual.token_ids == expected.token_ids
         for index, entry in expected.logprobs.items():
             assert actual.logprobs[index].logprobs == pytest.approx(entry.logprobs, abs=1e-5)
             assert actual.logprobs[index].rank == entry.rank

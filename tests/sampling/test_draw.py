@@ -69,7 +69,7 @@ def test_bitwise_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     alone = [sample(logits[i : i + 1], cases[i : i + 1]) for i in range(33)]
     for order in (list(range(33)), list(rng.permutation(33)), list(range(5, 22))):
         together = sample(logits[order], [cases[i] for i in order], rows=order, num_rows=40)
-        assert together.token_ids.tolist() == [int(alone[i].token_ids[0]) for i in order]
+        assert together.token_ids == [int(alone[i].token_ids[0]) for i in order]
         for index, i in enumerate(order):
             assert together.logprobs.get(index) == alone[i].logprobs.get(0)
 
@@ -110,6 +110,6 @@ def test_no_impossible_token_over_many_draws() -> None:
 def test_many_rows_of_a_large_vocabulary_are_drawn_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(17, 90, generator=torch.Generator().manual_seed(1))
     cases = [Case(SamplingParams(top_p=0.9 if seed % 2 else 1.0), seed=seed) for seed in range(17)]
-    whole = sample(logits, cases).token_ids.tolist()
+    whole = sample(logits, cases).token_ids
     monkeypatch.setattr("quire.sampling.plain_kernels.SLICE_ELEMENTS", 200)
-    assert sample(logits, cases).token_ids.tolist() == whole
+    assert sample(logits, cases).token_ids == whole

@@ -51,7 +51,7 @@ def test_rows_that_want_different_things_do_not_disturb_each_other() -> None:
     alone = [sample(logits[i : i + 1], cases[i : i + 1]) for i in range(len(cases))]
     for order in ([6, 5, 4, 3, 2, 1, 0], [2, 0, 1]):
         together = sample(logits[order], [cases[i] for i in order], rows=order, num_rows=11)
-        assert together.token_ids.tolist() == [int(alone[i].token_ids[0]) for i in order]
+        assert together.token_ids == [int(alone[i].token_ids[0]) for i in order]
         for index, i in enumerate(order):
             assert together.logprobs.get(index) == alone[i].logprobs.get(0)
             assert together.candidates.get(index) == alone[i].candidates.get(0)
@@ -69,7 +69,7 @@ def test_several_rows_of_logits_for_one_sequence() -> None:
     made.batch = made.batch._replace(token_table=made.platform.array(table))
     samples = made.sampler.sample(made.platform.logits(logits.flip(0)), made.batch)
     together = samples.assemble([tensor.cpu() for tensor in samples.tensors()])
-    assert together.token_ids.tolist() == [int(alone[i].token_ids[0]) for i in (2, 1, 0)]
+    assert together.token_ids == [int(alone[i].token_ids[0]) for i in (2, 1, 0)]
     assert [together.logprobs[index] for index in range(3)] == [alone[i].logprobs[0] for i in (2, 1, 0)]
 
 
@@ -78,7 +78,7 @@ def test_ties_take_the_lowest_token() -> None:
     logits[0, [63, 64, 200]] = 7.0
     logits[1, [VOCAB - 1, 130]] = -0.0
     greedy = Case(SamplingParams(temperature=0))
-    assert sample(logits, [greedy] * 2).token_ids.tolist() == [63, 0]
+    assert sample(logits, [greedy] * 2).token_ids == [63, 0]
 
 
 def test_the_number_depends_on_seed_and_index_alone() -> None:
@@ -87,7 +87,7 @@ def test_the_number_depends_on_seed_and_index_alone() -> None:
     cases += [Case(SamplingParams(), prompt=[1], output=[5] * n, seed=3) for n in range(6)]
     tokens = sample(logits.expand(len(cases), -1), cases).token_ids
     assert tokens[0] == tokens[1] == tokens[4]
-    assert len(set(tokens[2:].tolist())) > 4
+    assert len(set(tokens[2:])) > 4
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6, 100.0])
@@ -96,12 +96,12 @@ def test_ends_of_the_temperatures(temperature: float) -> None:
     logits[3] = -np.inf
     logits[3, [17, 40]] = -4.0
     cases = [Case(SamplingParams(temperature=temperature), prompt=[0], seed=seed) for seed in range(4)]
-    tokens = sample(logits, cases).token_ids.tolist()
-    assert tokens == sample(logits, cases, platform=Host()).token_ids.tolist()
+    tokens = sample(logits, cases).token_ids
+    assert tokens == sample(logits, cases, platform=Host()).token_ids
     if temperature < 1:
         assert tokens[:3] == logits[:3].argmax(dim=1).tolist()
     others = [Case(SamplingParams(temperature=temperature), seed=seed) for seed in range(8)]
-    ties = sample(logits[3:, :64].expand(8, -1), others).token_ids.tolist()
+    ties = sample(logits[3:, :64].expand(8, -1), others).token_ids
     assert set(ties) == {17, 40}, "equally likely, however low the temperature"
 
 
@@ -124,7 +124,7 @@ def test_nonfinite_logits_name_their_rows(value: float, options: dict) -> None:
     found = sample(logits, [Case(SamplingParams(**options), seed=i) for i in range(6)])
     assert found.nonfinite == (2, 4, 5)
     assert sorted(found.logprobs) == ([0, 1, 3] if "logprobs" in options else [])
-    assert found.token_ids[[2, 4, 5]].tolist() == [0, 0, 0], "a nonfinite row still gets a token that exists"
+    assert [found.token_ids[row] for row in (2, 4, 5)] == [0, 0, 0], "a nonfinite row still gets a token that exists"
 
 
 def test_nonfinite_logits_that_rules_hide_are_found_by_log_probabilities() -> None:
@@ -154,18 +154,18 @@ def test_a_row_forgets_what_its_last_owner_wanted() -> None:
     plain = Case(SamplingParams(temperature=0))
     made = Prepared([everything])
     rows = made.rows
-    assert made.sample(logits).token_ids.tolist() == [1]
+    assert made.sample(logits).token_ids == [1]
     assert rows.rows_with_prompt_logprobs == {0}
     rows.clear(0)
     assert rows.rows_with_prompt_logprobs == set()
     made.set(0, plain)
-    assert made.sample(logits).token_ids.tolist() == [int(logits.argmax())]
+    assert made.sample(logits).token_ids == [int(logits.argmax())]
     # Another row of the batch has lists: this one has none.
     listed = Prepared([plain, everything])
     listed.set(0, everything)
     listed.sample(logits.expand(2, -1))
     listed.set(0, plain)
-    assert listed.sample(logits.expand(2, -1)).token_ids.tolist() == [int(logits.argmax()), 1]
+    assert listed.sample(logits.expand(2, -1)).token_ids == [int(logits.argmax()), 1]
 
 
 def test_log_probabilities_of_given_tokens() -> None:

@@ -61,7 +61,7 @@ def test_a_mask_that_allows_everything_changes_nothing() -> None:
     logits = random_logits(len(CASES), VOCAB)
     free = sample(logits, CASES)
     found = sample_masked(Prepared(CASES), logits, {index: list(range(VOCAB)) for index in range(len(CASES))})
-    assert found.token_ids.tolist() == free.token_ids.tolist()
+    assert found.token_ids == free.token_ids
     assert found.logprobs == free.logprobs
 
 
@@ -69,7 +69,7 @@ def test_a_mask_that_allows_everything_changes_nothing() -> None:
 def test_one_token_is_left(token: int) -> None:
     logits = random_logits(4, VOCAB)
     found = sample_masked(Prepared(CASES[:4]), logits, {index: [token] for index in range(4)})
-    assert found.token_ids.tolist() == [token] * 4
+    assert found.token_ids == [token] * 4
 
 
 def test_log_probabilities_are_the_models_own() -> None:

@@ -48,13 +48,13 @@ class ChooseSubject:
         used, is_greedy = table.used(batch.rows), case.shape == "greedy"
         scores = logits.copy()
 
-        def choose(kernels: SamplingKernels[np.ndarray]) -> np.ndarray:
+        def choose(kernels: SamplingKernels[np.ndarray]) -> list[int]:
             if not is_greedy:
                 np.copyto(scores, logits)
-            return kernels.choose(scores, batch, used)[0]
+            return kernels.choose(scores, batch, used).read(iter(()))
 
         native, plain = NativeKernels(table, self._machine.runtime), PlainKernels(table)
-        missed = float(np.mean(choose(native) != choose(plain)))
+        missed = float(np.mean(np.array(choose(native)) != choose(plain)))
         return Prepared(
             natives={"f32": _once(lambda: choose(native))},
             twins={"f32": _once(lambda: choose(plain))},

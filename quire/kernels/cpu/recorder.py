@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -369,30 +370,37 @@ class RecordedProgram:
         """token_ids, positions, segments: [num_rows] int64, contiguous. plans: of the KV groups, or of a step without a
         KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous, ascending: what
         gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are none)."""
+        self.bind(num_rows, token_ids, positions, plans, externals, read_rows, states, segments)()
+
+    def bind(
+        self,
+        num_rows: int,
+        token_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        plans: Sequence[_native.AttentionPlan] | _native.EncoderPlan = (),
+        externals: Sequence[torch.Tensor] = (),
+        read_rows: torch.Tensor | None = None,
+        states: _native.StatePlan | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> Callable[[], None]:
+        """What runs the program over the memory of these arguments, as often as it is called, and asks them nothing more.
+        Valid while the caller keeps them, and until another program has the working memory that they share grow."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
         segment_address = 0 if segments is None else segments.data_ptr()
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
         groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
+        calls: list[Callable[[], None]] = []
         for segment in self._segments:
             rows = num_rows if read_rows is None or not segment.is_gathered else num_read
             if segment.program is None:
-                self._run_torch(segment.call, rows, externals)
-            else:
-                segment.program.run(
-                    rows,
-                    token_address,
-                    position_address,
-                    groups,
-                    areas,
-                    self._scratch.address,
-                    read_address,
-                    num_read,
-                    states,
-                    segment_address,
-                    encoder,
-                )
+                calls.append(partial(self._run_torch, segment.call, rows, externals))
+                continue
+            step = (rows, token_address, position_address, groups, areas, self._scratch.address)
+            read = (read_address, num_read, states, segment_address, encoder)
+            calls.append(segment.program.bind(*step, *read))
+        return calls[0] if len(calls) == 1 else partial(_run_all, calls)
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
@@ -410,3 +418,8 @@ class RecordedProgram:
         first = buffer.offset * self.max_rows
         rows = self._arena.view(torch.float32)[first : first + self.max_rows * buffer.stride]
         return rows.view(self.max_rows, buffer.stride)[:, : buffer.width]
+
+
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from quire.kernels.cpu import _native
@@ -9,6 +11,17 @@ from quire.kernels.cpu.runtime import NativeRuntime
 
 MOST_RANKED: int = _native.MOST_RANKED
 """The largest `num_top` of `VocabularyKernels.rank`."""
+
+
+Choose = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool], list[int]]
+"""(scores, rows, lengths, num_prompt_tokens, table, greedy): a token for each row of `scores` ([R, vocab_size] float32,
+overwritten where a row is drawn), -1 where the row has NaN or plus infinity or no finite score. Writes it (0 for -1)
+behind the row's last one in the table.
+
+rows: [R] int64, each row's place in the columns and the table. lengths, num_prompt_tokens: [R] int64, tokens of its
+sequence; their difference and the seed decide what is drawn. table: [num_rows, capacity] int32. greedy: all rows have
+temperature 0. Arrays that are those of the last call are not asked for their memory again.
+"""
 
 
 class VocabularyKernels:
@@ -31,19 +44,7 @@ class VocabularyKernels:
         self._kernels = _native.VocabularyKernels(runtime.isa, runtime.pool)
         self._columns = (temperature, top_k, top_p, min_p, seed)  # kept alive: the kernels hold their addresses
         self._kernels.bind(*self._columns)
-
-    def choose(
-        self, scores: np.ndarray, rows: np.ndarray, numbers: np.ndarray, *, greedy: bool
-    ) -> tuple[np.ndarray, bool]:
-        """A token for each row of `scores` ([R, vocab_size] float32, overwritten where a row is drawn): [R] int64, -1
-        where the row has NaN or plus infinity or no finite score; and whether there is no such row.
-
-        rows: [R] int64, each row's place in the columns. numbers: [R] int64, tokens generated so far: with the seed
-        they decide the draw. greedy: all rows have temperature 0.
-        """
-        tokens = np.empty(len(scores), np.int64)
-        sound = self._kernels.choose(scores, rows, numbers, tokens, greedy)
-        return tokens, sound
+        self.choose: Choose = self._kernels.choose
 
     def rank(
         self, logits: np.ndarray, tokens: np.ndarray, num_top: int

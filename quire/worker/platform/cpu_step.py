@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ class CpuCompute:
         targets = self.columns.token_ids[row, start : start + len(hidden)].astype(np.int64)
         return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> NoCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> NoCopy:
         return self._no_copy
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:

@@ -3,7 +3,7 @@ device or asks it for a value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +120,7 @@ class DeviceCompute:
         targets = self.token_table[row, start : start + len(hidden)]
         return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
         return self.streams.copy_out(tensors)
 
     def warm_up(self, launch: Launch) -> None:

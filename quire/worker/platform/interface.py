@@ -6,7 +6,7 @@ model runner tells it what a plan computes, and it knows the kernels, and where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -120,7 +120,7 @@ class StepCompute(Protocol):
         before each of them."""
         ...
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
         """Send what the steps so far have computed to the host."""
         ...
 

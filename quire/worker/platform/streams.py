@@ -7,7 +7,7 @@ has happened when a call returns. `torch.cuda` is called in this folder only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class DeviceStreams(Protocol):
         """Host memory, not initialised, that copies from and to the device can use beside the host's work."""
         ...
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> PendingCopy:
         """Copy to the host what the compute stream has computed by this point, on a stream of its own.
 
         Until the copy was waited for the caller keeps the returned object, which keeps the tensors' memory, and
@@ -95,13 +95,14 @@ class CudaStreams:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> CudaCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> CudaCopy:
         with torch.cuda.stream(self._copy_out):
             self._copy_out.wait_stream(self._compute)
-            hosts = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
-            for host, tensor in zip(hosts, tensors, strict=True):
+            sources = list(tensors)
+            hosts = [self.pinned(tensor.shape, tensor.dtype) for tensor in sources]
+            for host, tensor in zip(hosts, sources, strict=True):
                 host.copy_(tensor, non_blocking=True)
-            return CudaCopy(self.record(), hosts, list(tensors))
+            return CudaCopy(self.record(), hosts, sources)
 
     def synchronize(self) -> None:
         for stream in (self._compute, self._transfer, self._copy_in, self._copy_out):
@@ -142,7 +143,7 @@ class HostStreams:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+    def copy_out(self, tensors: Iterable[torch.Tensor]) -> HostCopy:
         return HostCopy([tensor.clone() for tensor in tensors])
 
     def synchronize(self) -> None:

@@ -156,7 +156,7 @@ class NativePool:
         rotation = rotations(batch.positions, self.options.rotary_dim)
         areas = [qkv.data_ptr(), out.data_ptr(), rotation.data_ptr()]
         plans = self.plans.set(batch)
-        self.program.run(count, 0, batch.positions.data_ptr(), plans, areas, -(-self.scratch.data_ptr() // 64) * 64)
+        self.program.bind(count, 0, batch.positions.data_ptr(), plans, areas, -(-self.scratch.data_ptr() // 64) * 64)()
         width = layer.num_heads * layer.head_dim
         assert out[:, width:].isnan().all(), "written beyond a row"
         return out[:, :width].reshape(count, layer.num_heads, layer.head_dim)

@@ -378,7 +378,7 @@ def test_a_program_refuses_a_plan_that_is_not_its_own() -> None:
     batch = pool.batch([(0, 20)])
     for plans in ([], other.plans.set(other.batch([(0, 20)])), pool.plans.set(pool.batch([(0, 19)]))):
         with pytest.raises(ValueError, match="plan"):
-            pool.program.run(20, 0, 0, plans, [0, 0, 0], 0)
+            pool.program.bind(20, 0, 0, plans, [0, 0, 0], 0)()
     assert pool.run(batch, history.rows(0, 20)).isfinite().all()
 
 

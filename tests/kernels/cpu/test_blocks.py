@@ -78,7 +78,7 @@ def embedded(matrix: PackedMatrix, isa: str) -> torch.Tensor:
     program = _native.Program(isa, pool(1), len(ids), MatmulPrecision.FLOAT32)
     place = _native.Ref(0, 0, out.stride)
     program.embed(matrix.as_native(), WIDTH, 0, _native.IndexSource.TOKEN_IDS, False, place)
-    program.run(len(ids), ids.data_ptr(), ids.data_ptr(), [], [out.address()], 0)
+    program.bind(len(ids), ids.data_ptr(), ids.data_ptr(), [], [out.address()], 0)()
     out.check()
     return out.values.clone()
 

@@ -46,7 +46,7 @@ def run(
     num_rows = len(matrices[0])
     program = _native.Program(isa, _native.Pool(threads, False), num_rows)
     record(program, [_native.Ref(area, 0, matrix.stride(0)) for area, matrix in enumerate(matrices)])
-    program.run(
+    program.bind(
         num_rows,
         0 if token_ids is None else token_ids.data_ptr(),
         0 if positions is None else positions.data_ptr(),
@@ -54,7 +54,7 @@ def run(
         [matrix.data_ptr() for matrix in matrices],
         0,
         encoder=encoder,
-    )
+    )()
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ from quire.kernels.cpu.sampling import VocabularyKernels  # noqa: E402
 
 each_isa = pytest.mark.parametrize("isa", _native.available_isas())
 SIZES = [1, 7, 63, 64, 65, 257, 1000, 5003]
+NEVER = 10**6
+"""What the token table holds where nothing is written."""
 SHARED = 2**20 + 29
 """Logits of one row from which on several threads work on it."""
 
@@ -39,12 +41,16 @@ class Rows:
     def choose(
         self, isa: str, logits: np.ndarray, index: Any = None, *, threads: int = 2
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens for the sequences `index` (all), and what their scores have become."""
+        """Tokens for the sequences `index` (all), and what their scores have become. Checks the token table, too."""
         index = np.arange(len(self.seed)) if index is None else np.array(index, np.int64)
         scores = logits[index]
         greedy = bool((self.temperature[index] == 0).all())
-        tokens, sound = self.kernels(isa, threads).choose(scores, index, self.numbers[index], greedy=greedy)
-        assert sound == (tokens >= 0).all()
+        prompts = index % 3
+        lengths, table = self.numbers[index] + prompts, np.full((len(self.seed), 9), NEVER, np.int32)
+        written = table.copy()
+        tokens = np.array(self.kernels(isa, threads).choose(scores, index, lengths, prompts, table, greedy))
+        written[index, lengths] = np.maximum(tokens, 0)
+        assert (table == written).all()
         return tokens, scores
 
 
@@ -258,16 +264,25 @@ def test_a_row_that_threads_share_has_the_same_bits(isa: str) -> None:
 @each_isa
 def test_no_rows_strided_rows_and_wrong_shapes(isa: str) -> None:
     kernels = Rows(4, temperature=0).kernels(isa, 2)
-    none = np.empty(0, np.int64)
-    assert kernels.choose(np.empty((0, 50), np.float32), none, none, greedy=True)[0].shape == (0,)
+    none, table = np.empty(0, np.int64), np.zeros((4, 5), np.int32)
+
+    def choose(scores: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
+        return kernels.choose(scores, rows, lengths, lengths, table, True)
+
+    assert choose(np.empty((0, 50), np.float32), none, none) == []
     wide = normal(4, 64)
     index = np.arange(4)
-    assert kernels.choose(wide[:, :50], index, index, greedy=True)[0].tolist() == wide[:, :50].argmax(axis=1).tolist()
+    assert choose(wide[:, :50], index, index) == wide[:, :50].argmax(axis=1).tolist()
+    with pytest.raises(ValueError, match="outside the token table"):
+        choose(wide, index, index + 2)
     for scores, rows in ((wide[:, ::2], index), (wide, index + 1), (wide, index[:3]), (np.empty((4, 0), "f"), index)):
         with pytest.raises(ValueError):
-            kernels.choose(scores, rows, rows, greedy=True)
+            choose(scores, rows, rows)
     with pytest.raises(TypeError):
-        kernels.choose(wide.astype(np.float64), index, index, greedy=True)
+        choose(wide.astype(np.float64), index, index)
+    wide[:] = -wide  # the same array with other scores, then another one: each is read where it lies
+    assert choose(wide, index, index) == wide.argmax(axis=1).tolist()
+    assert choose(-wide, index, index) == (-wide).argmax(axis=1).tolist()
     with pytest.raises(ValueError, match="vocabulary"):
         kernels.rank(wide, np.array([0, 1, 2, 64]), 3)
     logprobs, ranks, top_tokens, _ = kernels.rank(np.empty((0, 50), np.float32), none, 5)
