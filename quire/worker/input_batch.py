@@ -35,13 +35,7 @@ class InputBatch(NamedTuple):
         """A batch of which all T tokens are read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
-        return cls.all_read(rows, starts, counts, starts + counts, query_start)
-
-    @classmethod
-    def all_read(
-        cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray, query_start: np.ndarray
-    ) -> InputBatch:
-        return cls(rows, starts, counts, ends, query_start, None, query_start)
+        return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
 
     @classmethod
     def of_plan(cls, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:

@@ -155,7 +155,7 @@ class Worker:
             refusal = QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             return PendingStep(plan.step_id, None, None, refusal)
         try:
-            self._connector.begin(plan)
+            self._connector.begin_plan(plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -230,7 +230,7 @@ class Worker:
 
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
-        result.transfers = self._connector.end(launched.plan)
+        result.transfers = self._connector.end_plan(launched.plan)
         return result
 
     def _drop_offloaded(self) -> None:

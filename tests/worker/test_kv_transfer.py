@@ -298,4 +298,4 @@ def test_orders_without_a_connector_are_a_bug_that_shows(make_executor: MakeExec
     executor.execute(plan(0, {}, transfers=HostTransfers())).result()
     for step, orders in enumerate((OffloadTransfers(), HostTransfers(awaits_report=True)), start=1):
         with pytest.raises(AssertionError, match="there is no KV connector"):
-            NoWorkerConnector().begin(plan(step, {}, transfers=orders))
+            NoWorkerConnector().begin_plan(plan(step, {}, transfers=orders))

@@ -383,7 +383,7 @@ class RecordedProgram:
         states: _native.StatePlan | None = None,
         segments: torch.Tensor | None = None,
     ) -> Callable[[], None]:
-        """What runs the program over the memory of these arguments, as often as it is called, and asks them nothing more.
+        """What runs the program over the memory of these arguments, as often as it is called, asking nothing again.
         Valid while the caller keeps them, and until another program has the working memory that they share grow."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()

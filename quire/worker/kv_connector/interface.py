@@ -24,13 +24,13 @@ class WorkerConnector:
     layers: Sequence[int] = ()
     """The layers for which `wait_layer` and `save_layer` are called, each time in this order; none costs nothing."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan) -> None:
         """The model of a plan is about to run, as a whole."""
         self.start_load(plan)
         for layer in self.layers:
             self.wait_layer(layer)
 
-    def end(self, plan: StepPlan) -> TransferReport | None:
+    def end_plan(self, plan: StepPlan) -> TransferReport | None:
         """The model of a plan has run, as a whole. Returns what its result reports."""
         for layer in self.layers:
             self.save_layer(layer)
@@ -57,11 +57,11 @@ class WorkerConnector:
 class NoWorkerConnector(WorkerConnector):
     """The worker's half of an engine that keeps blocks in its own pools alone."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan) -> None:
         transfers = plan.transfers
         assert transfers is None or (type(transfers) is HostTransfers and not transfers.awaits_report), (
             "a plan orders transfers, and there is no KV connector"
         )
 
-    def end(self, plan: StepPlan) -> None:
+    def end_plan(self, plan: StepPlan) -> None:
         """There is nothing to report."""

@@ -64,7 +64,8 @@ class NativeColumns(CpuColumns):
             self._native.set_rows(rows)
             num_seqs = len(rows)
             starts_counts_ends = self._starts[:num_seqs], self._counts[:num_seqs], self._ends[:num_seqs]
-            self._batch = InputBatch.all_read(rows, *starts_counts_ends, self._query_start[: num_seqs + 1])
+            query_start = self._query_start[: num_seqs + 1]
+            self._batch = InputBatch(rows, *starts_counts_ends, query_start, None, query_start)
         self._num_tokens = sum(counts)
         if self._num_tokens > len(self._tokens[0]):
             self._reserve(self._num_tokens)
