@@ -1,9 +1,10 @@
 """Masks: which tokens a constrained request may have next.
 
-The engine core gets a `Constraint` from its `MaskSource` when a request comes. While that is being compiled the request
-waits (`quire.scheduler.gates.ConstraintGate`). Then each of its sequences has a `Matcher`, which follows its tokens one
-by one. When all tokens before the one to be sampled are known, the core asks it for a mask and sends that to the
-workers, whose forward pass may run already (`SamplingInputs` in quire/step.py).
+The engine core gets a `Constraint` from its `MaskSource` when a request comes, and a `Matcher` of it for each sequence.
+Matchers run outside of the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits at
+a gate until its matchers have answered for the first time (`quire.scheduler.gates.ConstraintGate`); a running sequence
+whose matcher has not answered stays out of the next step. The core sends masks to the workers, whose forward pass may
+run already (`SamplingInputs` in quire/step.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire.request import Sequence
 
 
 class ConstraintSpec(NamedTuple):
-    """What of a request decides its masks, besides the constraint's text."""
+    """Fields of a request that decide its masks, besides the constraint's text."""
 
     start_after: SequenceOf[int] = ()
     """The constraint begins behind these generated tokens; empty: at once."""
@@ -28,25 +29,39 @@ class ConstraintSpec(NamedTuple):
 
 
 class Matcher(Protocol):
-    """The state of one sequence under its constraint. It belongs to the sequence, and outlives a preemption."""
+    """The state of one sequence under its constraint. It belongs to the sequence, and outlives a preemption. It costs
+    memory elsewhere until the last reference to it is gone.
 
+    All attributes tell about the last answer, and are valid while `is_ready`.
+    """
+
+    is_ready: bool
+    """The last `advance` is answered. Changes in `MaskSource.wait` alone."""
+    is_slow: bool
+    """Its masks take so long that no step waits for it."""
+    error: UserError | None
+    """Why the sequence cannot go on: the constraint does not compile, or takes too much work."""
+    num_accepted: int
+    """Tokens of the last `advance` that the constraint allows, from its first one on. Where that is not all of them,
+    the next one must not become the sequence's, and the sequence ends."""
+    forced: SequenceOf[int]
+    """Tokens behind those of the last `advance` that alone may follow, which the matcher has accepted."""
     is_finished: bool
-    """Whether nothing may follow: the sequence ends with reason "stop"."""
+    """Nothing may follow: the sequence ends with reason "stop"."""
     ends_in_text: bool
-    """Whether it is finished by a token of the text, and not by one that ends a text."""
+    """It is finished by a token of the text, and not by one that ends a text."""
 
-    def accept(self, token_id: int) -> bool:
-        """Go on by the next token of the sequence. False: the constraint does not allow it, and the token must not
-        become the sequence's."""
-        ...
+    def advance(self, token_ids: SequenceOf[int], num_forced: int) -> None:
+        """Go on by the next tokens of the sequence; `MaskSource.flush` sends them. Only while `is_ready`.
 
-    def forced_token(self) -> int | None:
-        """The only token that may come next, where that is known without a mask. None: ask for the mask."""
+        num_forced: forced tokens that the matcher may accept behind them, at most.
+        """
         ...
 
     def mask(self) -> bytes | None:
         """The tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit
-        t % 32 of word t // 32. None: all. Raises UserError when none may, or when it takes too much work to tell."""
+        t % 32 of word t // 32. None: all. Waits where the mask has not come yet, which is short unless `is_slow`, and
+        then `is_ready` tells. Raises UserError when none may, or when it takes too much work to tell."""
         ...
 
     def mask_of(self, *token_ids: int) -> bytes:
@@ -54,29 +69,34 @@ class Matcher(Protocol):
         ...
 
     def copy(self) -> Matcher:
-        """For another sequence with the same tokens."""
+        """A matcher for another sequence with the same tokens, with the same answer. Only while `is_ready`."""
         ...
 
 
 class Constraint(Protocol):
-    """A constraint that is compiled, or is being compiled."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `matcher` answers at once. Constant time."""
-        ...
+    """The constraint of one request, whose matchers share a limit of work. It is compiled once a matcher is asked
+    for, and no longer when it and its matchers are gone."""
 
     def matcher(self, spec: ConstraintSpec, token_ids: SequenceOf[int]) -> Matcher:
-        """For a new sequence, which has generated these tokens already. Raises UserError for a constraint that cannot
-        be compiled."""
+        """A matcher for a new sequence, which has generated these tokens already; returns at once. `flush` sends it. It
+        `is_ready` when the constraint is compiled and the tokens are followed."""
         ...
 
 
 class MaskSource(Protocol):
     """Knows the constraints that requests name (`EngineRequest.constraint`)."""
 
-    def constraint(self, text: str) -> Constraint:
-        """Begin to compile a constraint; returns at once. Raises UserError when a request may not name it."""
+    def constraint(self, text: str, client: str = "") -> Constraint:
+        """The constraint of one request; returns at once. client: constraints of different clients are compiled in
+        turns. Raises UserError where it is known that a request may not name it."""
+        ...
+
+    def flush(self) -> None:
+        """Send what matchers were asked since the last call. Once a step."""
+        ...
+
+    def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
+        """Take answers, until all of these matchers are ready, and at most for so long. 0: take those that have come."""
         ...
 
     def prepare(self) -> None:
@@ -84,7 +104,7 @@ class MaskSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Compile nothing more. Idempotent."""
+        """Compile nothing more, and end all that runs for it. Idempotent."""
         ...
 
 
