@@ -110,6 +110,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "awaits_matcher",
         "blocks",
         "chain",
         "fast_path_until",
@@ -165,6 +166,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.matcher: Matcher | None = None
         """Follows the known tokens under the request's constraint, from its first mask until its end."""
+        self.awaits_matcher = False
+        """The matcher has not yet said whether the last token ends the sequence, and what is forced behind it: no step
+        computes the token, and nothing of it is reported."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -198,6 +202,7 @@ class Request:
         "each_step",
         "end_token_ids",
         "eos_token_ids",
+        "first_matcher",
         "first_scheduled_time",
         "fork_position",
         "max_pending_tokens",
@@ -248,6 +253,8 @@ class Request:
         self.second_segment = request.second_segment
         self.constraint = constraint
         self.constraint_start = request.constraint_start
+        self.first_matcher: Matcher | None = None
+        """The state of the constraint before the first generated token; None: there is no constraint."""
         self.max_pending_tokens = 0 if self.params.use_beam_search else math.inf if constraint is None else 1
         """Most sampled tokens of a sequence that may be unknown when its next one is planned. An update chooses a
         beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""

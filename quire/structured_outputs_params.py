@@ -36,6 +36,21 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     whitespace_pattern: str | None = None
     start_after_token_ids: list[int] | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters of the constraint, where it is an object about one for each."""
+        value = next(getattr(self, name) for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        size, pieces = 0, [value]
+        while pieces:
+            piece = pieces.pop()
+            if isinstance(piece, dict):
+                pieces += piece.values()
+                size += sum(map(len, piece))
+            elif isinstance(piece, list | tuple):
+                pieces += piece
+            size += len(piece) if isinstance(piece, str) else 1
+        return size
+
     def __post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:

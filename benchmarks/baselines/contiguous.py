@@ -20,7 +20,7 @@ from benchmarks.baselines.regions import Regions, SlotAccounts
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.masks import Constraint
+from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
@@ -194,6 +194,18 @@ class ContiguousScheduler(ABC):
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         raise AssertionError("no plan expects any")
+
+    def awaits_matchers(self, plan: StepPlan) -> bool:
+        raise AssertionError("no plan expects masks")
+
+    awaits_answers = has_transfers
+    """Never: there are no constraints."""
+
+    def awaited(self) -> list[Matcher]:
+        return []
+
+    def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
+        raise AssertionError("nothing awaits matchers")
 
     def forget_rows(self) -> None:
         assert not self.has_requests, "rows of live requests"

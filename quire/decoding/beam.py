@@ -82,6 +82,8 @@ class BeamSearch:
         self._early_stopping = params.early_stopping
         self._num_logprobs = params.logprobs
         self._why_stuck = "no beam can go on"
+        self._matchers: dict[tuple[int, int], Matcher] = {}
+        """(id of a beam's sequence, number of its candidate) -> the beam's matcher, asked about that candidate."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -107,7 +109,7 @@ class BeamSearch:
         for beam in self.beams:
             if beam.sequence is sequence:
                 beam.candidates = NO_CANDIDATES if beam.is_stuck else candidates
-        return all(beam.candidates is not None for beam in self.beams)
+        return self.has_candidates
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
         """No token can follow one beam: it ends here, and with the last one the search. reason: told if it has found
@@ -118,27 +120,42 @@ class BeamSearch:
 
     def forget_candidates(self) -> None:
         """The beams are computed again, and so get their candidates again."""
+        self._matchers = {}
         for beam in self.beams:
             beam.candidates = None
 
-    def expand(self) -> list[Child]:
+    @property
+    def has_candidates(self) -> bool:
+        """All beams have their candidates."""
+        return all(beam.candidates is not None for beam in self.beams)
+
+    @property
+    def awaited(self) -> list[Matcher]:
+        """The matchers that `expand` waits for."""
+        return [matcher for matcher in self._matchers.values() if not matcher.is_ready]
+
+    def expand(self) -> list[Child] | None:
         """Rank all continuations: keep what ends among the first `width`, return what goes on (at most `width`, best
-        first; none when the search is done)."""
+        first; none when the search is done). None: matchers have yet to answer; it is to be called again then."""
         length = self.beams[0].sequence.num_output_tokens + 1
+        ranked = self._ranked()
+        if not self._ask(ranked, length):
+            return None
         children: list[Child] = []
-        for rank, (cumulative, beam, number) in enumerate(self._ranked()):
+        for rank, (cumulative, beam, number) in enumerate(ranked):
             if rank >= self.width and len(children) == self.width:
                 break
             child = self._child(beam, number, cumulative)
             if self.failure is not None:
                 self.is_done = True
                 return []
-            end = self._end_of(child, length)
+            end = self._end_of(child.token_id, child.matcher, length)
             if end is None:
                 if len(children) < self.width:
                     children.append(child)
             elif rank < self.width:
                 self._add_hypothesis(child, length, *end)
+        self._matchers = {}
         if not (children or self.hypotheses):
             self.failure = self._why_stuck
         if not children or self._is_settled(children[0].cumulative_logprob, length):
@@ -168,15 +185,52 @@ class BeamSearch:
         continuations.sort(key=lambda continuation: -continuation[0])
         return continuations
 
-    def _end_of(self, child: Child, length: int) -> tuple[FinishReason, int | None] | None:
+    def _ask(self, ranked: list[tuple[float, Beam, int]], length: int) -> bool:
+        """Ask the matchers of the continuations that `expand` looks at, some at a time: which it looks at depends on
+        the answers. Returns whether all have answered."""
+        num_children = 0
+        for rank, (_, beam, number) in enumerate(ranked):
+            if rank >= self.width and num_children == self.width:
+                break
+            matcher = None
+            if self._is_constrained(beam, number):
+                if (beam.sequence.seq_id, number) not in self._matchers:
+                    for _, other, other_number in ranked[rank : rank + self.width]:
+                        self._ask_one(other, other_number)
+                matcher = self._matchers[beam.sequence.seq_id, number]
+                if not matcher.is_ready:
+                    return False
+                if matcher.error is not None or not matcher.num_accepted:
+                    break
+            assert beam.candidates is not None
+            is_child = self._end_of(beam.candidates.token_ids[number], matcher, length) is None
+            num_children += is_child and num_children < self.width
+        return True
+
+    def _ask_one(self, beam: Beam, number: int) -> None:
+        key = beam.sequence.seq_id, number
+        if self._is_constrained(beam, number) and key not in self._matchers:
+            assert beam.sequence.matcher is not None
+            assert beam.candidates is not None
+            self._matchers[key] = beam.sequence.matcher.copy()
+            self._matchers[key].advance([beam.candidates.token_ids[number]], 0)
+
+    def _is_constrained(self, beam: Beam, number: int) -> bool:
+        """Whether a beam's candidate goes on under a constraint, and does not end the text."""
+        assert beam.candidates is not None
+        return (
+            beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
+        )
+
+    def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
         """A text that its constraint ends waits for the score of an end token, where there is one and room for it."""
-        request, token_id = self.request, child.token_id
+        request = self.request
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
         if token_id in request.eos_token_ids:
             return FinishReason.STOP, None
         is_last = length >= self._max_tokens
-        if child.matcher is not None and child.matcher.is_finished and (is_last or not request.eos_token_ids):
+        if matcher is not None and matcher.is_finished and (is_last or not request.eos_token_ids):
             return FinishReason.STOP, None
         return (FinishReason.LENGTH, None) if is_last else None
 
@@ -187,16 +241,12 @@ class BeamSearch:
         if (num_top := self._num_logprobs) is not None:
             alternatives = [token_ids[number], *token_ids[:num_top]], [scores[number], *scores[:num_top]]
             logprobs = [*beam.logprobs, TokenLogprobs(*alternatives, rank=number + 1)]
-        return Child(beam, token_ids[number], cumulative, logprobs, self._matcher_behind(beam, token_ids[number]))
-
-    def _matcher_behind(self, beam: Beam, token_id: int) -> Matcher | None:
-        """The beam's matcher, a token further. None where there is no constraint, or the token ends the text."""
-        if beam.sequence.matcher is None or token_id in self.request.end_token_ids:
-            return None
-        matcher = beam.sequence.matcher.copy()
-        if not matcher.accept(token_id):
-            self.failure = f"token {token_id} does not follow the constraint"
-        return matcher
+        matcher = self._matchers[beam.sequence.seq_id, number] if self._is_constrained(beam, number) else None
+        if matcher is not None and matcher.error is not None:
+            self.failure = matcher.error.message
+        elif matcher is not None and not matcher.num_accepted:
+            self.failure = f"token {token_ids[number]} does not follow the constraint"
+        return Child(beam, token_ids[number], cumulative, logprobs, matcher)
 
     def _add_hypothesis(self, child: Child, length: int, reason: FinishReason, stop_token: int | None) -> None:
         generated = child.parent.sequence.token_ids[self.request.num_prompt_tokens :]

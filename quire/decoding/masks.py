@@ -35,21 +35,41 @@ class Matcher(Protocol):
     All attributes tell about the last answer, and are valid while `is_ready`.
     """
 
-    is_ready: bool
-    """The last `advance` is answered. Changes in `MaskSource.wait` alone."""
-    is_slow: bool
-    """Its masks take so long that no step waits for it."""
-    error: UserError | None
-    """Why the sequence cannot go on: the constraint does not compile, or takes too much work."""
-    num_accepted: int
-    """Tokens of the last `advance` that the constraint allows, from its first one on. Where that is not all of them,
-    the next one must not become the sequence's, and the sequence ends."""
-    forced: SequenceOf[int]
-    """Tokens behind those of the last `advance` that alone may follow, which the matcher has accepted."""
-    is_finished: bool
-    """Nothing may follow: the sequence ends with reason "stop"."""
-    ends_in_text: bool
-    """It is finished by a token of the text, and not by one that ends a text."""
+    @property
+    def is_ready(self) -> bool:
+        """The last `advance` is answered. Changes in `MaskSource.wait` alone."""
+        ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Its masks take so long that no step waits for it."""
+        ...
+
+    @property
+    def error(self) -> UserError | None:
+        """Why the sequence cannot go on: the constraint does not compile, or takes too much work."""
+        ...
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of the last `advance` that the constraint allows, from its first one on. Where that is not all of
+        them, the next one must not become the sequence's, and the sequence ends."""
+        ...
+
+    @property
+    def forced(self) -> SequenceOf[int]:
+        """Tokens behind those of the last `advance` that alone may follow, which the matcher has accepted."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing may follow: the sequence ends with reason "stop"."""
+        ...
+
+    @property
+    def ends_in_text(self) -> bool:
+        """It is finished by a token of the text, and not by one that ends a text."""
+        ...
 
     def advance(self, token_ids: SequenceOf[int], num_forced: int) -> None:
         """Go on by the next tokens of the sequence; `MaskSource.flush` sends them. Only while `is_ready`.
@@ -96,7 +116,12 @@ class MaskSource(Protocol):
         ...
 
     def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
-        """Take answers, until all of these matchers are ready, and at most for so long. 0: take those that have come."""
+        """Take answers, until all of these matchers are ready, and at most for `seconds`. 0: take those that have
+        come."""
+        ...
+
+    def wait_answer(self, seconds: float) -> None:
+        """Take answers, until one has come, and at most for `seconds`."""
         ...
 
     def prepare(self) -> None:
@@ -122,28 +147,30 @@ def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
     return bytes(mask)
 
 
-def take_forced(sequence: Sequence) -> list[int]:
-    """Append the tokens that a sequence's constraint forces behind its last one, which its matcher has accepted, up to
-    one that ends the sequence; returns them. No step need sample them: the next one computes them all
-    (`StepPlan.appended`). But a step that is in flight and has begun to compute the sequence's last token samples the
-    first of them (`Sequence.foreseen`).
+def num_forceable(sequence: Sequence, num_new: int) -> int:
+    """Tokens that a sequence's constraint may force behind `num_new` new ones, which it has got already. None where the
+    request asks for log-probabilities, which only sampled tokens have, or where the last token ends the sequence."""
+    params = sequence.request.params
+    ends = sequence.token_ids[-1] in sequence.request.end_token_ids
+    if not num_new or ends or params.logprobs is not None or params.ranks_samples:
+        return 0
+    return sequence.max_total_tokens - len(sequence.token_ids)
 
-    None where the request asks for log-probabilities.
+
+def take_forced(sequence: Sequence) -> list[int]:
+    """Append the tokens that a sequence's matcher has accepted as the only ones that may follow, up to one that ends the
+    sequence; returns them. No step need sample them: the next one computes them all (`StepPlan.appended`). But a step
+    that is in flight and has begun to compute the sequence's last token samples the first of them
+    (`Sequence.foreseen`).
     """
-    request, matcher, found = sequence.request, sequence.matcher, list[int]()
-    params = request.params
-    if matcher is None or params.logprobs is not None or params.ranks_samples:
-        return found
-    room = sequence.max_total_tokens - len(sequence.token_ids)
-    last = sequence.token_ids[-1]
-    while len(found) < room and not matcher.is_finished and last not in request.end_token_ids:
-        token_id = matcher.forced_token()
-        if token_id is None or not matcher.accept(token_id):
+    request, matcher = sequence.request, sequence.matcher
+    if matcher is None or not matcher.forced:
+        return []
+    found = list(matcher.forced)
+    for index, token_id in enumerate(found):
+        if token_id in request.end_token_ids:
+            del found[index + 1 :]
             break
-        found.append(token_id)
-        last = token_id
-    if not found:
-        return found
     num_unsent = len(found)
     if sequence.num_pending_tokens:
         assert sequence.num_pending_tokens == 1, "no step is planned before the token before its last one is known"
@@ -157,10 +184,19 @@ def take_forced(sequence: Sequence) -> list[int]:
 
 
 class NoMasks:
-    """An engine without constraints."""
+    """The mask source of an engine without constraints."""
 
-    def constraint(self, text: str) -> Constraint:
+    def constraint(self, text: str, client: str = "") -> Constraint:
         raise UserError("this engine has no constraints on tokens", param="constraint")
+
+    def flush(self) -> None:
+        """There are no matchers."""
+
+    def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
+        """Every matcher (of a thinking budget alone) is ready."""
+
+    def wait_answer(self, seconds: float) -> None:
+        """No answers come."""
 
     def prepare(self) -> None:
         """Nothing is prepared."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from quire.decoding.masks import Constraint, ConstraintSpec, Matcher, mask_of
+from quire.errors import UserError
 from quire.sampling_params import ThinkingBudget
 
 
@@ -21,10 +22,6 @@ class BudgetConstraint:
         self._inner = inner
         self._budget = budget
         self._num_bytes = 4 * -(-vocab_size // 32)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._inner is None or self._inner.is_ready
 
     def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> BudgetMatcher:
         inner = None if self._inner is None else self._inner.matcher(spec, token_ids)
@@ -39,7 +36,6 @@ class BudgetMatcher:
 
     def __init__(self, inner: Matcher | None, budget: ThinkingBudget, num_bytes: int) -> None:
         """num_bytes: of a mask."""
-        self.is_finished = self.ends_in_text = False
         self._inner = inner
         self._budget = budget
         self._num_bytes = num_bytes
@@ -48,16 +44,59 @@ class BudgetMatcher:
         self._recent: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end)))
         self._forced: list[int] = []
         """What is left of the mark that ends the thoughts, once the budget is used up."""
+        self._num_asked = 0
+        """Tokens of the last `advance`."""
+        self._own: list[int] = []
+        """Tokens of the mark that were forced behind them."""
+        self._num_followed = 0
+        """Tokens that the inner matcher has forced behind those, and that count for the budget."""
         self._check()
 
-    def accept(self, token_id: int) -> bool:
-        inner = self._inner
-        if inner is not None:
-            if not inner.accept(token_id):
-                return False
-            self.is_finished, self.ends_in_text = inner.is_finished, inner.ends_in_text
-        self.follow(token_id)
-        return True
+    @property
+    def is_ready(self) -> bool:
+        return self._inner is None or self._inner.is_ready
+
+    @property
+    def is_slow(self) -> bool:
+        return self._inner is not None and self._inner.is_slow
+
+    @property
+    def error(self) -> UserError | None:
+        if self._inner is None or self._inner.error is not None:
+            return None if self._inner is None else self._inner.error
+        if self._num_asked <= self._inner.num_accepted < self._num_asked + len(self._own):
+            return UserError("the mark that ends the thoughts does not follow the constraint", param="structured_outputs")
+        return None
+
+    @property
+    def num_accepted(self) -> int:
+        return self._num_asked if self._inner is None else min(self._inner.num_accepted, self._num_asked)
+
+    @property
+    def forced(self) -> Sequence[int]:
+        self._follow_inner()
+        return self._own if self._inner is None else [*self._own, *self._inner.forced]
+
+    @property
+    def is_finished(self) -> bool:
+        return self._inner is not None and self._inner.is_finished
+
+    @property
+    def ends_in_text(self) -> bool:
+        return self._inner is not None and self._inner.ends_in_text
+
+    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+        self._follow_inner()
+        self._num_asked, self._own, self._num_followed = len(token_ids), [], 0
+        for token_id in token_ids:
+            self.follow(token_id)
+        while self._forced and len(self._own) < num_forced:
+            self._own.append(self._forced[0])
+            self.follow(self._own[-1])
+        if self._inner is not None:
+            # Thoughts are counted one by one: the budget may end within what the inner constraint forces.
+            num_left = 0 if self._is_thinking else num_forced - len(self._own)
+            self._inner.advance([*token_ids, *self._own], num_left)
 
     def follow(self, token_id: int) -> None:
         """Go on by a token, as far as the budget is concerned."""
@@ -78,12 +117,8 @@ class BudgetMatcher:
             self._is_thinking, self._num_thought = True, 0
             self._check()
 
-    def forced_token(self) -> int | None:
-        if self._forced:
-            return self._forced[0]
-        return None if self._inner is None else self._inner.forced_token()
-
     def mask(self) -> bytes | None:
+        self._follow_inner()
         if self._forced:
             return self.mask_of(self._forced[0])
         return None if self._inner is None else self._inner.mask()
@@ -94,8 +129,16 @@ class BudgetMatcher:
     def copy(self) -> BudgetMatcher:
         found = copy.copy(self)
         found._inner = None if self._inner is None else self._inner.copy()
-        found._recent = self._recent.copy()
+        found._recent, found._own = self._recent.copy(), list(self._own)
         return found
+
+    def _follow_inner(self) -> None:
+        """Count what the inner matcher has forced, once."""
+        if self._inner is not None:
+            forced = self._inner.forced[self._num_followed :]
+            self._num_followed += len(forced)
+            for token_id in forced:
+                self.follow(token_id)
 
     def _check(self) -> None:
         if self._is_thinking and self._num_thought >= self._budget.num_tokens:

@@ -47,7 +47,6 @@ from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.stats import EngineStats
-from quire.structured_output.compiler import compiled
 from quire.tokenization.tokenizer import Tokenizer
 
 _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
@@ -439,9 +438,6 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            # On threads of its own; `process` then finds it compiled.
-            await compiled(self.input_processor.grammars.submit(params.structured_outputs))
         return await self.off_loop(num_units(prompt, params), process)
 
     def _submit(self, message: AddRequest, text: str | None, stream: OutputStream, delta: bool) -> None:

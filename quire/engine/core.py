@@ -48,6 +48,10 @@ FIRST_REPORTS = 50
 (quire/worker/kv_connector/interface.py)."""
 BLOCKED_SECONDS = 0.005
 """How long the driver of a core sleeps while it `is_blocked`, unless a message comes."""
+PATIENCE = 0.001
+"""Seconds that a step waits for quick matchers."""
+ANSWER_SECONDS = 0.002
+"""Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
 """Plans that move, at the end, what the KV connector has not stored or sent yet."""
 
@@ -85,8 +89,8 @@ class EngineCore:
         self._next_check = 0.0
         self._is_stepping = False
         self.is_blocked = False
-        """Whether the last step had nothing to compute although requests live: all of them wait for something outside
-        the engine."""
+        """Whether the last step had nothing to compute and did not wait, although requests live: all of them wait for
+        something outside the engine."""
 
         started = clock.now()
         groups, layers_per_group = group_layers(
@@ -153,7 +157,7 @@ class EngineCore:
                     self._sleep.check_awake()
                     constraint: Constraint | None = None
                     if request.constraint:
-                        constraint = self._masks.constraint(request.constraint)
+                        constraint = self._masks.constraint(request.constraint, request.client)
                     if request.thinking_budget is not None:
                         constraint = BudgetConstraint(constraint, request.thinking_budget, self._vocab_size)
                     self.scheduler.add_request(request, self._clock.now(), constraint)
@@ -176,22 +180,23 @@ class EngineCore:
         """
         self._is_stepping = True
         updates, self._ended = self._ended + self.scheduler.expire(self._clock.now()), []
-        outputs = EngineOutputs(updates=updates, rejections=self._rejections)
-        while not self._pause.stops_all and len(self._in_flight) < self._queue_depth and self._unsent is None:
-            plan = self.scheduler.schedule(self._clock.now())
-            if plan is None:
-                break
-            self._in_flight.append(self._executor.execute(plan))
-            if plan.expects_sampling_inputs:
-                self._unsent = plan
-                self._send_sampling_inputs()
-        self._rejections = []
-        self.is_blocked = not self._in_flight and self.scheduler.has_requests
+        outputs = EngineOutputs(updates=updates)
+        if self.scheduler.awaits_answers:
+            self._settle(outputs)
+        self._start_steps(outputs)
+        if not self._in_flight and self.scheduler.awaits_answers:
+            self._masks.wait_answer(ANSWER_SECONDS)
+            self._settle(outputs)
+            self._start_steps(outputs)
+        outputs.rejections, self._rejections = self._rejections, []
+        self.is_blocked = not self._in_flight and self.scheduler.has_requests and not self.scheduler.awaits_answers
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
+            if self.scheduler.awaits_answers:
+                self._settle(outputs)
             if self._unsent is not None:
-                self._send_sampling_inputs()
+                self._send_sampling_inputs(outputs)
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
             self._transfer()  # a caller that waited for the last request may not call again
         self._is_stepping = False
@@ -222,11 +227,35 @@ class EngineCore:
         self._masks.close()
         self._executor.shutdown()
 
-    def _send_sampling_inputs(self) -> None:
-        """Send what the last plan lacks, unless it depends on the result of an earlier one."""
+    def _start_steps(self, outputs: EngineOutputs) -> None:
+        """Plan and start steps until the queue is full."""
+        while not self._pause.stops_all and len(self._in_flight) < self._queue_depth and self._unsent is None:
+            plan = self.scheduler.schedule(self._clock.now())
+            if plan is None:
+                break
+            self._in_flight.append(self._executor.execute(plan))
+            if plan.expects_sampling_inputs:
+                self._unsent = plan
+                self._send_sampling_inputs(outputs)
+
+    def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
+        """Send what the last plan lacks, unless it depends on the result of an earlier one. A plan that was made ahead
+        waits here for the matchers of its sequences; those that are slow are not planned ahead."""
         if self._unsent is not None and len(self._in_flight) == 1:
             plan, self._unsent = self._unsent, None
+            while self.scheduler.awaits_matchers(plan):
+                self._masks.wait_answer(ANSWER_SECONDS)
+                self._settle(outputs)
             self._executor.send_sampling_inputs(self.scheduler.sampling_inputs(plan))
+
+    def _settle(self, outputs: EngineOutputs) -> None:
+        """Ask matchers about new tokens, and go on with what they have answered. A matcher that takes longer than
+        `PATIENCE` leaves its sequence out of the next step."""
+        self._masks.flush()
+        self._masks.wait(self.scheduler.awaited(), PATIENCE)
+        updates, refused = self.scheduler.settle(self._clock.now())
+        outputs.updates += updates
+        self._rejections += [RequestRejected(request_id, error.message, error.param) for request_id, error in refused]
 
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""

@@ -21,7 +21,7 @@ from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
-from quire.structured_output.compiler import GrammarCompiler
+from quire.structured_output.writer import GrammarWriter
 from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, PreparedConversation, TemplateChoice
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
@@ -94,7 +94,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, self._eos_token_ids)
+        self.grammars = GrammarWriter(tokenizer, vocab_size)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self.seed = seed
         self._max_logprobs = max_logprobs
@@ -152,7 +152,7 @@ class InputProcessor:
             )
         constraint, constraint_start = "", []
         if params.structured_outputs is not None:
-            constraint = self.grammars.compile(params.structured_outputs)
+            constraint = self.grammars.write(params.structured_outputs)
             constraint_start = list(params.structured_outputs.start_after_token_ids or ())
             params = msgspec.structs.replace(params, structured_outputs=None)  # the workers need no schema
         else:
@@ -251,9 +251,7 @@ class InputProcessor:
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
 
     def close(self) -> None:
-        """Leave nothing of the processes that render conversations and of the threads that compile constraints.
-        Idempotent."""
-        self.grammars.close()
+        """Leave nothing of the processes that render conversations. Idempotent."""
         if self._chat_template is not None:
             self._chat_template.close()
 
@@ -401,12 +399,13 @@ def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:
-    """How much `InputProcessor.process` has to read: characters and token ids of the prompt and of lists."""
+    """How much `InputProcessor.process` has to read: characters and token ids of the prompt, of lists and of the constraint."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))
     lists = (content, params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
-    return sum(len(entry) for entry in lists if isinstance(entry, Sized)) + sum(map(len, params.bad_words or ()))
+    size = sum(len(entry) for entry in lists if isinstance(entry, Sized)) + sum(map(len, params.bad_words or ()))
+    return size if params.structured_outputs is None else size + params.structured_outputs.size
 
 
 def num_prompt_tokens(prompt: Prompt) -> int:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.decoding.beam import BeamSearch, BlockSharing, Child, follow
+from quire.decoding.masks import Matcher
 from quire.outputs import SequenceUpdate
-from quire.request import FinishReason, Request, Sequence
+from quire.request import FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.running import RunningSet
 from quire.step import Candidates, SequenceFork
 
@@ -18,6 +19,8 @@ class BeamReorder:
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
         self._token_overrides: dict[int, int] = {}
+        self._undecided: list[Request] = []
+        """Searches whose beams have candidates, and whose matchers have yet to answer."""
 
     def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
         """Make `children` the live beams of a search. Returns the dropped beams whose slots the workers release
@@ -32,17 +35,37 @@ class BeamReorder:
         self, samples: list[Sequence], candidates: Mapping[int, Candidates], running: RunningSet, kv: BlockSharing
     ) -> tuple[list[Request], list[int]]:
         """Give the beams among a step's samples their candidates (by place in `samples`), and reorder the beams of each
-        search that has all of them. Returns the requests whose search has ended, and the beam slots to release."""
-        ended: list[Request] = []
-        released: list[int] = []
+        search that has all of them. Returns as `decide`."""
         for position, sequence in enumerate(samples):
-            request, search = sequence.request, sequence.request.beam_search
+            search = sequence.request.beam_search
             if search is None:
                 continue
             sequence.num_pending_tokens -= 1
-            if sequence.finish_reason is not None or not search.offer(sequence, candidates[position]):
-                continue
+            if sequence.finish_reason is None and search.offer(sequence, candidates[position]):
+                self._undecided.append(sequence.request)
+        return self.decide(running, kv)
+
+    @property
+    def awaited(self) -> list[Matcher]:
+        """The matchers that undecided searches wait for."""
+        searches = [request.beam_search for request in self._undecided]
+        return [matcher for search in searches if search is not None for matcher in search.awaited]
+
+    def decide(self, running: RunningSet, kv: BlockSharing) -> tuple[list[Request], list[int]]:
+        """Reorder the beams of the searches whose matchers have answered. Returns the requests whose search has ended,
+        and the beam slots to release."""
+        ended: list[Request] = []
+        released: list[int] = []
+        undecided, self._undecided = self._undecided, []
+        for request in undecided:
+            search = request.beam_search
+            assert search is not None
+            if request.status is RequestStatus.FINISHED or not search.has_candidates:
+                continue  # it has ended, or is computed again
             children = search.expand()
+            if children is None:
+                self._undecided.append(request)
+                continue
             if search.is_done:
                 ended.append(request)
                 continue

@@ -158,6 +158,14 @@ class Ends:
         """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
         caller then removes their sequences from those that run."""
         ended, released = self.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
+        return self._end_searches(ended, released, now)
+
+    def settle_beams(self, now: float) -> list[SequenceUpdate]:
+        """As `update_beams`, for the searches that waited for matchers."""
+        ended, released = self.beam_reorder.decide(self._running, self._kv)
+        return self._end_searches(ended, released, now)
+
+    def _end_searches(self, ended: list[Request], released: list[int], now: float) -> list[SequenceUpdate]:
         self.released += released
         updates = []
         for request in ended:

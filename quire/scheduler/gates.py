@@ -24,6 +24,7 @@ from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, RequestStatus
 from quire.scheduler.admission import Quote
+from quire.scheduler.matching import first_matchers
 
 MIN_SHARED_BLOCKS = 2
 """A wait for fewer blocks does not pay: a step reads all weights, which costs about as much as a block of tokens."""
@@ -123,20 +124,26 @@ class Reservations:
 
 
 class ConstraintGate:
-    """A request waits until its constraint is compiled, which runs beside the engine. Nothing is reserved for it: the
-    scheduler starts others meanwhile."""
+    """A request waits until its matchers have answered: at its start its constraint is compiled, after a preemption its
+    last token is followed. That runs beside the engine. Nothing is reserved for the request: the scheduler starts
+    others meanwhile."""
 
     reason = "compiling constraint"
     stage = Stage.LOOK_UP
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        constraint = request.constraint
-        if constraint is None or constraint.is_ready:
+        if request.constraint is None or _has_matchers(request):
             return None
-        return Deferral(self.reason, 0, lambda: not constraint.is_ready, reserves_slots=False)
+        return Deferral(self.reason, 0, lambda: not _has_matchers(request), reserves_slots=False)
 
     def forget(self, request: Request) -> None:
         """Nothing is kept."""
+
+
+def _has_matchers(request: Request) -> bool:
+    """Whether a constrained request can start: one that is refused waits until the core has told so."""
+    is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
+    return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 
 
 class PendingPrefixGate:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
-from quire.decoding.masks import Constraint
+from quire.decoding.masks import Constraint, Matcher
+from quire.errors import UserError
 from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
@@ -95,6 +96,23 @@ class EngineScheduler(Protocol):
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
+        ...
+
+    def awaits_matchers(self, plan: StepPlan) -> bool:
+        """Whether `sampling_inputs` of a plan in flight is still to wait for matchers, and `settle`."""
+        ...
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether matchers have yet to answer."""
+        ...
+
+    def awaited(self) -> list[Matcher]:
+        """The matchers whose answers a step waits for, briefly."""
+        ...
+
+    def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
+        """Go on with what matchers have answered: updates, and the requests that are refused, with the reasons."""
         ...
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:

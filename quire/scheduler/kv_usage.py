@@ -23,12 +23,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from quire.decoding.masks import ConstraintSpec, Matcher
 from quire.errors import UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
+from quire.scheduler.matching import matcher_of
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
 from quire.step import SamplingInputs, StepPlan, TokenLogprobs
@@ -53,6 +53,11 @@ class InFlight(msgspec.Struct, frozen=True):
     """Sequences that fork after this plan's forward pass, and their children."""
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
+
+    @property
+    def awaits_matchers(self) -> bool:
+        """Whether a mask that the plan expects depends on a token that its matcher has not followed yet."""
+        return any(self.samples[index].awaits_matcher for index in self.plan.expects_sampling_inputs)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
         """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
@@ -86,20 +91,8 @@ class InFlight(msgspec.Struct, frozen=True):
 
 def _next_mask(sequence: Sequence) -> bytes | None:
     """As Matcher.mask. A beam whose text is complete can only end."""
-    matcher = _matcher(sequence)
+    matcher = matcher_of(sequence)
     return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()
-
-
-def _matcher(sequence: Sequence) -> Matcher:
-    """The sequence's matcher, made for its first mask. Raises UserError when its constraint cannot be compiled."""
-    if sequence.matcher is None:
-        request = sequence.request
-        assert request.constraint is not None, "only samples under a constraint have masks"
-        params = request.params
-        spec = ConstraintSpec(request.constraint_start, params.ignore_eos, params.allowed_token_ids)
-        generated = sequence.token_ids[request.num_prompt_tokens :]
-        sequence.matcher = request.constraint.matcher(spec, generated)
-    return sequence.matcher
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:

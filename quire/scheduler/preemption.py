@@ -98,6 +98,8 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
     if in_flight and (request.register_prefix or request.beam_search is not None):
         # The update with these samples needs the blocks: it registers them, or reorders the beams.
         return None
+    if request.beam_search is not None and request.beam_search.has_candidates:
+        return None  # the beams are reordered when their matchers have answered
     if any(sequence.num_pending_drafts for sequence in sequences):
         return None  # how many of the tokens are computed is not known
     footprint = kv.footprint(handles)

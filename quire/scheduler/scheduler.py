@@ -15,7 +15,7 @@ from itertools import count, repeat
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
-from quire.decoding.masks import Constraint, take_forced
+from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
 from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
@@ -28,6 +28,7 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
+from quire.scheduler.matching import Matching
 from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
@@ -75,6 +76,7 @@ class Scheduler:
         self._seq_ids = count()
         self._arrivals = count()
         self._step_ids = count()
+        self.matching = Matching()
         self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
@@ -112,6 +114,7 @@ class Scheduler:
             self._registration.check_registration(request, self._requests.values())
             self._registration.reserve(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
+        self.matching.begin(request)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
                 sequence.chain = self.kv.new_chain(request.cache_salt)
@@ -233,6 +236,10 @@ class Scheduler:
             count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
+    def awaits_matchers(self, plan: StepPlan) -> bool:
+        """Whether `sampling_inputs` of a plan in flight must wait for matchers (`settle`)."""
+        return self._in_flight[plan.step_id].awaits_matchers
+
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known.
 
@@ -286,30 +293,18 @@ class Scheduler:
                 num_more_tokens += len(new_ids) - 1
             else:
                 token_ids += new_ids
-            token_id = new_ids[-1]
-            num_sampled = num_known = len(token_ids)
-            is_matched = False
             if has_masks and sequence.matcher is not None:  # without drafts of its own: those have no masks
-                if not sequence.matcher.accept(token_id):
-                    token_ids.pop()
-                    self._ends.end_unmatched(sequence, f"token {token_id} does not follow the constraint")
-                    continue
-                new_ids = new_ids + take_forced(sequence)
-                num_more_tokens += len(new_ids) - 1
-                token_id, num_known = new_ids[-1], len(token_ids)
-                is_matched = sequence.matcher.is_finished
+                self.matching.ask(sequence, new_ids, token_logprobs)
+                continue
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs[: len(new_ids)]
-            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids or is_matched:
+            num_known = len(token_ids)
+            if num_known >= sequence.max_total_tokens or new_ids[-1] in request.end_token_ids:
                 any_finished = True
-                update.ends_in_text = is_matched and ends_in_text(sequence, token_id)
-                update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
-                self._ends.finish(sequence, reason[0])
-                report_times(update, request, now)
-            elif num_sampled <= sequence.report_times_until:
-                is_first = num_sampled <= request.num_prompt_tokens + 1
-                report_times(update, request, now, can_wait=not (is_first or request.each_step))
+                self._finish_in_time(sequence, update, now)
+            elif num_known <= sequence.report_times_until:
+                _report_times_early(update, sequence, num_known, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
@@ -319,6 +314,60 @@ class Scheduler:
         if self._ends.unmatched:
             updates += self._ends.report_unmatched(now)
         return updates
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether matchers have yet to answer, so that `settle` is due when they have."""
+        return self.matching.is_waiting or bool(self._ends.beam_reorder.awaited)
+
+    def awaited(self) -> list[Matcher]:
+        """The matchers whose answers a step waits for, briefly."""
+        beams = self._ends.beam_reorder.awaited
+        return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
+
+    def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
+        """Go on with the sequences whose matchers have answered for their last tokens: append what is forced behind
+        those, end what is finished, report. End the requests that cannot start under their constraints: their ids and
+        the reasons are the second result."""
+        updates = self._ends.settle_beams(now)
+        num_tokens = sum([len(update.new_token_ids) for update in updates])
+        for sequence, new_ids, token_logprobs in self.matching.take_answered():
+            matcher, request = sequence.matcher, sequence.request
+            if matcher is None:
+                continue  # it ended meanwhile
+            if matcher.error is not None or matcher.num_accepted < len(new_ids):
+                del sequence.token_ids[-len(new_ids) :]
+                reason = f"token {new_ids[-1]} does not follow the constraint"
+                self._ends.end_unmatched(sequence, reason if matcher.error is None else matcher.error.message)
+                continue
+            num_sampled = len(sequence.token_ids)
+            new_ids = new_ids + take_forced(sequence)
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
+            if token_logprobs:
+                update.logprobs = token_logprobs
+            is_full = len(sequence.token_ids) >= sequence.max_total_tokens
+            if is_full or new_ids[-1] in request.end_token_ids or matcher.is_finished:
+                self._finish_in_time(sequence, update, now)
+            elif num_sampled <= sequence.report_times_until:
+                _report_times_early(update, sequence, num_sampled, now)
+            updates.append(update)
+            num_tokens += len(new_ids)
+        self._stats.generation_tokens_total += num_tokens
+        refused = self.matching.take_refused()
+        for request, _ in refused:
+            self._ends.end(request, request.live_sequences, FinishReason.ERROR)
+        if updates:
+            self._running.drop_finished()
+        if self._ends.unmatched:
+            updates += self._ends.report_unmatched(now)
+        return updates, [(request.request_id, error) for request, error in refused]
+
+    def _finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
+        """End a sequence with its last token, and tell so in its update."""
+        update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
+        update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
+        self._ends.finish(sequence, reason[0])
+        report_times(update, sequence.request, now)
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
@@ -340,7 +389,7 @@ class Scheduler:
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
             num_tokens = known - start
-            if num_tokens <= 0:
+            if num_tokens <= 0 or sequence.awaits_matcher:
                 continue
             if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
@@ -426,3 +475,9 @@ class Scheduler:
         self._ends.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
         check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)
+
+
+def _report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
+    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
+    is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
+    report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))

@@ -55,7 +55,8 @@ def test_thoughts_end_in_time(wanted: list[int], budget: int, is_open: bool, cut
         choices = allowed(matcher.mask())
         assert len(choices) in (1, VOCAB_SIZE)
         token_ids.append(token_id if token_id in choices else choices[0])
-        assert matcher.accept(token_ids[-1])
+        matcher.advance(token_ids[-1:], 0)
+        assert matcher.num_accepted == 1
     # Behind the budget come the tokens of the end, and no other.
     assert longest_thought(token_ids, is_open) <= budget + len(END)
 
@@ -64,9 +65,62 @@ def test_copies_go_their_own_ways() -> None:
     constraint = BudgetConstraint(None, ThinkingBudget(0, START, END, is_open=False), VOCAB_SIZE)
     first = constraint.matcher(ConstraintSpec(), START[:1])
     second = first.copy()
-    assert first.accept(9)
-    assert second.accept(START[1])
-    assert (first.forced_token(), second.forced_token()) == (None, END[0])
+    first.advance([9], 10)
+    second.advance([START[1]], 10)
+    assert (first.forced, second.forced) == ([], END)
+
+
+class Fixed:
+    """A matcher around which a budget is: it accepts `accepts` and forces `forces` behind it."""
+
+    is_ready, is_slow, error, is_finished, ends_in_text = True, False, None, False, False
+
+    def __init__(self, accepts: list[int], forces: list[int]) -> None:
+        self.accepts, self.forces, self.asked = accepts, forces, [[0, 0]][:0]
+        self.num_accepted, self.forced = 0, list[int]()
+
+    def matcher(self, spec: ConstraintSpec, token_ids: list[int]) -> Fixed:
+        return self
+
+    def advance(self, token_ids: list[int], num_forced: int) -> None:
+        self.asked.append([*token_ids, num_forced])
+        self.num_accepted = len([token for token in token_ids if token in self.accepts])
+        self.forced = self.forces[:num_forced]
+
+    def mask(self) -> bytes | None:
+        return None
+
+
+def test_tokens_that_the_inner_constraint_forces_count_as_thoughts_when_they_are_such() -> None:
+    inner = Fixed(list(range(VOCAB_SIZE)), [*START, 3])
+    matcher = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=False), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+        ConstraintSpec(), []
+    )
+    matcher.advance([5], 9)
+    assert list(matcher.forced) == [*START, 3]
+    assert allowed(matcher.mask()) == END[:1], "the mark opened thoughts, and one token used the budget up"
+    matcher.advance(END[:1], 9)
+    assert list(matcher.forced)[: len(END) - 1] == END[1:]
+    assert inner.asked[-1][:-1] == END
+
+
+def test_no_inner_token_is_forced_within_thoughts() -> None:
+    inner = Fixed(list(range(VOCAB_SIZE)), [3, 3])
+    matcher = BudgetConstraint(inner, ThinkingBudget(4, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+        ConstraintSpec(), []
+    )
+    matcher.advance([5], 9)
+    assert inner.asked == [[5, 0]]
+
+
+def test_a_mark_that_the_inner_constraint_refuses_ends_the_sequence() -> None:
+    inner = Fixed([5], [])
+    matcher = BudgetConstraint(inner, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+        ConstraintSpec(), []
+    )
+    matcher.advance([5], 9)
+    assert matcher.error is not None
+    assert "thoughts" in matcher.error.message
 
 
 def test_what_it_does_not_go_with() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec, mask_of
+from quire.decoding.masks import ConstraintSpec, Matcher, mask_of
 from quire.errors import UserError
 from quire.step import Candidates, SamplingInputs, SequenceSampling, StepPlan, StepResult
 from tests.fakes.executor import ContractViolationError, FakeExecutor
 
 VOCAB_SIZE = 97
+REFUSED = 1000
+"""Larger numbers do not compile."""
 
 
 class AllowedByPosition:
@@ -27,18 +30,41 @@ class AllowedByPosition:
         self.num_masks = 0
         self.is_prepared = False
         self.tells_forced = True
-        """Whether matchers name a token that alone may follow."""
-        self.compile_checks = 0
-        """How often a new constraint says that it is not ready."""
+        """Whether matchers accept tokens that alone may follow."""
+        self.compile_waits = 0
+        """How often the engine waits before a new matcher answers for the first time."""
+        self.answer_waits: Iterator[int] = itertools.repeat(0)
+        """The same for each answer behind that."""
+        self.is_slow = False
         self.max_tokens: int | None = None
         """Tokens behind which a constraint allows nothing."""
         self.fails_after: int | None = None
         """Tokens behind which a matcher cannot say what may follow."""
+        self.clients: list[str] = []
+        """The client of each request with a constraint."""
+        self._asked: list[NumberMatcher] = []
+        self._sent: list[NumberMatcher] = []
 
-    def constraint(self, text: str) -> NumberConstraint:
+    def constraint(self, text: str, client: str = "") -> NumberConstraint:
         if not text.isdigit():
             raise UserError(f"{text!r} is not a number", param="constraint")
-        return NumberConstraint(self, text, self.compile_checks)
+        self.clients.append(client)
+        return NumberConstraint(self, text)
+
+    def ask(self, matcher: NumberMatcher) -> None:
+        self._asked.append(matcher)
+
+    def flush(self) -> None:
+        self._sent += self._asked
+        self._asked = []
+
+    def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
+        self.wait_answer(seconds)
+
+    def wait_answer(self, seconds: float) -> None:
+        for matcher in self._sent:
+            matcher.num_waits -= 1
+        self._sent = [matcher for matcher in self._sent if matcher.num_waits >= 0]
 
     def prepare(self) -> None:
         self.is_prepared = True
@@ -65,45 +91,81 @@ class AllowedByPosition:
 
 
 class NumberConstraint:
-    """A Constraint that is ready when it has been asked `num_checks` times."""
+    """A Constraint. Numbers above REFUSED do not compile."""
 
-    def __init__(self, source: AllowedByPosition, text: str, num_checks: int) -> None:
+    def __init__(self, source: AllowedByPosition, text: str) -> None:
         self._source = source
         self._text = text
-        self._num_checks = num_checks
-
-    @property
-    def is_ready(self) -> bool:
-        self._num_checks -= 1
-        return self._num_checks < 0
 
     def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> NumberMatcher:
         return NumberMatcher(self._source, self._text, spec, list(token_ids))
 
 
 class NumberMatcher:
-    """A Matcher. It ends behind `source.max_tokens` tokens, and has no mask behind `source.fails_after`."""
+    """A Matcher. It ends behind `source.max_tokens` tokens, and has no mask behind `source.fails_after`. What it says is
+    read while it is ready, as the protocol has it, or an assertion fails."""
 
     def __init__(self, source: AllowedByPosition, text: str, spec: ConstraintSpec, token_ids: list[int]) -> None:
         self.spec = spec
-        self.is_finished = self.ends_in_text = False
+        self.num_waits = source.compile_waits
         self._source = source
         self._text = text
         self._token_ids = token_ids
+        self._num_accepted = len(token_ids)
+        self._forced: list[int] = []
+        source.ask(self)
 
-    def accept(self, token_id: int) -> bool:
-        if not self._source.is_allowed(self._text, self._token_ids)[token_id]:
-            return False
-        self._token_ids.append(token_id)
-        self.is_finished = self.ends_in_text = len(self._token_ids) == self._source.max_tokens
-        return True
+    @property
+    def is_ready(self) -> bool:
+        return self.num_waits < 0
 
-    def forced_token(self) -> int | None:
-        allowed = np.flatnonzero(self._source.is_allowed(self._text, self._token_ids))
-        is_open = self._source.tells_forced and len(self._token_ids) != self._source.fails_after
-        return int(allowed[0]) if is_open and len(allowed) == 1 else None
+    @property
+    def is_slow(self) -> bool:
+        return self._source.is_slow
+
+    @property
+    def error(self) -> UserError | None:
+        assert self.is_ready
+        return UserError(f"{self._text} does not compile", param="structured_outputs") if int(self._text) > REFUSED else None
+
+    @property
+    def num_accepted(self) -> int:
+        assert self.is_ready
+        return self._num_accepted
+
+    @property
+    def forced(self) -> list[int]:
+        assert self.is_ready
+        return self._forced
+
+    @property
+    def is_finished(self) -> bool:
+        assert self.is_ready
+        return len(self._token_ids) == self._source.max_tokens
+
+    @property
+    def ends_in_text(self) -> bool:
+        return self.is_finished
+
+    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+        assert self.is_ready
+        self._num_accepted, self._forced = 0, []
+        for token_id in token_ids:
+            if not self._source.is_allowed(self._text, self._token_ids)[token_id]:
+                break
+            self._token_ids.append(token_id)
+            self._num_accepted += 1
+        while self._source.tells_forced and len(self._forced) < num_forced and not self.is_finished:
+            allowed = np.flatnonzero(self._source.is_allowed(self._text, self._token_ids))
+            if len(allowed) != 1 or len(self._token_ids) == self._source.fails_after:
+                break
+            self._forced.append(int(allowed[0]))
+            self._token_ids.append(int(allowed[0]))
+        self.num_waits = next(self._source.answer_waits)
+        self._source.ask(self)
 
     def mask(self) -> bytes:
+        assert self.is_ready
         if len(self._token_ids) == self._source.fails_after:
             raise UserError("no token can come next", param="structured_outputs")
         return self._source.mask(self._text, self._token_ids)
@@ -112,6 +174,7 @@ class NumberMatcher:
         return mask_of(token_ids, -(-self._source.vocab_size // 32) * 4)
 
     def copy(self) -> NumberMatcher:
+        assert self.is_ready
         found = copy.copy(self)
         found._token_ids = list(self._token_ids)
         return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.decoding.masks import ConstraintSpec
 from quire.decoding.thinking_budget import BudgetConstraint
 from quire.kv_cache.block_table import BlockTable
 from quire.request import FinishReason
@@ -171,7 +172,14 @@ def test_blocks_of_forced_tokens_at_the_end_hold_nothing(queue_depth: int, monke
 def test_the_mark_that_ends_thoughts_is_forced() -> None:
     source = AllowedByPosition()
     budget = ThinkingBudget(num_tokens=2, start=[5], end=[7, 8, 9], is_open=True)
-    matcher = BudgetConstraint(None, budget, source.vocab_size).matcher(None, [])  # type: ignore[arg-type]
-    for token, forced in ((1, None), (2, 7), (7, 8), (8, 9), (9, None)):
-        assert matcher.accept(token)
-        assert matcher.forced_token() == forced
+    matcher = BudgetConstraint(None, budget, source.vocab_size).matcher(ConstraintSpec(), [])
+    matcher.advance([1], 10)
+    assert matcher.forced == []
+    sampled = matcher.copy()
+    matcher.advance([2], 10)
+    assert matcher.forced == [7, 8, 9]
+    assert matcher.mask() is None
+    for token, following in ((2, 7), (7, 8), (8, 9)):
+        sampled.advance([token], 0)
+        assert sampled.forced == []
+        assert sampled.mask() == matcher.mask_of(following)

@@ -48,6 +48,8 @@ def test_planned_one_token_ahead_and_no_further() -> None:
     driver.add("bound", prompt(5), max_tokens=20, constraint="5")
     driver.add("free", prompt(5, start=3), max_tokens=20)
     scheduler = driver.scheduler
+    driver.masks.flush()
+    driver.masks.wait([], 0)
     plans = [scheduler.schedule(0.0) for _ in range(4)]
     assert [len(plan.seq_ids) for plan in plans] == [2, 2, 1, 1], "its third token needs the mask behind the second"
     assert [plan.expects_sampling_inputs for plan in plans] == [[0], [0], [], []]
@@ -131,7 +133,7 @@ def test_an_engine_without_constraints_refuses_them() -> None:
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_a_request_waits_until_its_constraint_is_compiled_and_others_run(queue_depth: int) -> None:
     driver = make_driver(queue_depth=queue_depth)
-    driver.masks.compile_checks = 12
+    driver.masks.compile_waits = 12
     driver.add("bound", prompt(9), max_tokens=6, constraint="5")
     driver.add("free", prompt(9, start=4), max_tokens=4)
     for _ in range(5):
@@ -144,10 +146,10 @@ def test_a_request_waits_until_its_constraint_is_compiled_and_others_run(queue_d
 
 def test_an_abort_ends_the_wait_for_a_constraint() -> None:
     driver = make_driver()
-    driver.masks.compile_checks = 10**6
+    driver.masks.compile_waits = 10**6
     driver.add("bound", prompt(9), max_tokens=6, constraint="5")
     driver.step()
-    assert driver.core.is_blocked
+    assert driver.core.scheduler.awaits_answers
     driver.abort("bound")
     driver.run()
     assert driver.tokens == {}

@@ -1,0 +1,112 @@
+"""Matchers that have yet to answer: those of requests that start, and those of sequences that have got a token.
+
+A matcher runs outside of the engine core (quire/decoding/masks.py). Until it has answered for a sequence's last token,
+the scheduler neither reports that token nor plans the next one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.decoding.masks import ConstraintSpec, Matcher, num_forceable
+from quire.errors import UserError
+from quire.request import Request, RequestStatus, Sequence
+from quire.step import TokenLogprobs
+
+
+class Asked(NamedTuple):
+    """A sequence's new tokens, which its matcher was asked about."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+class Matching:
+    """Questions to matchers without an answer yet."""
+
+    def __init__(self) -> None:
+        self._starting: list[Request] = []
+        self._new: list[Matcher] = []
+        self._asked: list[Asked] = []
+
+    def begin(self, request: Request) -> None:
+        """Make the matchers that a new request starts with: one without tokens, and those of sequences that bring
+        tokens."""
+        constraint = request.constraint
+        if constraint is None:
+            return
+        params, num_prompt_tokens = request.params, request.num_prompt_tokens
+        spec = ConstraintSpec(request.constraint_start, params.ignore_eos, params.allowed_token_ids)
+        if any(not sequence.num_output_tokens for sequence in request.sequences):
+            request.first_matcher = constraint.matcher(spec, [])
+        for sequence in request.live_sequences:
+            if sequence.num_output_tokens:
+                sequence.matcher = constraint.matcher(spec, sequence.token_ids[num_prompt_tokens:])
+        self._starting.append(request)
+        self._new += first_matchers(request)
+
+    def ask(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Ask a sequence's matcher about its new last tokens."""
+        assert sequence.matcher is not None
+        sequence.awaits_matcher = True
+        sequence.matcher.advance(token_ids, num_forceable(sequence, len(token_ids)))
+        self._asked.append(Asked(sequence, token_ids, logprobs))
+
+    def take_answered(self) -> list[Asked]:
+        """The tokens whose matchers have answered since the last call, in the order of the questions."""
+        answered = [each for each in self._asked if _is_answered(each.sequence)]
+        if answered:
+            self._asked = [each for each in self._asked if not _is_answered(each.sequence)]
+            for each in answered:
+                each.sequence.awaits_matcher = False
+        return answered
+
+    def take_refused(self) -> list[tuple[Request, UserError]]:
+        """The requests that cannot start under their constraints, and why. Forgets those that can."""
+        refused, left = [], []
+        for request in self._starting:
+            if request.status is RequestStatus.FINISHED:
+                continue
+            matchers = first_matchers(request)
+            error = next((each.error for each in matchers if each.is_ready and each.error is not None), None)
+            if error is not None:
+                refused.append((request, error))
+            elif not all(each.is_ready for each in matchers):
+                left.append(request)
+        self._starting = left
+        return refused
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer changes anything."""
+        return bool(self._asked or self._starting)
+
+    def awaited(self) -> list[Matcher]:
+        """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that have
+        got a token, and once those of each new request."""
+        new, self._new = self._new, []
+        asked = [each.sequence.matcher for each in self._asked]
+        return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
+
+
+def first_matchers(request: Request) -> list[Matcher]:
+    """The matchers that a request cannot start without."""
+    found = [] if request.first_matcher is None else [request.first_matcher]
+    return found + [each.matcher for each in request.live_sequences if each.matcher is not None]
+
+
+def matcher_of(sequence: Sequence) -> Matcher:
+    """The sequence's matcher, made for its first mask."""
+    request = sequence.request
+    if sequence.matcher is None:
+        assert request.first_matcher is not None, "only samples under a constraint have masks"
+        sequence.matcher = request.first_matcher if len(request.sequences) == 1 else request.first_matcher.copy()
+    if sequence.matcher.is_slow:
+        request.max_pending_tokens = 0  # a step that was planned ahead would wait for its mask
+    return sequence.matcher
+
+
+def _is_answered(sequence: Sequence) -> bool:
+    """Whether the matcher has answered, or the sequence has ended meanwhile."""
+    return sequence.matcher is None or sequence.matcher.is_ready

@@ -1,0 +1,36 @@
+"""The front end's half: from a request's StructuredOutputsParams to the text of a grammar.
+
+The text goes to the engine core, which has it compiled (quire/structured_output/service.py) and refuses a bad one.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from quire.config.structured_outputs import StructuredOutputsConfig
+from quire.structured_output.grammar import write_grammar
+from quire.structured_output.vocabulary import check_tokenizer
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.tokenization.tokenizer import Tokenizer
+
+
+class GrammarWriter:
+    """Writes constraints as grammars. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """vocab_size: tokens of the model, which may have fewer than the tokenizer."""
+        self.config = StructuredOutputsConfig()
+        """Settings for every constraint; engines set them before the first."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def write(self, params: StructuredOutputsParams) -> str:
+        """The constraint's grammar. Raises UserError for one that is too large or cannot be read, and for models whose
+        tokens have no text of their own."""
+        check_tokenizer(self._tokenizer)
+        return write_grammar(self.config.apply(params), self._special_tokens)
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        tokenizer = check_tokenizer(self._tokenizer)
+        return {tokenizer.token_text(each): each for each in tokenizer.special_ids if each < self._vocab_size}
