@@ -150,3 +150,10 @@ def limit_openmp_spinning() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+
+
+def prepare_for_forks(stack_bytes: int) -> None:
+    """Let the libraries of this process start no threads before it forks: the tokenizers library makes its pool unless
+    `TOKENIZERS_PARALLELISM` says otherwise. Threads that Rust starts in the forks have `RUST_MIN_STACK` of stack."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RUST_MIN_STACK"] = str(stack_bytes)

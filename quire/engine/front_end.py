@@ -15,7 +15,7 @@ from quire.engine.long_texts import LONG_TEXT_CHARACTERS, LongTexts
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.logging import get_logger
-from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
+from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 
 logger = get_logger(__name__)
 
@@ -98,17 +98,3 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     except BaseException:
         client.shutdown()
         raise
-
-
-def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the model's."""
-    if options.skip_tokenizer_init:
-        return None
-    is_own = options.tokenizer is None or options.tokenizer == options.model
-    return load_tokenizer(
-        options.model if options.tokenizer is None else options.tokenizer,
-        options.tokenizer_revision or (options.revision if is_own else None),
-        vocab_size=vocab_size,
-        download_dir=options.download_dir,
-        chat_template=options.chat_template,
-    )

@@ -11,11 +11,10 @@ import sys
 
 import msgspec
 
-from quire.engine.front_end import open_tokenizer
 from quire.engine.long_texts import MAX_REPLY_BYTES, Bytes, Encoded, NotEncoded, Read, Setup, Text, packed
 from quire.errors import QuireError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 from quire.utils.child_process import watch_parent
 
 

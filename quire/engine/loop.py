@@ -16,7 +16,7 @@ from quire.engine.output_window import OutputWindow
 from quire.executors.interface import Executor
 from quire.executors.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
-from quire.tokenization.tokenizer import Tokenizer
+from quire.structured_output.service import ConstraintService
 
 
 def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerFactory = paged_scheduler) -> EngineCore:
@@ -39,14 +39,7 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
     if config.model.pooling is not None:
         return NO_MASKS
-    from quire.structured_output.masks import GrammarMasks  # with numpy, which the server's process starts without
-
-    def load() -> Tokenizer | None:
-        from quire.engine.front_end import open_tokenizer  # only for constraints
-
-        return open_tokenizer(options, config.model.vocab_size)
-
-    return GrammarMasks(load, config.model.vocab_size, config.model.eos_token_ids)
+    return ConstraintService(options, config.model.vocab_size, config.model.eos_token_ids)
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage], window: OutputWindow) -> EngineOutputs | None:

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_optional_json, shown
+from quire.config.options import EngineOptions
 from quire.errors import ConfigError, InternalError, ModelLoadError, UserError, is_interrupt, panics_are_errors
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
@@ -403,3 +404,17 @@ def read_template(text: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that was asked for, else the model's."""
+    if options.skip_tokenizer_init:
+        return None
+    is_own = options.tokenizer is None or options.tokenizer == options.model
+    return load_tokenizer(
+        options.model if options.tokenizer is None else options.tokenizer,
+        options.tokenizer_revision or (options.revision if is_own else None),
+        vocab_size=vocab_size,
+        download_dir=options.download_dir,
+        chat_template=options.chat_template,
+    )

@@ -43,7 +43,7 @@ for name in sys.argv[1:]:
 TOKENIZERS = """
 import sys
 from quire.config.options import EngineOptions
-from quire.engine.front_end import open_tokenizer
+from quire.tokenization.tokenizer import open_tokenizer
 for name, revision, directory in zip(*[iter(sys.argv[1:])] * 3):
     options = EngineOptions(
         model="unused", tokenizer=name, tokenizer_revision=revision or None, revision="not its own",

@@ -16,7 +16,7 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.front_end import open_tokenizer
+from quire.tokenization.tokenizer import open_tokenizer
 from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts, TokenizerProcess
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.tokenization.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ async def test_a_request_that_is_cancelled_ends_the_process_that_works_for_it(we
 def test_a_process_ends_with_a_parent_that_is_killed() -> None:
     program = f"""
 from quire.config.options import EngineOptions
-from quire.engine.front_end import open_tokenizer
+from quire.tokenization.tokenizer import open_tokenizer
 from quire.engine.long_texts import LongTexts
 
 options = EngineOptions.from_keywords({{}})

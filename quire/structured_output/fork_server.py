@@ -1,0 +1,256 @@
+"""The fork server: a process with the model's vocabulary and no threads, which forks.
+
+Its forks rehearse texts (rehearsal.py), or make masks (mask_process.py). They share the memory of the vocabulary, and
+start in milliseconds. Started by ConstraintService (service.py); it ends with its parent, and its forks with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.envs import prepare_for_forks
+from quire.errors import UserError
+from quire.structured_output.forks import fork, limit
+from quire.structured_output.mask_process import STACK, serve_masks
+from quire.structured_output.messages import (
+    Cancel,
+    Connection,
+    Outcome,
+    Rehearse,
+    Setup,
+    StartMasks,
+    Try,
+    Verdict,
+)
+from quire.structured_output.rehearsal import rehearse, too_late, why_it_ended
+from quire.structured_output.turns import Job, Turns
+from quire.structured_output.vocabulary import check_tokenizer, make_vocabulary
+from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+STDIN = 0
+NICE = 5
+"""Added to the niceness of forks that compile for long."""
+NUM_SPARE = 2
+"""Forks that wait for a text."""
+
+
+class Rehearsal:
+    """A fork that rehearses, or waits for a text."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.job: Job | None = None
+
+    def end(self) -> int:
+        """Kill the fork, if it lives; returns its status as `subprocess` has it."""
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self.connection.close()
+        return os.waitstatus_to_exitcode(status)
+
+    def status(self) -> int:
+        """The status of a fork that has closed its connection."""
+        _, status = os.waitpid(self.pid, 0)
+        self.connection.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+class ForkServer:
+    """One thread, which waits for messages of the engine core and of forks."""
+
+    def __init__(self, setup: Setup, vocabulary: LLTokenizer | None, failure: str) -> None:
+        """failure: why the model's tokenizer has no vocabulary; then every text is refused for it."""
+        self._setup = setup
+        self._limits = setup.limits
+        self._vocabulary = vocabulary
+        self._failure = failure
+        self._connection = Connection(socket.socket(fileno=setup.fd))
+        self._turns = Turns(len(setup.limits.cpu_seconds))
+        self._jobs: dict[int, Job] = {}
+        self._spare: list[Rehearsal] = []
+        self._short: Rehearsal | None = None
+        """The fork that makes a first try."""
+        self._long: Rehearsal | None = None
+        """The fork that makes a later try."""
+        self._masks_pid = 0
+        self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
+
+    def serve(self) -> None:
+        """Until the engine core is gone."""
+        while not self._connection.is_at_end:
+            self._dispatch()
+            readable = self._wait()
+            if STDIN in readable:
+                return
+            if self._connection.fileno() in readable:
+                for frame in self._connection.receive():
+                    self._handle(self._decoder.decode(frame))
+            for rehearsal in (self._short, self._long):
+                if rehearsal is not None and rehearsal.connection.fileno() in readable:
+                    self._finish(rehearsal)
+            self._end_late_ones()
+
+    def _wait(self) -> set[int]:
+        """Descriptors that have something to read, or are at their end."""
+        poll = select.poll()
+        poll.register(STDIN, select.POLLIN)
+        running = [each for each in (self._short, self._long) if each is not None]
+        for connection in (self._connection, *(each.connection for each in running)):
+            connection.pump()
+            poll.register(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.has_unsent else 0))
+        timeout = None
+        if self._jobs:
+            first = min(job.deadline for job in self._jobs.values())
+            timeout = max(0.0, first - time.monotonic()) * 1000 + 1
+        return {number for number, events in poll.poll(timeout) if events & ~select.POLLOUT}
+
+    def _handle(self, message: Rehearse | Cancel | StartMasks) -> None:
+        match message:
+            case Rehearse(number, text, client, deadline):
+                if self._failure:
+                    self._send(Verdict(number, Outcome(self._failure)))
+                    return
+                job = self._jobs[number] = Job(number, text, client, deadline)
+                self._turns.add(job)
+            case Cancel(number):
+                if (found := self._jobs.pop(number, None)) is not None:
+                    self._drop(found)
+            case StartMasks():
+                self._start_masks(self._connection.descriptors.popleft(), self._connection.descriptors.popleft())
+
+    def _dispatch(self) -> None:
+        """Give waiting texts to forks that are free, and keep spare ones."""
+        if self._vocabulary is None:
+            return
+        if self._short is None and (job := self._turns.take(range(1))) is not None:
+            self._short = self._begin(job, 0)
+        if self._long is None and (job := self._turns.take(range(1, len(self._limits.cpu_seconds)))) is not None:
+            self._long = self._begin(job, NICE)
+        while len(self._spare) < NUM_SPARE:
+            self._spare.append(self._fork_rehearsal())
+
+    def _begin(self, job: Job, nice: int) -> Rehearsal:
+        rehearsal = self._spare.pop() if self._spare else self._fork_rehearsal()
+        rehearsal.job = job
+        seconds = job.deadline - time.monotonic()
+        work = Try(job.text, self._limits.cpu_seconds[job.lane], seconds, nice)
+        rehearsal.connection.send(msgspec.msgpack.encode(work))
+        return rehearsal
+
+    def _fork_rehearsal(self) -> Rehearsal:
+        vocabulary, limits = self._vocabulary, self._limits
+        assert vocabulary is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = fork(lambda: rehearse(theirs, vocabulary, limits), limits.stack)
+        return Rehearsal(pid, Connection(ours))
+
+    def _finish(self, rehearsal: Rehearsal) -> None:
+        """A fork has answered, or has ended."""
+        job = rehearsal.job
+        assert job is not None
+        frames = rehearsal.connection.receive()
+        if frames:
+            self._free(rehearsal)
+            rehearsal.end()
+            self._tell(job, msgspec.msgpack.decode(frames[0], type=Outcome))
+        elif rehearsal.connection.is_at_end:
+            self._free(rehearsal)
+            status = rehearsal.status()
+            is_out_of_time = status in (-signal.SIGPROF, -signal.SIGXCPU)
+            if is_out_of_time and job.lane + 1 < len(self._limits.cpu_seconds):
+                job.lane += 1
+                self._turns.add(job)
+                return
+            self._tell(job, Outcome(why_it_ended(status, self._limits)), is_final=status != -signal.SIGALRM)
+
+    def _free(self, rehearsal: Rehearsal) -> None:
+        if rehearsal is self._short:
+            self._short = None
+        else:
+            self._long = None
+
+    def _drop(self, job: Job) -> None:
+        """End what is done for a job."""
+        self._turns.remove(job)
+        for rehearsal in (self._short, self._long):
+            if rehearsal is not None and rehearsal.job is job:
+                self._free(rehearsal)
+                rehearsal.end()
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.deadline <= now]:
+            self._drop(job)
+            self._tell(job, Outcome(too_late(self._limits)), is_final=False)
+
+    def _tell(self, job: Job, outcome: Outcome, *, is_final: bool = True) -> None:
+        if self._jobs.pop(job.number, None) is not None:
+            self._send(Verdict(job.number, outcome, is_final))
+
+    def _send(self, verdict: Verdict) -> None:
+        self._connection.send(msgspec.msgpack.encode(verdict))
+
+    def _start_masks(self, connection: int, memory: int) -> None:
+        """End the mask process, if there is one, and fork another."""
+        if self._masks_pid:
+            os.kill(self._masks_pid, signal.SIGKILL)
+            os.waitpid(self._masks_pid, 0)
+            self._masks_pid = 0
+        vocabulary, setup = self._vocabulary, self._setup
+        end = socket.socket(fileno=connection)
+        if vocabulary is not None:
+            eos = [token_id for token_id in setup.eos_token_ids if 0 <= token_id < setup.vocab_size]
+
+            def work() -> None:
+                serve_masks(end, memory, vocabulary, setup.vocab_size, eos, setup.limits)
+
+            self._masks_pid = fork(work, STACK * setup.limits.stack)
+        end.close()
+        os.close(memory)
+
+
+def main() -> None:
+    """What `start_interpreter` runs."""
+    serve(open_tokenizer)
+
+
+def serve(load: Callable[..., Tokenizer | None]) -> None:
+    """Read the setup from standard input, make the vocabulary and fork until the parent is gone.
+
+    load: makes the tokenizer from the engine's options and the size of the model's vocabulary.
+    """
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return  # the parent ended before it had said what to do
+    setup = msgspec.json.decode(line, type=Setup)
+    # The parent decides what a signal to all processes of a service means, and ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    prepare_for_forks(STACK * setup.limits.stack)
+    limit(resource.RLIMIT_CORE, 0)
+    vocabulary, failure = None, ""
+    try:
+        tokenizer = check_tokenizer(load(setup.options, setup.vocab_size))
+        vocabulary = make_vocabulary(tokenizer, setup.vocab_size, setup.eos_token_ids)
+    except UserError as error:
+        failure = error.message
+    gc.collect()
+    gc.freeze()
+    ForkServer(setup, vocabulary, failure).serve()
+    os._exit(0)

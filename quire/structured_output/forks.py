@@ -1,0 +1,79 @@
+"""What the forks of the fork server have in common: they end with it, have no memory to collect, and work on a thread
+whose stack has the size that was asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+_PAGE = resource.getpagesize()
+
+
+def fork(work: Callable[[], None], stack: int) -> int:
+    """Fork this process, which has one thread. The child does `work` on a thread with so many bytes of stack, and
+    ends; returns its process id to the parent."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        gc.disable()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            run_with_stack(work, stack)
+            status = 0
+    except BaseException:  # a fork never returns into the code of its parent
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def run_with_stack(work: Callable[[], None], stack: int) -> None:
+    """Do `work` on another thread, and wait for it."""
+    threading.stack_size(stack)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def limit(kind: int, value: int) -> None:
+    """Lower a limit of this process (`resource.RLIMIT_...`)."""
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def limit_memory(more: int) -> None:
+    """Let this process have so many bytes of address space more than now, on Linux."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit(resource.RLIMIT_AS, pages * _PAGE + more)
+
+
+def own_memory() -> int:
+    """Bytes of memory that are this process's own; 0 on systems without /proc."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024 if "RssAnon:" in status else 0
+
+
+def be_silent(*descriptors: int) -> None:
+    """Throw away what is written to these descriptors."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nothing, descriptor)
+    os.close(nothing)

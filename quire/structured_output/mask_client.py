@@ -1,0 +1,416 @@
+"""The engine core's side of the mask process: collects what matchers ask, takes answers, and starts another process
+where one has died or hangs."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import socket
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.errors import UserError
+from quire.logging import get_logger
+from quire.structured_output.mask_memory import MIN_SLOTS, Busy, MaskMemory, make_memory
+from quire.structured_output.mask_process import NUM_THREADS
+from quire.structured_output.messages import Connection, Copy, Done, Grammar, Work
+from quire.structured_output.remote_matcher import NO_SLOT, RemoteMatcher, too_much_work
+from quire.structured_output.sequence_state import MaskShape
+
+if TYPE_CHECKING:
+    from quire.structured_output.remote_matcher import ConstraintText
+
+logger = get_logger(__name__)
+
+PREFIX = "the constraint of structured_outputs cannot be followed: "
+CULPRIT = "the process that makes masks crashes or hangs at it"
+
+MAX_GRAMMARS = 64
+"""Grammars that are kept beside those in use."""
+MAX_GRAMMAR_BYTES = 512 * 2**20
+"""Memory of all grammars, by the growth that their rehearsals saw."""
+SMALL_GRAMMAR_BYTES = 8 * 2**20
+"""A grammar of at most this size never waits for others to end."""
+HANG_SECONDS = 10.0
+"""For one token or mask; without one for a message."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether it hangs."""
+MASK_SECONDS = 5.0
+"""The longest wait in `await_mask`."""
+MAX_DEATHS = 5
+"""Deaths of the mask process in a row, without an answer in between, until all matchers fail."""
+
+
+class MaskClient:
+    """Used by one thread, but for `ended_slots`, which any may add to."""
+
+    def __init__(
+        self, shape: MaskShape, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
+    ) -> None:
+        """start: have the fork server start a mask process with these descriptors (connection, memory), and close them.
+        condemn: refuse a text from now on, for this reason."""
+        self._shape = shape
+        self._start = start
+        self._condemn = condemn
+        self.num_mask_bytes = shape.num_bytes
+        self.connection: Connection | None = None
+        self._memory: MaskMemory | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Done)
+        self._serials = itertools.count(1)
+        self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
+        """Those that have a slot."""
+        self.ended_slots: deque[int] = deque()
+        """Slots of matchers that are gone."""
+        self._free_slots: list[int] = []
+        """A heap."""
+        self._num_slots = 0
+        self._known: set[int] = set()
+        """Slots that the process knows."""
+        self._missing: set[int] = set()
+        """Slots that the process has not answered completely."""
+        self._waiting: deque[weakref.ref[RemoteMatcher]] = deque()
+        """Matchers that the process is to make, once their grammars have room."""
+        self._copies: list[tuple[RemoteMatcher, RemoteMatcher, bool]] = []
+        self._advances: list[RemoteMatcher] = []
+        self._grammars: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Number and bytes of the texts that the process has. The one used last is last."""
+        self._numbers = itertools.count(1)
+        self._unsettled: list[RemoteMatcher] = []
+        """Matchers about which something has come since the last `settle`."""
+        self.num_settled = 0
+        """Matchers about which the last `settle` told something."""
+        self._last_sign = self._next_check = 0.0
+        self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
+        """Matchers at work when the process died, which are tried one at a time."""
+        self._tried: weakref.ref[RemoteMatcher] | None = None
+        self._num_deaths = 0
+
+    # What matchers ask
+
+    def next_serial(self) -> int:
+        return next(self._serials)
+
+    def add(self, matcher: RemoteMatcher) -> None:
+        """Make a new matcher, whose text is rehearsed."""
+        self._waiting.append(weakref.ref(matcher))
+
+    def advance(self, matcher: RemoteMatcher) -> None:
+        self._advances.append(matcher)
+
+    def copy(self, matcher: RemoteMatcher, source: RemoteMatcher, *, wants_mask: bool) -> None:
+        self._give_slot(matcher)
+        self._copies.append((matcher, source, wants_mask))
+
+    def read(self, slot: int) -> bytes:
+        """The mask in a slot."""
+        assert self._memory is not None
+        return self._memory.read(slot, self.num_mask_bytes)
+
+    def await_mask(self, matcher: RemoteMatcher) -> None:
+        """Wait until the mask of a matcher is there, or is known not to come. Raises UserError when that takes long."""
+        deadline = time.monotonic() + MASK_SECONDS
+        self.flush()
+        while not matcher.has_mask:
+            if time.monotonic() > deadline:
+                raise too_much_work()
+            if not self.receive():
+                self.check()
+                self.flush()
+                poll = select.poll()
+                if self.connection is not None:
+                    poll.register(self.connection.fileno(), select.POLLIN)
+                poll.poll(LOOK_SECONDS * 1000)
+
+    # Messages
+
+    def flush(self) -> None:
+        """Send what matchers were asked, in one message."""
+        self._try_next()
+        if not (self._waiting or self._copies or self._advances or self.ended_slots):
+            return
+        if self.connection is None and not (self._waiting or self._copies):
+            self._take_ended()
+            return
+        connection = self.connection or self._start_process()
+        ended = self._take_ended()
+        work = Work(0, ended, [], [], [], [], [])
+        for matcher, source, wants_mask in self._copies:
+            if source.is_held:  # the process does not know it
+                self._waiting.append(weakref.ref(matcher))
+            elif matcher.is_held:
+                matcher.is_held = False
+                self._known.add(matcher.slot)
+                work.copies.append(Copy(matcher.slot, matcher.serial, source.slot, wants_mask))
+                self._miss(matcher)
+        self._copies.clear()
+        self._add_advances(work)
+        self._add_news(work)
+        work.num_slots = self._num_slots
+        connection.send(self._encoder.encode(work))
+
+    def _add_advances(self, work: Work) -> None:
+        for matcher in self._advances:
+            advance = matcher.advanced()
+            if advance is not None and not matcher.is_held and matcher.error is None:
+                work.advances.append(advance)
+                self._miss(matcher)
+        self._advances.clear()
+
+    def _add_news(self, work: Work) -> None:
+        """Matchers whose grammars have room. The others wait, in order."""
+        waiting, self._waiting = self._waiting, deque()
+        for reference in waiting:
+            matcher = reference()
+            if matcher is None or matcher.error is not None or not matcher.is_held:
+                continue
+            number = self._grammar_number(matcher.constraint.text, work)
+            if number is None:
+                self._waiting.append(reference)
+                continue
+            if matcher.slot == NO_SLOT:
+                self._give_slot(matcher)
+            matcher.is_held = False
+            self._known.add(matcher.slot)
+            work.news.append(matcher.new(number))
+            advance = matcher.advanced()
+            if advance is not None:
+                work.advances.append(advance)
+            self._miss(matcher)
+
+    def _miss(self, matcher: RemoteMatcher) -> None:
+        """An answer or a mask is to come."""
+        if matcher.has_all:
+            return
+        if not self._missing:
+            self._last_sign = time.monotonic()
+        self._missing.add(matcher.slot)
+
+    def receive(self) -> bool:
+        """Take the messages that have come; returns whether there were any."""
+        connection = self.connection
+        if connection is None:
+            return False
+        connection.pump()
+        frames = connection.receive()
+        for frame in frames:
+            self._take(self._decoder.decode(frame))
+        if frames:
+            self._last_sign = time.monotonic()
+            self._num_deaths = 0
+        elif connection.is_at_end:
+            self._restart([busy.slot for busy in self._busy()])
+        return bool(frames)
+
+    def _take(self, done: Done) -> None:
+        for answer in done.answers:
+            matcher = self._matcher(answer.slot)
+            if matcher is not None and answer.serial == matcher.serial:
+                matcher.take_answer(answer)
+                self._note(matcher)
+        for masked in done.masks:
+            matcher = self._matcher(masked.slot)
+            if matcher is not None and masked.serial == matcher.serial:
+                matcher.take_mask(masked)
+                self._note(matcher)
+
+    def _note(self, matcher: RemoteMatcher) -> None:
+        """Something has come for a matcher."""
+        self._unsettled.append(matcher)
+        if matcher.has_all:
+            self._missing.discard(matcher.slot)
+        if matcher.constraint.is_exhausted and matcher.error is None:
+            for each in self._live():
+                if each.constraint is matcher.constraint:
+                    self._fail(each, too_much_work())
+
+    def settle(self) -> None:
+        """Let matchers be ready for which enough has come."""
+        self.num_settled = len(self._unsettled)
+        for matcher in self._unsettled:
+            matcher.settle()
+        self._unsettled.clear()
+
+    def _fail(self, matcher: RemoteMatcher, error: UserError) -> None:
+        matcher.fail(error)
+        self._missing.discard(matcher.slot)
+        self._unsettled.append(matcher)
+
+    def refuse(self, matcher: RemoteMatcher, error: UserError) -> None:
+        """End a matcher whose text cannot be used."""
+        self._fail(matcher, error)
+
+    def fail_all(self, error: UserError) -> None:
+        """End all that live."""
+        for matcher in self._live():
+            self._fail(matcher, error)
+
+    # Slots and grammars
+
+    def _matcher(self, slot: int) -> RemoteMatcher | None:
+        reference = self._matchers.get(slot)
+        return None if reference is None else reference()
+
+    def _live(self) -> list[RemoteMatcher]:
+        """All matchers that the process has or is to make, by age of their slots."""
+        found = {
+            id(matcher): matcher for slot in sorted(self._matchers) if (matcher := self._matcher(slot)) is not None
+        }
+        found |= {id(matcher): matcher for each in self._waiting if (matcher := each()) is not None}
+        return list(found.values())
+
+    def _give_slot(self, matcher: RemoteMatcher) -> None:
+        if not self._free_slots:
+            more = max(MIN_SLOTS, self._num_slots)
+            self._free_slots = list(range(self._num_slots, self._num_slots + more))
+            self._num_slots += more
+            if self._memory is not None:
+                self._memory.hold(self._num_slots)
+        matcher.slot = heapq.heappop(self._free_slots)
+        self._matchers[matcher.slot] = weakref.ref(matcher)
+
+    def _take_ended(self) -> list[int]:
+        """Free the slots of matchers that are gone; returns those that the process knows."""
+        ended = []
+        while self.ended_slots:
+            slot = self.ended_slots.popleft()
+            del self._matchers[slot]
+            heapq.heappush(self._free_slots, slot)
+            self._missing.discard(slot)
+            if slot in self._known:
+                self._known.discard(slot)
+                ended.append(slot)
+        return ended
+
+    def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:
+        """The number of a text's grammar, which the process has or is told; None: there is no room yet."""
+        known = self._grammars.get(text.text)
+        if known is not None:
+            self._grammars.move_to_end(text.text)
+            return known[0]
+        outcome = text.outcome
+        assert outcome is not None, "matchers are made of texts that were rehearsed"
+        if not self._make_room(outcome.growth, work):
+            return None
+        number = next(self._numbers)
+        self._grammars[text.text] = number, outcome.growth
+        work.grammars.append(Grammar(number, text.text, outcome.compile_seconds, outcome.seconds))
+        return number
+
+    def _make_room(self, size: int, work: Work) -> bool:
+        """Drop grammars that are not in use, the one used longest ago first, until a new one has room."""
+        total = size + sum(each for _, each in self._grammars.values())
+        if total <= MAX_GRAMMAR_BYTES and len(self._grammars) < MAX_GRAMMARS:
+            return True
+        used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
+        idle = deque(text for text in self._grammars if text not in used)
+        while idle and (total > MAX_GRAMMAR_BYTES or len(idle) >= MAX_GRAMMARS):
+            number, freed = self._grammars.pop(idle.popleft())
+            total -= freed
+            work.ended_grammars.append(number)
+        return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or total == size
+
+    # Deaths
+
+    def check(self) -> None:
+        """End a process that hangs: one token or mask takes it longer than HANG_SECONDS, or it is silent."""
+        now = time.monotonic()
+        if not self._missing or now < self._next_check:
+            return
+        self._next_check = now + LOOK_SECONDS
+        busy = self._busy()
+        late = [each.slot for each in busy if now - each.since > HANG_SECONDS]
+        if late or (not busy and now - self._last_sign > HANG_SECONDS):
+            self._restart(late)
+
+    def start_again(self) -> None:
+        """The fork server is gone, and the mask process with it."""
+        if self.connection is not None:
+            self._restart([])
+
+    def close(self) -> None:
+        """Forget the process, which ends as its connection does."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _busy(self) -> list[Busy]:
+        return [] if self._memory is None else self._memory.busy(NUM_THREADS)
+
+    def _start_process(self) -> Connection:
+        ours, theirs = socket.socketpair()
+        descriptor = make_memory()
+        self._memory = MaskMemory(descriptor, self._shape.num_written)
+        if not self._num_slots:
+            self._num_slots = self._memory.num_slots
+            self._free_slots = [slot for slot in range(self._num_slots) if slot not in self._matchers]
+        self._memory.hold(self._num_slots)
+        self.connection = Connection(ours)
+        self._last_sign = time.monotonic()
+        self._start(theirs.detach(), os.dup(descriptor))
+        return self.connection
+
+    def _restart(self, slots: list[int]) -> None:
+        """Go on without the process, which died or hangs while it worked for these slots."""
+        self.close()
+        self._num_deaths += 1
+        at_work = [matcher for slot in slots if (matcher := self._matcher(slot)) is not None]
+        tried = None if self._tried is None else self._tried()
+        logger.warning("the process that makes masks has ended at work for %d sequences", len(at_work))
+        suspects = [matcher for each in self._suspects if (matcher := each()) is not None]
+        if tried is not None and tried in at_work:
+            self._end_culprit(tried)
+        else:
+            suspects = [*([tried] if tried is not None else []), *suspects]
+            suspects += [matcher for matcher in at_work if matcher not in suspects]
+        self._suspects, self._tried = deque(map(weakref.ref, suspects)), None
+        if self._num_deaths > MAX_DEATHS:
+            self.fail_all(out_of_order())
+        live = self._live()
+        self._known.clear()
+        self._missing.clear()
+        self._grammars.clear()
+        self._copies.clear()
+        self._advances.clear()
+        self._waiting.clear()
+        for matcher in live:
+            if matcher.error is None:
+                matcher.start_again(is_suspect=matcher in suspects)
+                self._unsettled.append(matcher)
+                if matcher not in suspects:
+                    self._waiting.append(weakref.ref(matcher))
+
+    def _end_culprit(self, culprit: RemoteMatcher) -> None:
+        self._condemn(culprit.constraint.text, CULPRIT)
+        for matcher in self._live():
+            if matcher.constraint is culprit.constraint:
+                self._fail(matcher, UserError(f"{PREFIX}{CULPRIT}", param="structured_outputs"))
+
+    def _try_next(self) -> None:
+        """Let the process have the next matcher that was at work when another one died."""
+        tried = None if self._tried is None else self._tried()
+        if tried is not None and not tried.has_all:
+            return
+        self._tried = None
+        while self._suspects and self._tried is None:
+            suspect = self._suspects.popleft()()
+            if suspect is not None and suspect.error is None:
+                self._tried = weakref.ref(suspect)
+                self._waiting.append(self._tried)
+
+
+def out_of_order() -> UserError:
+    return UserError(
+        "structured outputs are out of order: the processes that make masks end again and again",
+        param="structured_outputs",
+    )

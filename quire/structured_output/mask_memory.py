@@ -1,0 +1,78 @@
+"""The memory that the engine core and the mask process share: a board that says what the process works at, and a slot
+for the mask of each matcher."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from typing import NamedTuple
+
+BOARD_BYTES = 4096
+MIN_SLOTS = 64
+_ENTRY = struct.Struct("<qd")
+"""On the board, for each thread: slot + 1, or 0 while it has no work; time.monotonic() when it began."""
+
+
+class Busy(NamedTuple):
+    """slot: whose work a thread does. since: by time.monotonic()."""
+
+    slot: int
+    since: float
+
+
+def make_memory() -> int:
+    """A descriptor of memory without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("quire-masks", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class MaskMemory:
+    """One process's view of the memory. Both call `hold` before a slot is used."""
+
+    def __init__(self, descriptor: int, num_mask_bytes: int) -> None:
+        """num_mask_bytes: that are written of a mask."""
+        self._descriptor = descriptor
+        self._stride = -(-num_mask_bytes // 64) * 64
+        self.num_slots = 0
+        self._map: mmap.mmap
+        self.hold(MIN_SLOTS)
+
+    def hold(self, num_slots: int) -> None:
+        """Have room for so many slots. Memory that is not written to takes none."""
+        if num_slots <= self.num_slots:
+            return
+        size = BOARD_BYTES + num_slots * self._stride
+        if os.fstat(self._descriptor).st_size < size:
+            os.ftruncate(self._descriptor, size)
+        self._map = mmap.mmap(self._descriptor, size)
+        self.num_slots = num_slots
+
+    def write(self, slot: int, mask: memoryview) -> None:
+        start = BOARD_BYTES + slot * self._stride
+        self._map[start : start + len(mask)] = mask
+
+    def read(self, slot: int, num_bytes: int) -> bytes:
+        start = BOARD_BYTES + slot * self._stride
+        return self._map[start : start + num_bytes]
+
+    def note_work(self, thread: int, slot: int, now: float) -> None:
+        """A thread of the mask process begins work for a slot; -1: it has none."""
+        _ENTRY.pack_into(self._map, thread * _ENTRY.size, slot + 1, now)
+
+    def busy(self, num_threads: int) -> list[Busy]:
+        """What the threads of the mask process are doing, or were doing when it ended."""
+        entries = (_ENTRY.unpack_from(self._map, thread * _ENTRY.size) for thread in range(num_threads))
+        return [Busy(number - 1, since) for number, since in entries if number]
+
+    def forget(self) -> None:
+        """Give back the memory of all masks: none is used."""
+        if hasattr(mmap, "MADV_REMOVE"):
+            self._map.madvise(mmap.MADV_REMOVE, BOARD_BYTES)
+
+    def close(self) -> None:
+        """Close the descriptor; the views go with the object."""
+        os.close(self._descriptor)

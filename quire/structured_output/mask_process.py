@@ -1,0 +1,449 @@
+"""The mask process: a fork of the fork server that compiles grammars which were rehearsed, and makes the masks of all
+sequences of one engine.
+
+The engine core sends one message a step (`Work`), and gets answers in two stages (`Done`): first what became of the
+tokens, then the masks, which lie in shared memory. Its threads are equal: the one that reads a message does its work,
+and another one joins in where that takes long. Sequences whose masks take long are worked on by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.errors import UserError
+from quire.structured_output.forks import limit_memory
+from quire.structured_output.mask_memory import MaskMemory
+from quire.structured_output.messages import (
+    Advance,
+    Answer,
+    Copy,
+    Done,
+    Grammar,
+    Limits,
+    Masked,
+    New,
+    Work,
+    read_frames,
+    send_frame,
+)
+from quire.structured_output.rehearsal import in_one_line, start_matcher
+from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState
+from quire.utils.failures import explain
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+NUM_THREADS = 3
+STACK = 2
+"""Times the stack of a rehearsal, for each thread."""
+MEMORY = 2
+"""Times the memory of a rehearsal, besides the fork's own."""
+SLOW_SECONDS = 0.003
+"""Processor time of a token and its mask from which on a sequence is slow."""
+SLOW_TOKENS = 4
+"""Quick ones in a row until it is no longer."""
+PATIENCE = 0.003
+"""Seconds until a thread that waits looks whether another one is held up."""
+IDLE_SECONDS = 0.05
+"""Without a message, until threads that wait look no more."""
+SWITCH_SECONDS = 0.0005
+"""`sys.setswitchinterval`: a long list of tokens is made by steps of the interpreter."""
+
+
+class Slot:
+    """A sequence. Its work is done in the order in which it came, one piece at a time."""
+
+    def __init__(self, number: int, charge: int, seconds: float) -> None:
+        """seconds: for a mask, as far as known."""
+        self.number = number
+        self.charge = charge
+        self.lock = threading.Lock()
+        self.state: SequenceState | None = None
+        self.serial = 0
+        self.is_ended = False
+        self._num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
+
+    @property
+    def is_slow(self) -> bool:
+        return self._num_slow > 0
+
+    def note(self, seconds: float) -> None:
+        """A token or a mask took so long."""
+        if seconds > SLOW_SECONDS:
+            self._num_slow = SLOW_TOKENS
+
+    def note_mask(self) -> None:
+        if self._num_slow:
+            self._num_slow -= 1
+
+
+class Compiled:
+    """A grammar, compiled when first asked for."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._text = grammar.text
+        self.seconds = grammar.seconds
+        self._compile_seconds = grammar.compile_seconds
+        self._lock = threading.Lock()
+        self._start: LLMatcher | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """It is still to be compiled, and that takes long."""
+        return self._start is None and self._compile_seconds > SLOW_SECONDS
+
+    def start(self, vocabulary: LLTokenizer) -> LLMatcher:
+        """A matcher at the start. Raises UserError."""
+        with self._lock:
+            if self._start is None:
+                self._start = start_matcher(vocabulary, self._text)
+                if self._start.is_error():
+                    raise UserError(in_one_line(self._start.get_error()))
+            return self._start.deep_copy()
+
+
+class Task:
+    """Work for one slot: tokens and their answer, or its mask. is_slow: done by the one thread that does such work."""
+
+    __slots__ = ("compiled", "is_slow", "mask_serial", "slot", "work")
+
+    def __init__(
+        self, slot: Slot, work: New | Advance | None, compiled: Compiled | None = None, mask_serial: int = 0
+    ) -> None:
+        self.slot = slot
+        self.work = work
+        self.compiled = compiled
+        self.mask_serial = mask_serial
+        self.is_slow = slot.is_slow or (compiled is not None and compiled.is_slow)
+
+
+class SlowTasks:
+    """Tasks of slow sequences: requests take turns."""
+
+    def __init__(self) -> None:
+        self._charges: OrderedDict[int, deque[Task]] = OrderedDict()
+        self.is_running = False
+
+    def __bool__(self) -> bool:
+        return self.is_running or bool(self._charges)
+
+    def add(self, task: Task) -> None:
+        self._charges.setdefault(task.slot.charge, deque()).append(task)
+
+    def take(self) -> Task | None:
+        """The next one, unless one is being done."""
+        if self.is_running or not self._charges:
+            return None
+        charge, tasks = self._charges.popitem(last=False)
+        task = tasks.popleft()
+        if tasks:
+            self._charges[charge] = tasks
+        self.is_running = True
+        return task
+
+
+class Scratch:
+    """Where a thread makes masks. A sequence may end meanwhile, and its slot become another one's."""
+
+    def __init__(self, num_bytes: int) -> None:
+        buffer = ctypes.create_string_buffer(num_bytes)
+        self.address = ctypes.addressof(buffer)
+        self.view = memoryview(buffer).cast("B")
+
+
+class MaskProcess:
+    """Slots, grammars and tasks, under one lock that is held for moments only."""
+
+    def __init__(
+        self, connection: socket.socket, memory: MaskMemory, vocabulary: LLTokenizer, shape: MaskShape
+    ) -> None:
+        self._connection = connection
+        self._received = bytearray()
+        self._memory = memory
+        self._vocabulary = vocabulary
+        self._shape = shape
+        self._decoder = msgspec.msgpack.Decoder(Work)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._work_came = threading.Condition(self._lock)
+        self._is_read = False
+        """A thread waits for the next message."""
+        self._last_message = 0.0
+        self._num_asleep = 0
+        """Threads that wait without looking."""
+        self._firsts: deque[Task] = deque()
+        self._masks: deque[Task] = deque()
+        self._slow = SlowTasks()
+        self._answers: list[Answer] = []
+        self._masked: list[Masked] = []
+        self._slots: dict[int, Slot] = {}
+        self._grammars: dict[int, Compiled] = {}
+        self._consume_apart = ConsumeApart(vocabulary)
+
+    def work(self, thread: int) -> None:
+        """What each thread does, until the engine core is gone. thread: its number."""
+        try:
+            scratch = Scratch(self._shape.num_written)
+            while True:
+                self._turn(thread, scratch)
+        except BaseException:  # the engine core starts another process
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _turn(self, thread: int, scratch: Scratch) -> None:
+        """Do one task, read a message, or wait for either."""
+        with self._lock:
+            task = self._next_task()
+            if task is None and self._is_read:
+                self._wait()
+                return
+            if task is None:
+                self._is_read = True
+        if task is None:
+            self._read()
+            return
+        self._memory.note_work(thread, task.slot.number, time.monotonic())
+        self._perform(task, scratch)
+        self._memory.note_work(thread, -1, 0.0)
+        self._send_what_is_done()
+
+    def _next_task(self) -> Task | None:
+        """Under the lock."""
+        if self._firsts:
+            return self._firsts.popleft()
+        if self._masks:
+            return self._masks.popleft()
+        return self._slow.take()
+
+    def _wait(self) -> None:
+        """Under the lock: until there may be something to do."""
+        if time.monotonic() - self._last_message < IDLE_SECONDS:
+            self._work_came.wait(PATIENCE)
+            return
+        self._num_asleep += 1
+        self._work_came.wait()
+        self._num_asleep -= 1
+
+    def _read(self) -> None:
+        frames = read_frames(self._connection, self._received)
+        if not frames:
+            os._exit(0)  # the engine core is gone
+        messages = [self._decoder.decode(frame) for frame in frames]
+        with self._lock:
+            self._is_read = False
+            self._last_message = time.monotonic()
+            for message in messages:
+                self._take(message)
+            if self._num_asleep == NUM_THREADS - 1 or (self._num_asleep and self._slow):
+                self._work_came.notify()
+
+    def _take(self, work: Work) -> None:
+        """Under the lock: note what a message asks for."""
+        self._memory.hold(work.num_slots)
+        for number in work.ended_slots:
+            self._slots.pop(number).is_ended = True
+        for number in work.ended_grammars:
+            del self._grammars[number]
+        for grammar in work.grammars:
+            self._grammars[grammar.number] = Compiled(grammar)
+        for copy in work.copies:
+            self._copy(copy)
+        for new in work.news:
+            compiled = self._grammars[new.grammar]
+            slot = self._slots[new.slot] = Slot(new.slot, new.charge, compiled.seconds)
+            self._add(Task(slot, new, compiled))
+        for advance in work.advances:
+            self._add(Task(self._slots[advance.slot], advance))
+
+    def _add(self, task: Task) -> None:
+        if task.is_slow:
+            self._slow.add(task)
+        elif task.work is None:
+            self._masks.append(task)
+        else:
+            self._firsts.append(task)
+
+    def _copy(self, copy: Copy) -> None:
+        source = self._slots[copy.source]
+        slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0)
+        with source.lock:
+            assert source.state is not None, "copies are made of matchers that have answered"
+            slot.state = source.state.copy()
+            slot._num_slow = source._num_slow
+        slot.serial = copy.serial
+        if copy.wants_mask:
+            self._add(Task(slot, None, mask_serial=copy.serial))
+
+    def _perform(self, task: Task, scratch: Scratch) -> None:
+        slot, work = task.slot, task.work
+        try:
+            with slot.lock:
+                if slot.is_ended:
+                    return
+                if work is None:
+                    masked = self._masked_of(slot, scratch) if task.mask_serial == slot.serial else None
+                    with self._lock:
+                        self._masked += [masked] if masked is not None else []
+                    return
+                answer = self._answer(slot, work, task.compiled)
+                needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
+                if task.is_slow and needs_mask:
+                    masked = self._masked_of(slot, scratch)
+                    answer.seconds += masked.seconds
+                    answer.is_slow, answer.is_masked = slot.is_slow, True
+                    answer.mask_error, answer.mask_param = masked.error, masked.param
+                    needs_mask = False
+            with self._lock:
+                self._answers.append(answer)
+                if needs_mask:
+                    self._add(Task(slot, None, mask_serial=slot.serial))
+        finally:
+            if task.is_slow:
+                with self._lock:
+                    self._slow.is_running = False
+
+    def _answer(self, slot: Slot, work: New | Advance, compiled: Compiled | None) -> Answer:
+        """Follow the tokens."""
+        slot.serial = work.serial
+        consume = self._consume_apart if slot.is_slow else consume_here
+        clock = self._consume_apart.seconds if slot.is_slow else no_seconds
+        started = time.thread_time() + clock()
+        answer = Answer(work.slot, work.serial, 0, [], False, False, False, NO_TOKEN, False, slot.is_slow, 0.0)
+        try:
+            if isinstance(work, New):
+                assert compiled is not None
+                start = compiled.start(self._vocabulary)
+                started = time.thread_time() + clock()  # compiling was rehearsed
+                slot.state = SequenceState(start, self._shape, work.mark, work.ignore_eos, work.allowed)
+            state = slot.state
+            assert state is not None
+            answer.num_accepted = state.accept(work.tokens, consume)
+            if answer.num_accepted < len(work.tokens):
+                answer.is_masked, answer.mask_error = True, "a token does not follow the constraint"
+            else:
+                if isinstance(work, Advance):
+                    answer.forced = state.take_forced(work.num_forced, consume)
+                answer.is_free = state.is_free
+                certain = state.certain_token()
+                answer.only = certain if certain != NO_TOKEN and state.may_take(certain) else NO_TOKEN
+            answer.is_finished, answer.ends_in_text = state.is_finished, state.ends_in_text
+        except UserError as error:
+            answer.error = error.message
+        except BaseException as error:  # a panic of the native library is no Exception
+            answer.error = in_one_line(explain(error))
+        answer.seconds = time.thread_time() + clock() - started
+        slot.note(answer.seconds)
+        answer.is_slow = slot.is_slow
+        return answer
+
+    def _masked_of(self, slot: Slot, scratch: Scratch) -> Masked:
+        """Make the mask of a slot, and write it unless the slot has ended meanwhile."""
+        started = time.thread_time()
+        masked = Masked(slot.number, slot.serial, 0.0)
+        try:
+            assert slot.state is not None
+            slot.state.write_mask(scratch.view, scratch.address)
+            with self._lock:
+                if not slot.is_ended:
+                    self._memory.write(slot.number, scratch.view)
+        except UserError as error:
+            masked.error, masked.param = error.message, error.param or ""
+        except BaseException as error:  # a panic of the native library is no Exception
+            masked.error = in_one_line(explain(error))
+        masked.seconds = time.thread_time() - started
+        slot.note_mask()
+        slot.note(masked.seconds)
+        return masked
+
+    def _send_what_is_done(self) -> None:
+        """Answers go together, once no quick one is missing; so do masks."""
+        with self._lock:
+            answers, masked = [], []
+            if self._answers and not self._firsts:
+                answers, self._answers = self._answers, []
+            if self._masked and not self._masks and not self._answers:
+                masked, self._masked = self._masked, []
+            if not answers and not masked:
+                return
+            self._sending.acquire()  # in this order they are sent
+        try:
+            send_frame(self._connection, self._encoder.encode(Done(answers, masked)))
+        except OSError:
+            os._exit(0)  # the engine core is gone
+        finally:
+            self._sending.release()
+
+
+def consume_here(state: LLMatcher, token_id: int) -> bool:
+    """Follow a token. Holds the interpreter."""
+    return state.consume_token(token_id)
+
+
+def no_seconds() -> float:
+    return 0.0
+
+
+class ConsumeApart:
+    """Follow a token on a thread of the library, while other threads of this process run."""
+
+    def __init__(self, vocabulary: LLTokenizer) -> None:
+        from llguidance import LLExecutor, LLMatcher
+
+        before = set(threads_of_process())
+        self._executor = LLExecutor(1)
+        self._other = start_matcher(vocabulary, LLMatcher.grammar_from_regex("[^\\x00-\\U0010ffff]"))
+        """It takes no token. The library uses its thread for two matchers, not for one."""
+        self(self._other.deep_copy(), 0)
+        found = set(threads_of_process()) - before
+        self._clock = thread_clock(found.pop()) if len(found) == 1 else None
+
+    def __call__(self, state: LLMatcher, token_id: int) -> bool:
+        return self._executor.consume_token_par([(state, token_id), (self._other, 0)])[0]
+
+    def seconds(self) -> float:
+        """Processor time of that thread."""
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+
+def threads_of_process() -> list[int]:
+    """Ids of the threads of this process; empty on systems without /proc."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return []
+
+
+def thread_clock(thread: int) -> int:
+    """The clock of a thread's processor time, as Linux numbers it."""
+    return (~thread << 3) | 6
+
+
+def serve_masks(
+    connection: socket.socket,
+    memory: int,
+    vocabulary: LLTokenizer,
+    vocab_size: int,
+    end_ids: list[int],
+    limits: Limits,
+) -> None:
+    """The work of the fork."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    shape = MaskShape.of(vocab_size, end_ids)
+    process = MaskProcess(connection, MaskMemory(memory, shape.num_written), vocabulary, shape)
+    limit_memory(MEMORY * limits.memory)
+    threading.stack_size(STACK * limits.stack)
+    for thread in range(1, NUM_THREADS):
+        threading.Thread(target=process.work, args=(thread,), daemon=True).start()
+    process.work(0)

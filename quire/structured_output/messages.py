@@ -1,0 +1,295 @@
+"""What the engine core, the fork server and its forks tell one another: msgpack in frames over stream sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.config.options import EngineOptions
+
+_HEADER = struct.Struct("<Q")
+_READ_BYTES = 2**18
+MAX_DESCRIPTORS = 4
+"""Open files that come with one message."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one rehearsal may take. The kernel enforces all of them.
+
+    cpu_seconds: of processor time, for each try; a text that needs more is tried again with the next number. seconds:
+    from when a request wants it until the verdict, its turn included. memory: bytes of address space besides those of
+    the fork. stack: bytes; the mask process has twice as many.
+    """
+
+    cpu_seconds: tuple[float, ...] = (0.02, 0.1, 0.5, 2.0)
+    seconds: float = 10.0
+    memory: int = 2**30
+    stack: int = 2**27
+
+
+LIMITS = Limits()
+
+
+class Setup(msgspec.Struct):
+    """What the fork server is told: one line of JSON on its standard input. fd: its end of the connection."""
+
+    options: EngineOptions
+    vocab_size: int
+    eos_token_ids: list[int]
+    fd: int
+    limits: Limits
+
+
+class Rehearse(msgspec.Struct, tag=True):
+    """To the fork server: compile this text in a fork. deadline: by time.monotonic()."""
+
+    job: int
+    text: str
+    client: str
+    deadline: float
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """To the fork server: the rehearsal is wanted no more."""
+
+    job: int
+
+
+class StartMasks(msgspec.Struct, tag=True):
+    """To the fork server: end the mask process, if there is one, and fork another. Two descriptors come along: its
+    connection, and the memory of its masks."""
+
+
+class Try(msgspec.Struct):
+    """To a fork that rehearses: what it is to compile, and what it may take. nice: added to its niceness."""
+
+    text: str
+    cpu_seconds: float
+    seconds: float
+    nice: int
+
+
+class Outcome(msgspec.Struct):
+    """What a rehearsal found. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of memory
+    that it took. compile_seconds, seconds: of processor time, for compiling it and for the first mask."""
+
+    reason: str = ""
+    growth: int = 0
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+class Verdict(msgspec.Struct, tag=True):
+    """From the fork server. is_final: the same text has the same outcome every time."""
+
+    job: int
+    outcome: Outcome
+    is_final: bool = True
+
+
+class New(msgspec.Struct, array_like=True):
+    """A matcher in `slot`, which has followed `tokens`. mark: the constraint begins behind these tokens. allowed: as
+    ConstraintSpec.allowed_token_ids. serial: of its answer. charge: matchers of one request have the same."""
+
+    slot: int
+    serial: int
+    grammar: int
+    charge: int
+    tokens: Sequence[int]
+    mark: Sequence[int]
+    ignore_eos: bool
+    allowed: Sequence[int] | None
+
+
+class Copy(msgspec.Struct, array_like=True):
+    """A matcher in `slot` like the one in `source`. wants_mask: its mask is to be told."""
+
+    slot: int
+    serial: int
+    source: int
+    wants_mask: bool
+
+
+class Advance(msgspec.Struct, array_like=True):
+    slot: int
+    serial: int
+    tokens: Sequence[int]
+    num_forced: int
+
+
+class Grammar(msgspec.Struct, array_like=True):
+    """compile_seconds, seconds: as the rehearsal's Outcome."""
+
+    number: int
+    text: str
+    compile_seconds: float
+    seconds: float
+
+
+class Work(msgspec.Struct, array_like=True):
+    """To the mask process, in the order in which it is done. num_slots: the memory has room for them."""
+
+    num_slots: int
+    ended_slots: list[int]
+    ended_grammars: list[int]
+    grammars: list[Grammar]
+    copies: list[Copy]
+    news: list[New]
+    advances: list[Advance]
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """As the attributes of `quire.decoding.masks.Matcher`.
+
+    only: the one token that may come next; -1: the mask tells. is_free: all may. is_masked: the mask is there already,
+    or `mask_error` says why there is none. seconds: of processor time. error: why the matcher cannot go on.
+    """
+
+    slot: int
+    serial: int
+    num_accepted: int
+    forced: Sequence[int]
+    is_finished: bool
+    ends_in_text: bool
+    is_free: bool
+    only: int
+    is_masked: bool
+    is_slow: bool
+    seconds: float
+    error: str = ""
+    mask_error: str = ""
+    mask_param: str = ""
+
+
+class Masked(msgspec.Struct, array_like=True):
+    """The mask of a slot is there. error: why there is none; param: the field that it is about."""
+
+    slot: int
+    serial: int
+    seconds: float
+    error: str = ""
+    param: str = ""
+
+
+class Done(msgspec.Struct, array_like=True):
+    """From the mask process. Answers come before the masks of the same matchers."""
+
+    answers: Sequence[Answer]
+    masks: Sequence[Masked]
+
+
+class Connection:
+    """Frames over one end of a stream socket pair. Neither side waits for the other: what the socket does not take is
+    kept, and sent by a later `send` or `pump`. Used by one thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._received = bytearray()
+        self._unsent: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
+        self.descriptors: deque[int] = deque()
+        """Those that came with messages, in order."""
+        self.is_at_end = False
+        """The other side is gone."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        """descriptors: come along; those of this process are closed then."""
+        self._unsent.append((_HEADER.pack(len(message)) + message, descriptors))
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what is left, as far as the socket takes it."""
+        while self._unsent:
+            data, descriptors = self._unsent[0]
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [data], list(descriptors))
+                else:
+                    sent = self._socket.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.is_at_end = True
+                self._drop_unsent()
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if sent == len(data):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = memoryview(data)[sent:], ()
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come, whole ones. Empty is no sign of the end: `is_at_end` is."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, MAX_DESCRIPTORS)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.is_at_end = True
+                break
+            self.descriptors.extend(descriptors)
+            if not data:
+                self.is_at_end = True
+                break
+            self._received += data
+            if len(data) < _READ_BYTES:
+                break
+        return take_frames(self._received) if self._received else []
+
+    def close(self) -> None:
+        self._drop_unsent()
+        self._socket.close()
+
+    def _drop_unsent(self) -> None:
+        for _, descriptors in self._unsent:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._unsent.clear()
+
+
+def take_frames(received: bytearray) -> list[bytes]:
+    """Remove the whole frames at the front; returns their messages."""
+    frames, start, size = [], 0, len(received)
+    while size - start >= _HEADER.size:
+        (length,) = _HEADER.unpack_from(received, start)
+        end = start + _HEADER.size + length
+        if end > size:
+            break
+        frames.append(bytes(received[start + _HEADER.size : end]))
+        start = end
+    del received[:start]
+    return frames
+
+
+def send_frame(end: socket.socket, message: bytes) -> None:
+    """Send one message, and wait until the socket has taken it."""
+    end.sendall(_HEADER.pack(len(message)) + message)
+
+
+def read_frames(end: socket.socket, received: bytearray) -> list[bytes]:
+    """Wait for one message at least. Empty: the other side is gone. received: what is left of the last call."""
+    while not (frames := take_frames(received)):
+        with contextlib.suppress(InterruptedError):
+            try:
+                data = end.recv(_READ_BYTES)
+            except ConnectionError:
+                return []
+            if not data:
+                return []
+            received += data
+    return frames

@@ -1,0 +1,98 @@
+"""A rehearsal: one text is compiled, and its first mask made, in a fork under limits of the kernel. No check of a text
+can tell what a compiler takes for it; a fork that takes too much, or crashes, ends, and the engine learns why."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.structured_output.forks import be_silent, limit, limit_memory, own_memory
+from quire.structured_output.messages import Limits, Outcome, Try, read_frames, send_frame
+from quire.utils.failures import explain
+from quire.utils.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_REASON = 300
+
+
+def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
+    """Compile a grammar. Never raises for a bad one: `is_error` says so. Lets other threads run."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits) -> None:
+    """The work of a fork: wait for a Try, and answer with an Outcome, unless the kernel ends it."""
+    limit(resource.RLIMIT_CORE, 0)
+    be_silent(0, 1, 2)
+    frames = read_frames(connection, bytearray())
+    if not frames:
+        return  # the fork server is gone
+    work = msgspec.msgpack.decode(frames[0], type=Try)
+    os.nice(work.nice)
+    limit_memory(limits.memory)
+    signal.setitimer(signal.ITIMER_PROF, work.cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, max(work.seconds, 0.001))
+    try:
+        outcome = outcome_of(vocabulary, work.text)
+    except MemoryError:
+        outcome = Outcome(out_of_memory(limits))
+    except BaseException as error:  # a panic of the native library is no Exception
+        outcome = Outcome(in_one_line(explain(error)))
+    send_frame(connection, msgspec.msgpack.encode(outcome))
+
+
+def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
+    """Compile a text and make its first mask."""
+    before, began = own_memory(), time.thread_time()
+    state = start_matcher(vocabulary, text)
+    if state.is_error():
+        return Outcome(in_one_line(state.get_error()))
+    started = time.thread_time()
+    state.compute_ff_tokens()
+    mask = int.from_bytes(state.compute_bitmask(), "little")
+    ended = time.thread_time()
+    if state.is_error():
+        return Outcome(in_one_line(state.get_error()))
+    ends = sum(1 << token_id for token_id in set(vocabulary.eos_tokens))
+    if not mask & ~ends and not state.is_accepting():
+        return Outcome("no text matches it")
+    return Outcome("", max(0, own_memory() - before), started - began, ended - started)
+
+
+def why_it_ended(status: int, limits: Limits) -> str:
+    """What was wrong with a text whose fork ended with this `returncode`."""
+    if status == -signal.SIGSEGV or status == -signal.SIGBUS:
+        return "its parts are nested, or refer to one another, too deeply"
+    if status == -signal.SIGPROF or status == -signal.SIGXCPU:
+        return f"it takes longer than {limits.cpu_seconds[-1]:g} s of processor time to compile: make it simpler"
+    if status == -signal.SIGALRM:
+        return too_late(limits)
+    if status == -signal.SIGABRT:
+        return out_of_memory(limits)
+    return "the process that compiled it has ended"
+
+
+def too_late(limits: Limits) -> str:
+    return f"it takes longer than {limits.seconds:g} s to compile: make it simpler"
+
+
+def out_of_memory(limits: Limits) -> str:
+    return f"it takes more than {format_bytes(limits.memory)} of memory to compile: make it simpler"
+
+
+def in_one_line(reason: str) -> str:
+    """A reason of the library, in one line of usual length."""
+    text = " ".join(reason.split())
+    if text.startswith("NoExtension"):
+        text = "no token of this model continues the text"
+    return text[:MAX_REASON]

@@ -1,0 +1,209 @@
+"""Constraints and matchers as the engine core has them: what they say was computed in the mask process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.decoding.masks import ConstraintSpec, mask_of
+from quire.errors import UserError
+from quire.structured_output.messages import Advance, Answer, Masked, New, Outcome
+from quire.structured_output.sequence_state import NO_TOKEN
+
+if TYPE_CHECKING:
+    from quire.structured_output.mask_client import MaskClient
+    from quire.structured_output.service import ConstraintService
+
+WORK_SECONDS = 5.0
+TOKEN_SECONDS = 0.001
+"""Processor time that one request's tokens and masks may take in all: so much, and so much for each token."""
+NO_SLOT = -1
+
+
+class ConstraintText:
+    """A text that live requests name. Its rehearsal ends with the last of them."""
+
+    def __init__(self, service: ConstraintService, text: str) -> None:
+        self._service = service
+        self.text = text
+        self.outcome: Outcome | None = None
+        """None: it is not rehearsed yet."""
+        self.job = 0
+        """Number of its rehearsal; 0: none has begun."""
+
+    def __del__(self) -> None:
+        if self.job and self.outcome is None:
+            self._service.forgotten_jobs.append(self.job)
+
+
+class RemoteConstraint:
+    """Implements Constraint."""
+
+    def __init__(self, service: ConstraintService, text: ConstraintText, client: str, charge: int) -> None:
+        self._service = service
+        self.text = text
+        self.client = client
+        self.charge = charge
+        self._seconds = 0.0
+        self._num_tokens = 0
+
+    def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> RemoteMatcher:
+        matcher = RemoteMatcher(self._service.masks, self, spec, token_ids)
+        self._service.begin(matcher)
+        return matcher
+
+    def note_work(self, seconds: float, num_tokens: int) -> None:
+        """Some work was done for one of its matchers."""
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Its matchers may do no more work."""
+        return self._seconds > WORK_SECONDS + TOKEN_SECONDS * self._num_tokens
+
+
+class RemoteMatcher:
+    """Implements Matcher."""
+
+    def __init__(
+        self, masks: MaskClient, constraint: RemoteConstraint, spec: ConstraintSpec, token_ids: Sequence[int]
+    ) -> None:
+        self._masks = masks
+        self.constraint = constraint
+        self.spec = spec
+        self.slot = NO_SLOT
+        self.serial = masks.next_serial()
+        """Number of its last `advance`, among those of all matchers."""
+        self.is_held = True
+        """The mask process does not know it yet."""
+        self.tokens = list(token_ids)
+        """All tokens that it has followed, as far as it has answered."""
+        self.unanswered: tuple[Sequence[int], int] | None = None
+        """Arguments of the last `advance`, until they are answered."""
+        self._is_answered = False
+        self._is_masked = self._is_free = False
+        self._only = NO_TOKEN
+        self._mask_error: UserError | None = None
+        self._own_mask: bytes | None = None
+        """Of a copy whose original had one."""
+        self.is_ready = self.is_slow = False
+        self.error: UserError | None = None
+        self.num_accepted = 0
+        self.forced: Sequence[int] = ()
+        self.is_finished = self.ends_in_text = False
+
+    def __del__(self) -> None:
+        if self.slot != NO_SLOT:
+            self._masks.ended_slots.append(self.slot)
+
+    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+        self.serial = self._masks.next_serial()
+        self.unanswered = (list(token_ids), num_forced)
+        self.is_ready = self._is_answered = False
+        self._forget_mask()
+        self._masks.advance(self)
+
+    def mask(self) -> bytes | None:
+        if not (self._is_free or self._only != NO_TOKEN or self.has_mask):
+            self._masks.await_mask(self)
+        error = self.error or self._mask_error
+        if error is not None:
+            raise error
+        if self._is_free:
+            return None
+        if self._only != NO_TOKEN:
+            return self.mask_of(self._only)
+        return self._own_mask or self._masks.read(self.slot)
+
+    def mask_of(self, *token_ids: int) -> bytes:
+        return mask_of(token_ids, self._masks.num_mask_bytes)
+
+    def copy(self) -> RemoteMatcher:
+        found = RemoteMatcher(self._masks, self.constraint, self.spec, self.tokens)
+        found.is_ready = found._is_answered = True
+        found.is_slow, found.error, found._mask_error = self.is_slow, self.error, self._mask_error
+        found.num_accepted, found.forced = self.num_accepted, self.forced
+        found.is_finished, found.ends_in_text = self.is_finished, self.ends_in_text
+        found._is_free, found._only = self._is_free, self._only
+        if self._is_masked and self._mask_error is None:
+            found._is_masked, found._own_mask = True, self._own_mask or self._masks.read(self.slot)
+        if self.error is None:
+            self._masks.copy(found, self, wants_mask=not found.has_all)
+        return found
+
+    @property
+    def has_mask(self) -> bool:
+        """`mask` need not wait for its memory, or raises."""
+        return self._is_masked or self.error is not None or self._mask_error is not None
+
+    @property
+    def has_all(self) -> bool:
+        """Nothing is missing."""
+        return self.error is not None or (
+            self._is_answered and (self._is_free or self._only != NO_TOKEN or self.has_mask)
+        )
+
+    def settle(self) -> None:
+        """Be ready, if enough has come."""
+        self.is_ready = self.has_all or (self._is_answered and not self.is_slow)
+
+    def fail(self, error: UserError) -> None:
+        """Go on no more."""
+        self.error = error
+
+    def new(self, grammar: int) -> New:
+        """What makes it in a mask process that does not know it, but has its grammar."""
+        spec, serial = self.spec, self.serial if self.unanswered is None else 0
+        options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
+        return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)
+
+    def advanced(self) -> Advance | None:
+        """Its last `advance`, where that is not answered."""
+        return None if self.unanswered is None else Advance(self.slot, self.serial, *self.unanswered)
+
+    def start_again(self, *, is_suspect: bool) -> None:
+        """Its mask process is gone. is_suspect: it may be the reason."""
+        self.is_held = True
+        if self._own_mask is None:
+            self._forget_mask()
+        if is_suspect:
+            self.is_slow = True  # until the mask has come
+
+    def take_answer(self, answer: Answer) -> None:
+        if not self._is_answered:
+            self._is_answered = True
+            self.num_accepted, self.forced = answer.num_accepted, answer.forced
+            self.is_finished, self.ends_in_text = answer.is_finished, answer.ends_in_text
+            if self.unanswered is not None:
+                self.tokens += self.unanswered[0][: answer.num_accepted]
+                self.tokens += answer.forced
+                self.unanswered = None
+        self._is_free, self._only = answer.is_free, answer.only
+        self.is_slow = answer.is_slow
+        self.constraint.note_work(answer.seconds, answer.num_accepted + len(answer.forced))
+        if answer.error:
+            self.fail(UserError(answer.error, param="structured_outputs"))
+        if answer.is_masked:
+            self._note_mask(answer.mask_error, answer.mask_param)
+
+    def take_mask(self, masked: Masked) -> None:
+        self.constraint.note_work(masked.seconds, 0)
+        self._note_mask(masked.error, masked.param)
+
+    def _note_mask(self, error: str, param: str) -> None:
+        self._is_masked = True
+        self._mask_error = UserError(error, param=param or "structured_outputs") if error else None
+
+    def _forget_mask(self) -> None:
+        self._is_masked = False
+        self._is_free, self._only = False, NO_TOKEN
+        self._mask_error = self._own_mask = None
+
+
+def too_much_work() -> UserError:
+    return UserError(
+        f"the constraint takes too much work: its tokens took more than {WORK_SECONDS:g} s of processor time, "
+        "make it simpler",
+        param="structured_outputs",
+    )

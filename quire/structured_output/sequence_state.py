@@ -1,0 +1,163 @@
+"""The state of one sequence under its constraint, in the mask process."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.errors import UserError
+from quire.structured_output.rehearsal import in_one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    Consume = Callable[[LLMatcher, int], bool]
+
+NO_TOKEN = -1
+
+
+class MaskShape(NamedTuple):
+    """num_bytes: of a mask. num_written: bytes that the library writes, which may be a word more. end_bits: the tokens
+    that end a text, as the bits of an integer."""
+
+    num_bytes: int
+    num_written: int
+    end_bits: int
+
+    @classmethod
+    def of(cls, vocab_size: int, end_ids: Sequence[int]) -> MaskShape:
+        """end_ids: of the model; without one, a token behind its vocabulary ends texts (`make_vocabulary`), which the
+        masks leave out."""
+        num_bytes = 4 * -(-vocab_size // 32)
+        return cls(num_bytes, num_bytes if end_ids else 4 * (vocab_size // 32 + 1), bits(end_ids))
+
+
+class SequenceState:
+    """Follows tokens. What it says depends on the tokens alone, and not on how they were grouped.
+
+    Where the grammar leaves one text only, its tokens are found once, and kept until they are used up or the sequence
+    goes another way.
+    """
+
+    def __init__(
+        self,
+        state: LLMatcher,
+        shape: MaskShape,
+        mark: Sequence[int] = (),
+        ignore_eos: bool = False,
+        allowed: Sequence[int] | None = None,
+    ) -> None:
+        """state: at the start of the grammar, its own. The rest: as ConstraintSpec."""
+        self._state = state
+        self._shape = shape
+        self._mark = list(mark)
+        self._recent: deque[int] = deque(maxlen=len(self._mark))
+        self._held_back = shape.end_bits if ignore_eos else 0
+        self._allowed = None if allowed is None else bits(allowed)
+        self._certain: deque[int] = deque()
+        """Tokens that alone may follow."""
+        self._is_certainty_known = False
+        self.is_finished = self.ends_in_text = False
+
+    @property
+    def is_free(self) -> bool:
+        """Every token may come next: the constraint has not begun."""
+        return bool(self._mark)
+
+    def accept(self, token_ids: Sequence[int], consume: Consume) -> int:
+        """Follow tokens as far as the constraint allows them; returns how many."""
+        for number, token_id in enumerate(token_ids):
+            if not self._accept_one(token_id, consume):
+                return number
+        return len(token_ids)
+
+    def take_forced(self, limit: int, consume: Consume) -> list[int]:
+        """Follow tokens that alone may come, so many at most; returns them."""
+        found: list[int] = []
+        while len(found) < limit and (token_id := self.certain_token()) != NO_TOKEN:
+            if not self.may_take(token_id):
+                break
+            if not self._accept_one(token_id, consume):
+                break
+            found.append(token_id)
+        return found
+
+    def certain_token(self) -> int:
+        """The one token that may come next; NO_TOKEN: there is more than one, or the mask tells."""
+        if self._mark or self.is_finished:
+            return NO_TOKEN
+        if not self._certain and not self._is_certainty_known:
+            self._certain.extend(self._state.compute_ff_tokens())
+            self._is_certainty_known = True
+        return self._certain[0] if self._certain else NO_TOKEN
+
+    def write_mask(self, memory: memoryview, address: int) -> None:
+        """Write the mask of the next token at `address`, which is that of `memory`. Raises UserError."""
+        state, shape = self._state, self._shape
+        if (token_id := self.certain_token()) != NO_TOKEN:
+            memory[: shape.num_bytes] = self._narrowed(1 << token_id).to_bytes(shape.num_bytes, "little")
+            return
+        state.unsafe_compute_mask_ptr(address, shape.num_written)
+        if state.is_error():
+            raise unusable(state.get_error())
+        if self._held_back or self._allowed is not None:
+            mask = self._narrowed(int.from_bytes(memory[: shape.num_bytes], "little"))
+            memory[: shape.num_bytes] = mask.to_bytes(shape.num_bytes, "little")
+
+    def may_take(self, token_id: int) -> bool:
+        """The request's other fields allow the token."""
+        return self._allowed is None or bool(self._allowed >> token_id & 1)
+
+    def _narrowed(self, mask: int) -> int:
+        """A mask without what the request's other fields forbid. Raises UserError when the sampler may take none."""
+        mask = mask & ~self._held_back or mask
+        if self._allowed is not None and not mask & self._allowed:
+            raise UserError(
+                "no token of allowed_token_ids can come next under the constraint of structured_outputs",
+                param="allowed_token_ids",
+            )
+        return mask
+
+    def copy(self) -> SequenceState:
+        found = copy.copy(self)
+        found._state = self._state.deep_copy()
+        found._recent, found._certain = self._recent.copy(), self._certain.copy()
+        return found
+
+    def _accept_one(self, token_id: int, consume: Consume) -> bool:
+        if self._mark:
+            self._recent.append(token_id)
+            if list(self._recent) == self._mark:
+                self._mark = []
+            return True
+        if self.is_finished:
+            return False
+        certain = self.certain_token()
+        if not consume(self._state, token_id):
+            return False
+        if certain == token_id:
+            self._certain.popleft()
+            self._is_certainty_known = bool(self._certain)
+        else:
+            self._certain.clear()
+            self._is_certainty_known = False
+        state = self._state
+        if state.is_stopped() and not state.is_error():
+            self.is_finished, self.ends_in_text = True, state.stop_reason() != "EndOfSentence"
+        return True
+
+
+def bits(token_ids: Sequence[int]) -> int:
+    """An integer with a bit for each token."""
+    found = 0
+    for token_id in token_ids:
+        found |= 1 << token_id
+    return found
+
+
+def unusable(reason: str) -> UserError:
+    return UserError(
+        f"the constraint of structured_outputs cannot be followed: {in_one_line(reason)}", param="structured_outputs"
+    )

@@ -1,0 +1,278 @@
+"""The constraint service of one engine: the engine core's side of the processes that compile constraints and make
+masks.
+
+Texts come from clients, and a compiler may take any time and memory for one, or crash. So a text is first rehearsed in
+a fork under limits (fork_server.py); what it does there is known from then on. Matchers of good ones live in the mask
+process (mask_process.py). The processes start with the first constraint, or while the engine is idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import subprocess
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.config.options import EngineOptions
+from quire.decoding.masks import Matcher
+from quire.errors import EngineDeadError, UserError
+from quire.logging import get_logger
+from quire.structured_output.mask_client import PREFIX, MaskClient, out_of_order
+from quire.structured_output.messages import (
+    LIMITS,
+    Cancel,
+    Connection,
+    Limits,
+    Outcome,
+    Rehearse,
+    Setup,
+    StartMasks,
+    Verdict,
+)
+from quire.structured_output.remote_matcher import ConstraintText, RemoteConstraint, RemoteMatcher
+from quire.structured_output.sequence_state import MaskShape
+from quire.utils.child_process import describe_exit, kill, start_interpreter
+
+logger = get_logger(__name__)
+
+FORK_SERVER = "quire.structured_output.fork_server"
+MAX_OUTCOMES = 1024
+MAX_OUTCOME_CHARACTERS = 2**24
+"""Of the texts whose outcomes are kept."""
+MAX_STARTS = 3
+"""Starts of the fork server in a row, without a message from it, until all that wait for it fail."""
+
+
+class ConstraintService:
+    """Implements MaskSource. Used by the engine core's thread."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: Limits = LIMITS,
+        module: str = FORK_SERVER,
+    ) -> None:
+        """options: say which tokenizer. vocab_size: of the model. module: has the `main` of the fork server."""
+        self._limits = limits
+        self._module = module
+        self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
+        ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self.masks = MaskClient(MaskShape.of(vocab_size, ends), self._start_masks, self._condemn)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._finalizer: weakref.finalize | None = None
+        self._num_starts = 0
+        self._is_closed = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Verdict)
+        self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
+        self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self._num_characters = 0
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self._charges = itertools.count(1)
+        self.forgotten_jobs: deque[int] = deque()
+        """Rehearsals of texts that no request names any more."""
+
+    def constraint(self, text: str, client: str = "") -> RemoteConstraint:
+        outcome = self._outcomes.get(text)
+        if outcome is not None:
+            self._outcomes.move_to_end(text)
+            if outcome.reason:
+                raise refusal(outcome.reason)
+        found = self._texts.get(text)
+        if found is None:
+            found = self._texts[text] = ConstraintText(self, text)
+        found.outcome = found.outcome or outcome
+        return RemoteConstraint(self, found, client, next(self._charges))
+
+    def begin(self, matcher: RemoteMatcher) -> None:
+        """Make a new matcher, when its text is rehearsed."""
+        text = matcher.constraint.text
+        if text.outcome is None:
+            if not text.job:
+                self._begin_rehearsal(text, matcher.constraint.client)
+            self._jobs[text.job].matchers.append(weakref.ref(matcher))
+        elif text.outcome.reason:
+            self._refuse(matcher, text.outcome)
+        else:
+            self.masks.add(matcher)
+
+    def flush(self) -> None:
+        while self.forgotten_jobs:
+            number = self.forgotten_jobs.popleft()
+            if self._jobs.pop(number, None) is not None and self._connection is not None:
+                self._connection.send(self._encoder.encode(Cancel(number)))
+        self.masks.flush()
+
+    def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
+        asked = list(matchers)
+        deadline = time.monotonic() + seconds if seconds > 0 else 0.0
+        while True:
+            self._receive()
+            if all(matcher.is_ready for matcher in asked):
+                return
+            rest = deadline - time.monotonic() if deadline else 0.0
+            if rest <= 0:
+                return
+            self._poll(min(rest, 1.0))
+
+    def wait_answer(self, seconds: float) -> None:
+        self._receive()
+        if not self.masks.num_settled:
+            self._poll(seconds)
+            self._receive()
+
+    def prepare(self) -> None:
+        if self._process is None and not self._is_closed:
+            self._start_server()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.masks.close()
+        self._end_server()
+
+    # The fork server
+
+    def _start_server(self) -> Connection:
+        if self._is_closed:
+            raise EngineDeadError("the engine was shut down")
+        self._num_starts += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            line = msgspec.json.encode(msgspec.structs.replace(self._setup, fd=theirs.fileno()))
+            process = start_interpreter(self._module, "quire-constraints", line, [theirs.fileno()])
+        self._process, self._connection = process, Connection(ours)
+        self._finalizer = weakref.finalize(self, _end, process, os.getpid())
+        return self._connection
+
+    def _end_server(self) -> str:
+        """Leave nothing of the fork server and its forks. Returns how it ended."""
+        if self._process is None or self._connection is None or self._finalizer is None:
+            return ""
+        self._finalizer()
+        self._connection.close()
+        how = describe_exit(self._process.returncode or 0)
+        self._process = self._connection = None
+        return how
+
+    def _receive(self) -> None:
+        """Take what has come from both processes, and do what follows from it."""
+        connection = self._connection
+        if connection is not None:
+            connection.pump()
+            frames = connection.receive()
+            for frame in frames:
+                self._num_starts = 0
+                self._take(self._decoder.decode(frame))
+            if not frames and connection.is_at_end:
+                self._start_server_again()
+        self.masks.receive()
+        self.masks.check()
+        self.flush()
+        self.masks.settle()
+
+    def _poll(self, seconds: float) -> None:
+        """Wait until something comes."""
+        poll = select.poll()
+        for connection in (self._connection, self.masks.connection):
+            if connection is not None:
+                poll.register(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.has_unsent else 0))
+        poll.poll(seconds * 1000)
+
+    def _start_server_again(self) -> None:
+        """The fork server has ended. What it was asked is asked again."""
+        how = self._end_server()
+        logger.warning("the fork server for structured outputs %s", how)
+        if self._num_starts >= MAX_STARTS:
+            jobs, self._jobs = self._jobs, {}
+            self._num_starts = 0
+            for job in jobs.values():
+                self._tell(job, Outcome(f"the process that compiles constraints {how}"), is_final=False)
+            self.masks.fail_all(out_of_order())
+            self.masks.close()
+            return
+        self.masks.start_again()
+        if self._jobs:
+            connection = self._connection or self._start_server()
+            for number, job in self._jobs.items():
+                text = job.text()
+                if text is not None:
+                    connection.send(self._encoder.encode(Rehearse(number, text.text, job.client, job.deadline)))
+
+    def _start_masks(self, connection: int, memory: int) -> None:
+        server = self._connection or self._start_server()
+        server.send(self._encoder.encode(StartMasks()), [connection, memory])
+
+    # Rehearsals
+
+    def _begin_rehearsal(self, text: ConstraintText, client: str) -> None:
+        text.job = next(self._numbers)
+        job = self._jobs[text.job] = Job(weakref.ref(text), client, time.monotonic() + self._limits.seconds)
+        connection = self._connection or self._start_server()
+        connection.send(self._encoder.encode(Rehearse(text.job, text.text, client, job.deadline)))
+
+    def _take(self, verdict: Verdict) -> None:
+        job = self._jobs.pop(verdict.job, None)
+        if job is not None:
+            self._tell(job, verdict.outcome, is_final=verdict.is_final)
+
+    def _tell(self, job: Job, outcome: Outcome, *, is_final: bool) -> None:
+        text = job.text()
+        if text is not None:
+            text.job = 0
+            text.outcome = outcome if is_final else None
+            if is_final:
+                self._keep(text.text, outcome)
+        for reference in job.matchers:
+            matcher = reference()
+            if matcher is not None and outcome.reason:
+                self._refuse(matcher, outcome)
+            elif matcher is not None:
+                self.masks.add(matcher)
+
+    def _refuse(self, matcher: RemoteMatcher, outcome: Outcome) -> None:
+        self.masks.refuse(matcher, refusal(outcome.reason))
+
+    def _keep(self, text: str, outcome: Outcome) -> None:
+        """Remember what became of a text, and forget the ones that were asked for longest ago."""
+        if text not in self._outcomes:
+            self._num_characters += len(text)
+        self._outcomes[text] = outcome
+        self._outcomes.move_to_end(text)
+        while len(self._outcomes) > MAX_OUTCOMES or self._num_characters > MAX_OUTCOME_CHARACTERS:
+            self._num_characters -= len(self._outcomes.popitem(last=False)[0])
+
+    def _condemn(self, text: ConstraintText, reason: str) -> None:
+        text.outcome = Outcome(reason)
+        self._keep(text.text, text.outcome)
+
+
+@dataclass(slots=True)
+class Job:
+    """A rehearsal, and the matchers that wait for it. deadline: by time.monotonic()."""
+
+    text: weakref.ref[ConstraintText]
+    client: str
+    deadline: float
+    matchers: list[weakref.ref[RemoteMatcher]] = field(default_factory=list)
+
+
+def refusal(reason: str) -> UserError:
+    return UserError(f"{PREFIX}{reason}", param="structured_outputs")
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Also runs at the end of the interpreter."""
+    if os.getpid() == owner:  # else a fork of the owner ends; the process is not its own
+        kill(process)
