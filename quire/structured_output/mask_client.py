@@ -315,7 +315,8 @@ class MaskClient:
             number, freed = self._grammars.pop(idle.popleft())
             total -= freed
             work.ended_grammars.append(number)
-        return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or total == size
+        is_only_large = all(each <= SMALL_GRAMMAR_BYTES for _, each in self._grammars.values())
+        return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or is_only_large
 
     # Deaths
 
