@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from quire.structured_output.fork_server import serve
@@ -13,6 +14,7 @@ from quire.structured_output.sequence_state import SequenceState
 from quire.tokenization.tokenizer import load_tokenizer, open_tokenizer
 
 
+@cache
 def token_of(text: str) -> int:
     [token] = load_tokenizer("bundled").encode(text, add_special_tokens=False)
     return token
