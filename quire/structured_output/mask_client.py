@@ -288,6 +288,8 @@ class MaskClient:
             if slot in self._known:
                 self._known.discard(slot)
                 ended.append(slot)
+        if ended and not self._matchers and self._memory is not None and self._num_slots > MIN_SLOTS:
+            self._memory.forget()
         return ended
 
     def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +142,7 @@ def test_a_mask_process_that_is_killed_or_stopped_is_replaced(
         matcher.advance([token_of("c")], 0)
     pid = masks_process(service)
     os.kill(pid, kill)
+    _wait_until(lambda: _state(pid) in "TZ")
     settle(service, *matchers, copy)
     assert masks_process(service) != pid
     for number, matcher in enumerate(matchers):
@@ -238,11 +240,15 @@ def test_signals_to_all_processes_of_a_service_end_none(service: ConstraintServi
 
 
 def _lives(pid: int) -> bool:
+    return _state(pid) != "Z"
+
+
+def _state(pid: int) -> str:
+    """As /proc has it. Z: it has ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
