@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Of prctl(2)."""
 _PAGE = resource.getpagesize()
 
 
-def fork(work: Callable[[], None], stack: int) -> int:
+def fork(name: str, work: Callable[[], None], stack: int) -> int:
     """Fork this process, which has one thread. The child does `work` on a thread with so many bytes of stack, and
-    ends; returns its process id to the parent."""
+    ends; returns its process id to the parent. name: of at most 15 bytes, shown in lists of processes."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -30,7 +30,9 @@ def fork(work: Callable[[], None], stack: int) -> int:
     try:
         gc.disable()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            system = ctypes.CDLL(None)
+            system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            system.prctl(_PR_SET_NAME, name.encode())
         if os.getppid() == parent:
             run_with_stack(work, stack)
             status = 0

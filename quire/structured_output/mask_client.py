@@ -45,7 +45,8 @@ LOOK_SECONDS = 1.0
 MASK_SECONDS = 5.0
 """The longest wait in `await_mask`."""
 MAX_DEATHS = 5
-"""Deaths of the mask process in a row, without an answer in between, until all matchers fail."""
+DEATH_SECONDS = 60.0
+"""Deaths of the mask process while it did no work for a sequence, in this time, until all matchers fail."""
 
 
 class MaskClient:
@@ -91,7 +92,8 @@ class MaskClient:
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
         """Matchers at work when the process died, which are tried one at a time."""
         self._tried: weakref.ref[RemoteMatcher] | None = None
-        self._num_deaths = 0
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
+        """Times of the latest deaths for which no sequence is the reason."""
 
     # What matchers ask
 
@@ -204,7 +206,6 @@ class MaskClient:
             self._take(self._decoder.decode(frame))
         if frames:
             self._last_sign = time.monotonic()
-            self._num_deaths = 0
         elif connection.is_at_end:
             self._restart([busy.slot for busy in self._busy()])
         return bool(frames)
@@ -287,6 +288,8 @@ class MaskClient:
             if slot in self._known:
                 self._known.discard(slot)
                 ended.append(slot)
+        if ended and not self._matchers and self._memory is not None and self._num_slots > MIN_SLOTS:
+            self._memory.forget()
         return ended
 
     def _grammar_number(self, text: ConstraintText, work: Work) -> int | None:
@@ -315,7 +318,8 @@ class MaskClient:
             number, freed = self._grammars.pop(idle.popleft())
             total -= freed
             work.ended_grammars.append(number)
-        return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or total == size
+        is_only_large = all(each <= SMALL_GRAMMAR_BYTES for _, each in self._grammars.values())
+        return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or is_only_large
 
     # Deaths
 
@@ -363,7 +367,6 @@ class MaskClient:
     def _restart(self, slots: list[int]) -> None:
         """Go on without the process, which died or hangs while it worked for these slots."""
         self.close()
-        self._num_deaths += 1
         at_work = [matcher for slot in slots if (matcher := self._matcher(slot)) is not None]
         tried = None if self._tried is None else self._tried()
         logger.warning("the process that makes masks has ended at work for %d sequences", len(at_work))
@@ -374,7 +377,7 @@ class MaskClient:
             suspects = [*([tried] if tried is not None else []), *suspects]
             suspects += [matcher for matcher in at_work if matcher not in suspects]
         self._suspects, self._tried = deque(map(weakref.ref, suspects)), None
-        if self._num_deaths > MAX_DEATHS:
+        if not at_work and self._dies_again_and_again():
             self.fail_all(out_of_order())
         live = self._live()
         self._known.clear()
@@ -389,6 +392,10 @@ class MaskClient:
                 self._unsettled.append(matcher)
                 if matcher not in suspects:
                     self._waiting.append(weakref.ref(matcher))
+
+    def _dies_again_and_again(self) -> bool:
+        self._deaths.append(time.monotonic())
+        return len(self._deaths) > MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATH_SECONDS
 
     def _end_culprit(self, culprit: RemoteMatcher) -> None:
         self._condemn(culprit.constraint.text, CULPRIT)

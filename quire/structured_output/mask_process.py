@@ -442,8 +442,8 @@ def serve_masks(
     sys.setswitchinterval(SWITCH_SECONDS)
     shape = MaskShape.of(vocab_size, end_ids)
     process = MaskProcess(connection, MaskMemory(memory, shape.num_written), vocabulary, shape)
-    limit_memory(MEMORY * limits.memory)
     threading.stack_size(STACK * limits.stack)
     for thread in range(1, NUM_THREADS):
         threading.Thread(target=process.work, args=(thread,), daemon=True).start()
+    limit_memory(MEMORY * limits.memory)  # besides the stacks
     process.work(0)

@@ -10,7 +10,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
-from quire.structured_output.compiler import GrammarCompiler
+from quire.structured_output.writer import GrammarWriter
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import load_tokenizer
 
@@ -22,12 +22,9 @@ def config_of(**fields: Any) -> StructuredOutputsConfig:
 
 
 def grammar(config: StructuredOutputsConfig, **fields: Any) -> str:
-    compiler = GrammarCompiler(load_tokenizer("bundled"), 4096, [0])
-    compiler.config = config
-    try:
-        return compiler.compile(StructuredOutputsParams(json=SCHEMA, **fields))
-    finally:
-        compiler.close()
+    writer = GrammarWriter(load_tokenizer("bundled"), 4096)
+    writer.config = config
+    return writer.write(StructuredOutputsParams(json=SCHEMA, **fields))
 
 
 @pytest.mark.parametrize("name", ["disable_any_whitespace", "disable_additional_properties"])

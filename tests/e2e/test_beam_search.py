@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.structured_output.compiler import start_matcher
 from quire.structured_output.grammar import write_grammar
+from quire.structured_output.rehearsal import start_matcher
 from quire.structured_output.vocabulary import make_vocabulary
 from tests.e2e.conftest import Variant, generate
 from tests.models.families import FAMILIES

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from quire.decoding.masks import ConstraintSpec, Matcher
-from quire.structured_output.compiler import GrammarCompiler
-from quire.structured_output.masks import GrammarMasks
+from quire.decoding.masks import ConstraintSpec
+from quire.structured_output.mask_process import consume_here
+from quire.structured_output.rehearsal import outcome_of, start_matcher
+from quire.structured_output.sequence_state import MaskShape, SequenceState
+from quire.structured_output.service import refusal
+from quire.structured_output.vocabulary import make_vocabulary
+from quire.structured_output.writer import GrammarWriter
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -112,6 +117,35 @@ _MAKERS = {
 }
 
 
+class LocalMatcher:
+    """The state of a sequence as the mask process has it, in this process."""
+
+    def __init__(self, state: SequenceState, shape: MaskShape) -> None:
+        self._state = state
+        self._shape = shape
+        self._buffer = ctypes.create_string_buffer(shape.num_written)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._state.is_finished
+
+    @property
+    def ends_in_text(self) -> bool:
+        return self._state.ends_in_text
+
+    def accept(self, token_id: int) -> bool:
+        return self._state.accept([token_id], consume_here) == 1
+
+    def mask(self) -> bytes | None:
+        if self._state.is_free:
+            return None
+        self._state.write_mask(memoryview(self._buffer).cast("B"), ctypes.addressof(self._buffer))
+        return self._buffer.raw[: self._shape.num_bytes]
+
+    def copy(self) -> LocalMatcher:
+        return LocalMatcher(self._state.copy(), self._shape)
+
+
 class Sampler:
     """Draws texts by masks alone, with the vocabulary of one tokenizer."""
 
@@ -119,8 +153,9 @@ class Sampler:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.eos_token_ids = [token for token in eos_token_ids if token < self.vocab_size]
-        self.compiler = GrammarCompiler(tokenizer, self.vocab_size, eos_token_ids)
-        self.masks = GrammarMasks(lambda: tokenizer, self.vocab_size, eos_token_ids)
+        self.writer = GrammarWriter(tokenizer, self.vocab_size)
+        self.vocabulary = make_vocabulary(tokenizer, self.vocab_size, eos_token_ids)
+        self._shape = MaskShape.of(self.vocab_size, self.eos_token_ids)
         sizes = [len(tokenizer.token_bytes(token)) for token in range(min(self.vocab_size, tokenizer.vocab_size))]
         self._closing = np.zeros(self.vocab_size, bool)
         for token in range(len(sizes)):
@@ -128,14 +163,19 @@ class Sampler:
             self._closing[token] = text in (b'"', b"}", b"]", b"\n", b"0", b'"}', b'"]')
         self._closing[self.eos_token_ids] = True
 
-    def close(self) -> None:
-        self.compiler.close()
-        self.masks.close()
+    def compile(self, params: StructuredOutputsParams) -> str:
+        """The text of a constraint. Raises UserError where a rehearsal refuses it."""
+        text = self.writer.write(params)
+        outcome = outcome_of(self.vocabulary, text)
+        if outcome.reason:
+            raise refusal(outcome.reason)
+        return text
 
-    def matcher(self, params: StructuredOutputsParams, spec: ConstraintSpec = ConstraintSpec()) -> Matcher:  # noqa: B008
-        return self.masks.constraint(self.compiler.compile(params)).matcher(spec, [])
+    def matcher(self, params: StructuredOutputsParams, spec: ConstraintSpec = ConstraintSpec()) -> LocalMatcher:  # noqa: B008
+        state = start_matcher(self.vocabulary, self.compile(params))
+        return LocalMatcher(SequenceState(state, self._shape, *spec), self._shape)
 
-    def allowed(self, matcher: Matcher) -> np.ndarray:
+    def allowed(self, matcher: LocalMatcher) -> np.ndarray:
         """[n]: the tokens of a mask."""
         mask = matcher.mask()
         assert mask is not None

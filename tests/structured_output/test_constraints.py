@@ -6,22 +6,17 @@ from __future__ import annotations
 import json
 import random
 import re
-import string
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire.decoding.masks import ConstraintSpec
 from quire.errors import UserError
-from quire.structured_output import compiler as compiler_module
-from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS
-from quire.structured_output.masks import GrammarMasks
 from quire.structured_output.regex import without_anchors
+from quire.structured_output.writer import GrammarWriter
 from quire.structured_outputs_params import StructuredOutputsParams
-from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
+from quire.tokenization.tokenizer import load_tokenizer
 from tests.structured_output.schemas import Sampler
 from tests.tokenization.build import BUILDERS
 
@@ -40,10 +35,8 @@ EXPRESSIONS = [
 
 
 @pytest.fixture(scope="module")
-def sampler() -> Iterator[Sampler]:
-    sampler = Sampler(load_tokenizer("bundled"), [0, 2])
-    yield sampler
-    sampler.close()
+def sampler() -> Sampler:
+    return Sampler(load_tokenizer("bundled"), [0, 2])
 
 
 def params(**fields: Any) -> StructuredOutputsParams:
@@ -204,15 +197,12 @@ def test_every_kind_of_tokenizer(name: str, num_more: int) -> None:
     tokenizer = BUILDERS[name]()
     vocab_size = tokenizer.vocab_size + num_more
     sampler = Sampler(tokenizer, [1, vocab_size + 5] if name.startswith(("byte", "sentence")) else [], vocab_size)
-    try:
-        texts = ["fox", "the fox", "é", "日.", "abcabc"]
-        known = {tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {""}
-        for seed in range(6):
-            text, is_finished = sampler.draw(params(choice=sorted(known)), seed)
-            if is_finished:
-                assert text in known
-    finally:
-        sampler.close()
+    texts = ["fox", "the fox", "é", "日.", "abcabc"]
+    known = {tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {""}
+    for seed in range(6):
+        text, is_finished = sampler.draw(params(choice=sorted(known)), seed)
+        if is_finished:
+            assert text in known
 
 
 def test_a_text_that_no_token_continues_is_an_error() -> None:
@@ -222,7 +212,6 @@ def test_a_text_that_no_token_continues_is_an_error() -> None:
     assert matcher.accept(int(the))
     with pytest.raises(UserError, match="no token of this model"):
         matcher.mask()
-    sampler.close()
 
 
 @pytest.mark.parametrize("eos_token_ids", [[], [0]])
@@ -234,13 +223,12 @@ def test_masks_have_the_size_of_the_vocabulary(vocab_size: int, eos_token_ids: l
     texts = {sampler.tokenizer.token_bytes(token) for token in sampler.allowed(matcher)}
     assert texts >= {b"a", b"z"}
     assert all(re.fullmatch(rb"[a-z]{1,2}!?", text) for text in texts)
-    sampler.close()
 
 
 def test_tokenizers_whose_tokens_have_no_text_are_refused() -> None:
     for tokenizer in (BUILDERS["suffixed"](), None):
         with pytest.raises(UserError, match="tokenizer"):
-            GrammarCompiler(tokenizer, 50, [0]).compile(params(regex="a"))
+            GrammarWriter(tokenizer, 50).write(params(regex="a"))
 
 
 def test_several_end_tokens_and_ignored_ones(sampler: Sampler) -> None:
@@ -265,22 +253,6 @@ def test_nothing_in_common_with_the_allowed_tokens(sampler: Sampler) -> None:
         matcher.mask()
 
 
-def test_a_vocabulary_that_is_prepared_is_there_for_the_first_constraint(sampler: Sampler) -> None:
-    loaded = []
-
-    def load() -> Tokenizer:
-        loaded.append(threading.current_thread())
-        return sampler.tokenizer
-
-    masks = GrammarMasks(load, sampler.vocab_size, sampler.eos_token_ids)
-    masks.prepare()
-    masks.prepare()
-    assert masks.constraint(sampler.compiler.compile(params(regex="a"))).matcher(ConstraintSpec(), []).mask()
-    masks.close()
-    assert len(loaded) == 1
-    assert loaded[0] is not threading.current_thread()
-
-
 def test_it_begins_behind_its_mark(sampler: Sampler) -> None:
     matcher = sampler.matcher(params(regex="a"), ConstraintSpec(start_after=[7, 7, 8]))
     for token in (7, 7, 7, 9, 7, 7):
@@ -300,15 +272,6 @@ def test_copies_go_their_own_ways(sampler: Sampler) -> None:
     assert (first.accept(a), second.accept(c)) == (True, True)
     assert (first.accept(d), second.accept(d)) == (False, True)
     assert second.is_finished
-
-
-def test_a_matcher_goes_on_from_tokens_that_another_engine_generated(sampler: Sampler) -> None:
-    structured = params(regex="[a-z]{30}")
-    whole, tokens = sampler.matcher(structured), sampler.tokenizer.encode("abcdefghijkl", add_special_tokens=False)
-    for token in tokens:
-        assert whole.accept(token)
-    resumed = sampler.masks.constraint(sampler.compiler.compile(structured)).matcher(ConstraintSpec(), tokens)
-    assert resumed.mask() == whole.mask()
 
 
 @pytest.mark.parametrize(
@@ -336,7 +299,7 @@ def test_a_matcher_goes_on_from_tokens_that_another_engine_generated(sampler: Sa
 )
 def test_what_is_refused(sampler: Sampler, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError) as caught:
-        sampler.compiler.compile(params(**fields))
+        sampler.compile(params(**fields))
     assert reason in caught.value.message
     assert caught.value.param == "structured_outputs"
     assert "\n" not in caught.value.message
@@ -348,34 +311,4 @@ def test_deep_schemas_are_refused(sampler: Sampler) -> None:
     for _ in range(5000):
         deep = {"type": "array", "items": deep}
     with pytest.raises(UserError):
-        sampler.compiler.compile(params(json=deep))
-
-
-def test_a_slow_grammar_is_refused_in_time(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr(compiler_module, "write_grammar", lambda *_: release.wait(60) and "")
-    try:
-        with pytest.raises(UserError, match="takes longer than"):
-            sampler.compiler.compile(params(regex="a"))
-    finally:
-        release.set()
-
-
-def test_grammars_are_compiled_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = {"type": "object", "properties": {"once": {"type": "null"}}}
-    first = sampler.compiler.compile(params(json=schema))
-    monkeypatch.setattr(compiler_module, "start_matcher", lambda *_: pytest.fail("compiled again"))
-    assert sampler.compiler.compile(params(json=schema)) == first
-    assert sampler.masks.constraint(first) is sampler.masks.constraint(first)
-
-
-def test_the_caches_are_bounded(sampler: Sampler) -> None:
-    compiler = GrammarCompiler(sampler.tokenizer, sampler.vocab_size, [0])
-    try:
-        for letter in string.ascii_letters * 6:
-            compiler.compile(params(choice=[letter, str(len(compiler._known))]))
-        assert len(compiler._known) <= compiler_module.MAX_KEPT
-        assert compiler._num_characters == sum(map(len, compiler._known))
-    finally:
-        compiler.close()
+        sampler.compile(params(json=deep))

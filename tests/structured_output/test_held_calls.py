@@ -4,7 +4,6 @@ arguments and other tools are not, and whatever the masks let through is read ba
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,15 +44,13 @@ def with_special_tokens(texts: list[str]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=["marks are text", "marks are special tokens"])
-def sampler(request: pytest.FixtureRequest) -> Iterator[Sampler]:
+def sampler(request: pytest.FixtureRequest) -> Sampler:
     marks = sorted({mark for form in TOOL_FORMATS.values() if form.held is not None for mark in form.markers})
     is_special = request.param == "marks are special tokens"
     tokenizer = with_special_tokens(marks if is_special else [])
     end = tokenizer.token_to_id("<eos>")
     assert end is not None
-    sampler = Sampler(tokenizer, [end])
-    yield sampler
-    sampler.close()
+    return Sampler(tokenizer, [end])
 
 
 def held(form: dict[str, Any]) -> StructuredOutputsParams:

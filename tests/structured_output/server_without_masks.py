@@ -1,0 +1,13 @@
+"""A fork server whose mask process ends at once."""
+
+from __future__ import annotations
+
+import os
+
+from quire.structured_output import fork_server
+from quire.tokenization.tokenizer import open_tokenizer
+
+
+def main() -> None:
+    fork_server.serve_masks = lambda *_: os._exit(1)  # type: ignore[assignment]
+    fork_server.serve(open_tokenizer)

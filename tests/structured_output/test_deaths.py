@@ -1,0 +1,258 @@
+"""Processes of the constraint service that die or hang: sequences go on, a culprit ends, nothing loops or is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.errors import UserError
+from quire.structured_output import mask_client
+from quire.structured_output.messages import Limits
+from quire.structured_output.remote_matcher import RemoteMatcher
+from quire.structured_output.service import ConstraintService
+from tests.structured_output.faulty_server import token_of
+from tests.structured_output.services import (
+    DEADLINE,
+    FAULTY_SERVER,
+    advance,
+    begin,
+    children,
+    make_service,
+    settle,
+    start,
+    text_of,
+    wait_until,
+)
+
+TEXT = text_of(regex="[a-z!?#]{1,40}")
+OTHER = text_of(regex="([a-z]|[!?#]){1,40}")
+
+
+@pytest.fixture
+def service() -> Iterator[ConstraintService]:
+    service = make_service(module=FAULTY_SERVER)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def quick_to_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_client, "HANG_SECONDS", 1.0)
+    monkeypatch.setattr(mask_client, "LOOK_SECONDS", 0.05)
+
+
+def running(service: ConstraintService, num_sequences: int) -> list[RemoteMatcher]:
+    """Matchers that have followed some tokens."""
+    matchers = [start(service, TEXT) for _ in range(num_sequences)]
+    for number, matcher in enumerate(matchers):
+        advance(service, matcher, *[token_of("a")] * (number + 1))
+    return matchers
+
+
+def masks_process(service: ConstraintService) -> int:
+    assert service._process is not None
+    server = service._process.pid
+    _wait_until(lambda: bool(children(server, "quire-masks")))
+    [pid] = children(server, "quire-masks")
+    return pid
+
+
+def goes_on(service: ConstraintService, matcher: RemoteMatcher, num_left: int) -> None:
+    """As if nothing had happened: `num_left` more characters, and not one more."""
+    for _ in range(num_left):
+        mask = matcher.mask()
+        assert mask is not None
+        assert mask[token_of("b") // 8] >> token_of("b") % 8 & 1
+        advance(service, matcher, token_of("b"))
+        assert (matcher.error, matcher.num_accepted) == (None, 1)
+    assert matcher.is_finished
+
+
+@pytest.mark.parametrize("fault", ["!", "#"])
+def test_a_sequence_that_crashes_the_process_ends_and_others_go_on(service: ConstraintService, fault: str) -> None:
+    others, culprit = running(service, 3), start(service, OTHER)
+    sibling = culprit.constraint.matcher(culprit.spec, [])
+    settle(service, sibling)
+    others[0].advance([token_of("a")], 0)
+    culprit.advance([token_of(fault)], 0)
+    others[1].advance([token_of("a")], 0)
+    service.flush()
+    wait_until(service, lambda: culprit.error is not None)
+    settle(service, *others, culprit, sibling)
+    assert culprit.error is not None
+    assert "crashes or hangs" in culprit.error.message
+    with pytest.raises(UserError, match="crashes or hangs"):
+        culprit.mask()
+    assert sibling.error is not None
+    with pytest.raises(UserError, match="crashes or hangs"):
+        service.constraint(OTHER)
+    for number, matcher in enumerate(others):
+        goes_on(service, matcher, 40 - (number + 1) - (number < 2))
+
+
+def test_a_mask_that_is_waited_for_crashes(service: ConstraintService) -> None:
+    [other], culprit = running(service, 1), start(service, OTHER)
+    culprit.advance([token_of("#")], 0)
+    service.flush()
+    with pytest.raises(UserError, match="crashes or hangs"):
+        while True:
+            service.wait([culprit], 0.05)
+            if culprit.is_ready:
+                culprit.mask()
+    goes_on(service, other, 39)
+
+
+def test_a_sequence_that_hangs_ends_and_others_go_on(service: ConstraintService, quick_to_suspect: None) -> None:
+    others, culprit = running(service, 2), start(service, OTHER)
+    culprit.advance([token_of("?")], 0)
+    others[0].advance([token_of("a")], 0)
+    settle(service, others[0])
+    assert not culprit.is_ready
+    settle(service, culprit)
+    assert culprit.error is not None
+    goes_on(service, others[0], 38)
+    goes_on(service, others[1], 38)
+
+
+def test_several_culprits_are_found_one_by_one(service: ConstraintService) -> None:
+    others = running(service, 2)
+    culprits = [start(service, text_of(regex=f"({letter}|[!a-z]){{1,9}}")) for letter in "abc"]
+    for matcher in (*others, *culprits):
+        matcher.advance([token_of("!" if matcher in culprits else "a")], 0)
+    settle(service, *others, *culprits)
+    assert [each.error is not None for each in culprits] == [True] * 3
+    assert [each.error for each in others] == [None] * 2
+    goes_on(service, others[0], 38)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_mask_process_that_is_killed_or_stopped_is_replaced(
+    service: ConstraintService, quick_to_suspect: None, kill: signal.Signals
+) -> None:
+    matchers = running(service, 3)
+    copy = matchers[0].copy()
+    for matcher in matchers:
+        matcher.advance([token_of("c")], 0)
+    pid = masks_process(service)
+    os.kill(pid, kill)
+    _wait_until(lambda: _state(pid) in "TZ")
+    settle(service, *matchers, copy)
+    assert masks_process(service) != pid
+    for number, matcher in enumerate(matchers):
+        goes_on(service, matcher, 40 - (number + 1) - 1)
+    goes_on(service, copy, 39)
+
+
+def test_masks_are_made_again_for_sequences_that_had_one(service: ConstraintService) -> None:
+    matchers = running(service, 3)
+    masks = [matcher.mask() for matcher in matchers]
+    for _ in range(2):
+        os.kill(masks_process(service), signal.SIGKILL)
+        service.wait_answer(1.0)
+        assert [matcher.mask() for matcher in matchers] == masks
+
+
+def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) -> None:
+    matchers = running(service, 2)
+    assert service._process is not None
+    os.kill(service._process.pid, signal.SIGKILL)
+    new = begin(service, text_of(choice=["another"]))
+    matchers[0].advance([token_of("c")], 0)
+    settle(service, new, matchers[0])
+    assert (new.error, matchers[0].error) == (None, None)
+    goes_on(service, matchers[0], 38)
+    goes_on(service, matchers[1], 38)
+
+
+def test_a_rehearsal_that_is_killed_is_replaced() -> None:
+    """By something else than its limits, such as a system without memory."""
+    service = make_service(Limits(cpu_seconds=(600.0,), seconds=600.0))
+    start(service, text_of(choice=["a"]))
+    slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
+    assert service._process is not None
+    for pid in children(service._process.pid, "quire-rehearsal"):
+        os.kill(pid, signal.SIGKILL)
+    settle(service, slow)
+    assert slow.error is not None
+    assert start(service, text_of(choice=["b"])).error is None
+    service.close()
+
+
+def test_a_mask_process_that_ends_again_and_again() -> None:
+    service = make_service(module="tests.structured_output.server_without_masks")
+    matcher = start(service, text_of(choice=["a"]))
+    assert matcher.error is not None
+    assert "out of order" in matcher.error.message
+    service.close()
+
+
+def test_a_fork_server_that_ends_again_and_again() -> None:
+    service = make_service(module="tests.structured_output.server_that_ends")
+    for _ in range(2):  # each request tries
+        matcher = start(service, text_of(choice=["a"]))
+        assert matcher.error is not None
+        assert "exited with status 3" in matcher.error.message
+    service.close()
+
+
+PARENT = """
+import time
+from tests.structured_output.services import begin, children, make_service, start, text_of
+service = make_service()
+start(service, text_of(choice=["a"]))
+slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
+pid = service._process.pid
+print(pid, *children(pid, "quire-masks"), *children(pid, "quire-rehearsal"), flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "service.close(); time.sleep(600)", "pass"])
+def test_all_ends_with_the_parent(end: str) -> None:
+    """Killed, or at its end without `close`; and with `close`."""
+    command = [sys.executable, "-c", PARENT.replace("END", end)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) >= 3
+        if end == "time.sleep(600)":
+            parent.kill()
+        _wait_until(lambda: not any(map(_lives, pids)))
+        parent.kill()
+
+
+def test_signals_to_all_processes_of_a_service_end_none(service: ConstraintService) -> None:
+    matchers = running(service, 1)
+    assert service._process is not None
+    pids = [service._process.pid, masks_process(service), *children(service._process.pid, "quire-rehearsal")]
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    goes_on(service, matchers[0], 39)
+    assert all(map(_lives, pids))
+
+
+def _lives(pid: int) -> bool:
+    return _state(pid) != "Z"
+
+
+def _state(pid: int) -> str:
+    """As /proc has it. Z: it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
