@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,13 +34,12 @@ class GrammarMasks:
     def __init__(
         self, load_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """load_tokenizer: called once, on that thread."""
+        """load_tokenizer: called once, on that thread. eos_token_ids: the model's; they and the tokenizer's own end a
+        text."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self._buffer = MaskBuffer(vocab_size, has_end=bool(self._eos_token_ids))
-        self._eos_bits = packed(self._eos_token_ids, self._buffer.size)
-        self._vocabulary: LLTokenizer | None = None
+        self._eos_token_ids = list(eos_token_ids)
+        self._vocabulary: MaskVocabulary | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._is_preparing = False
@@ -48,7 +47,7 @@ class GrammarMasks:
     def constraint(self, text: str) -> Grammar:
         grammar = self._kept.pop(text, None)
         if grammar is None or grammar.has_failed:
-            grammar = Grammar(self._start_thread().submit(self._compile, text), self._eos_bits, self._buffer)
+            grammar = Grammar(self._start_thread().submit(self._compile, text))
         self._kept[text] = grammar
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
@@ -70,19 +69,23 @@ class GrammarMasks:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
         return self._thread
 
-    def _made_vocabulary(self) -> LLTokenizer:
+    def _made_vocabulary(self) -> MaskVocabulary:
         """On the thread. Raises UserError for a tokenizer that cannot be used."""
         if self._vocabulary is None:
             started = time.perf_counter()
             tokenizer = check_tokenizer(self._load_tokenizer())
-            self._vocabulary = make_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            ends = [token_id for token_id in tokenizer.ends(self._eos_token_ids) if 0 <= token_id < self._vocab_size]
+            buffer = MaskBuffer(self._vocab_size, has_end=bool(ends))
+            tokens = make_vocabulary(tokenizer, self._vocab_size, ends)
+            self._vocabulary = MaskVocabulary(tokens, packed(ends, buffer.size), buffer)
             logger.info("the vocabulary for structured outputs took %.2f s", time.perf_counter() - started)
         return self._vocabulary
 
-    def _compile(self, text: str) -> LLMatcher:
+    def _compile(self, text: str) -> tuple[LLMatcher, MaskVocabulary]:
         """On the thread. Raises UserError."""
         try:
-            state = start_matcher(self._made_vocabulary(), text)
+            vocabulary = self._made_vocabulary()
+            state = start_matcher(vocabulary.tokens, text)
         except UserError:
             raise
         except BaseException as error:  # a panic of the native library is no Exception
@@ -91,7 +94,7 @@ class GrammarMasks:
             raise unusable(explain(error)) from error
         if state.is_error():
             raise unusable(state.get_error())
-        return state
+        return state, vocabulary
 
 
 class MaskBuffer:
@@ -110,14 +113,20 @@ class MaskBuffer:
         return self._bytes[: self.size].tobytes()
 
 
+class MaskVocabulary(NamedTuple):
+    """A model's tokens. eos_bits: [bytes of a mask] uint8, the tokens that end a text. buffer: where its masks are
+    written."""
+
+    tokens: LLTokenizer
+    eos_bits: np.ndarray
+    buffer: MaskBuffer
+
+
 class Grammar:
     """A grammar that is compiled, or is being compiled. Implements Constraint."""
 
-    def __init__(self, compiling: Future[LLMatcher], eos_bits: np.ndarray, buffer: MaskBuffer) -> None:
-        """eos_bits: [bytes of a mask] uint8, the tokens that end a text."""
+    def __init__(self, compiling: Future[tuple[LLMatcher, MaskVocabulary]]) -> None:
         self._compiling = compiling
-        self._buffer = buffer
-        self._eos_bits = eos_bits
 
     @property
     def is_ready(self) -> bool:
@@ -128,8 +137,8 @@ class Grammar:
         return self._compiling.done() and self._compiling.exception() is not None
 
     def matcher(self, spec: ConstraintSpec, token_ids: Sequence[int]) -> GrammarMatcher:
-        start = self._compiling.result()
-        matcher = GrammarMatcher(start.deep_copy(), spec, self._eos_bits, self._buffer)
+        start, vocabulary = self._compiling.result()
+        matcher = GrammarMatcher(start.deep_copy(), spec, vocabulary.eos_bits, vocabulary.buffer)
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher

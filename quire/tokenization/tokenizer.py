@@ -176,6 +176,13 @@ class Tokenizer:
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
+    def ends(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens that end a text: those that the model names, and the tokenizer's end-of-sequence token.
+
+        token_ids: from the model's generation_config.json or config.json."""
+        own = () if self.eos_token_id is None else (self.eos_token_id,)
+        return list(dict.fromkeys((*token_ids, *own)))
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
         return token_id in self.special_ids
