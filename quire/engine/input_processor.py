@@ -66,10 +66,10 @@ class InputProcessor:
 
     tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
     the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
-    tokenizer's own end a sequence unless `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
-    requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
-    vocabulary. takes_priorities: whether a request may bring one. pools: the model gives vectors
-    of texts, and generates none.
+    tokenizer's own end a sequence unless `ignore_eos`. seed: the engine's; requests without a seed get theirs from it
+    and their number, so that a run whose requests come in the same order is reproducible. max_logprobs: alternatives
+    that a request may ask for; -1: the vocabulary. takes_priorities: whether a request may bring one. pools: the model
+    gives vectors of texts, and generates none.
 
     `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the

@@ -18,7 +18,7 @@ from quire.tokenization.pipeline_checks import check_charsmaps
 from quire.tokenization.special_tokens import ADDED_TOKENS_FILE, SpecialTokens, read_special_tokens
 from quire.tokenization.tokenizer_classes import TokenizerClass, charsmap_of
 from quire.tokenization.tokenizer_names import find_class
-from quire.tokenization.vocabulary_limits import check_num_values, count_values
+from quire.tokenization.vocabulary_limits import check_num_values, check_text_lengths, count_values
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_TOKENIZER_BYTES = 2**26
@@ -121,6 +121,7 @@ def read_vocabulary(file: Path, limit: int) -> bytes:
     """The content of a file of vocabulary or merges, of at most `limit` values. Raises ModelLoadError."""
     content = read_model_file(file, MAX_TOKENIZER_BYTES)
     check_num_values(file, count_values(content, is_text=file.suffix == ".txt"), limit)
+    check_text_lengths(file, content)
     return content
 
 

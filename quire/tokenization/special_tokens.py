@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from quire.config.hf_json import read_optional_json, shown
 from quire.errors import ModelLoadError
 from quire.tokenization.tokenizer_classes import TokenizerClass
+from quire.tokenization.vocabulary_limits import check_pieces
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE = "added_tokens.json", "special_tokens_map.json"
@@ -113,7 +114,9 @@ def read_special_tokens(
     if not isinstance(extra, list | tuple | None):
         raise ModelLoadError(f"{path / 'tokenizer_config.json'}: {_EXTRA} must list tokens, not {shown(extra)}")
     tokens = [_token(path, _EXTRA, each) for each in extra or ()]
-    return SpecialTokens(found, tuple(token for token in tokens if token is not None), added)
+    listed = tuple(token for token in tokens if token is not None)
+    check_pieces(path, map(text_of, (*found.values(), *listed, *added.values())))
+    return SpecialTokens(found, listed, added)
 
 
 def _is_own_name(key: str) -> bool:

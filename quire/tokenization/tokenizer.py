@@ -15,7 +15,7 @@ from quire.config.hf_json import read_optional_json, shown
 from quire.errors import InternalError, ModelLoadError, UserError, panics_are_errors
 from quire.tokenization.chat_template_files import read_chat_templates, read_template
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
-from quire.tokenization.gguf import read_gguf_tokenizer
+from quire.tokenization.gguf import KNOWN_PATTERNS, read_gguf_tokenizer
 from quire.tokenization.hf_tokenizer import (
     MERGES_FILE,
     VOCABULARY_FILE,
@@ -30,7 +30,7 @@ from quire.tokenization.hf_tokenizer import (
 )
 from quire.tokenization.library_errors import first_line, refusing
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
-from quire.tokenization.pipeline_checks import check_growth
+from quire.tokenization.pipeline_checks import check_growth, check_word_length, other_patterns
 from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktoken
 from quire.tokenization.sentencepiece import (
     BPE,
@@ -99,6 +99,8 @@ class Tokenizer:
         self.eos_token_id = self._special_id("eos_token")
         self.padding_token_id = self._special_id("pad_token")
         self.pieces = compile_pieces(backend)
+        self.has_own_patterns = bool(other_patterns(backend, KNOWN_PATTERNS))
+        """Splits texts by regular expressions of its files, which may take any time."""
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
         """Encodes texts of more than `inline_characters` as this tokenizer would, in another process. Servers set
@@ -275,6 +277,7 @@ def load_tokenizer(
     )
     with refusing(path, "has a tokenizer that cannot be used"):
         check_growth(found.backend)
+        check_word_length(found.backend)
         tokenizer = Tokenizer(
             found.backend,
             special_tokens=found.special,
