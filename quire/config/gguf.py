@@ -8,7 +8,7 @@ them here, before anything of that size is made.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,22 @@ from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
 from quire.config.rope import FULL, SLIDING
 from quire.utils.gguf import GGUFFile
 
-EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""End of text, of turn and of message, under "tokenizer.ggml."."""
+EOS_KEYS = (
+    *("eos_token_id", "eot_token_id", "eom_token_id"),
+    *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
+)
+"""End of text, of turn and of message, and what lies between two files, under "tokenizer.ggml."."""
+_END_NAMES = frozenset(
+    {
+        *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]"),
+        *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+        *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+    }
+)
+"""Tokens that end a text whatever the metadata says, as in llama.cpp: most files name one of a model's several."""
 NO_TOKEN = 2**32 - 1
 """What some files write where there is no such token."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -286,8 +300,20 @@ def _window_keys(keys: _Keys) -> dict[str, Any]:
 
 def _eos_token_ids(file: GGUFFile) -> list[int]:
     fields = Fields(file.metadata, str(file.path))
-    found = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0, maximum=NO_TOKEN) for key in EOS_KEYS)
-    return sorted({token_id for token_id in found if token_id not in (None, NO_TOKEN)})
+    stated = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0, maximum=NO_TOKEN) for key in EOS_KEYS)
+    known = end_tokens(file.strings("tokenizer.ggml.tokens") or [])
+    return sorted({token_id for token_id in (*stated, *known.values()) if token_id not in (None, NO_TOKEN)})
+
+
+def end_tokens(tokens: Sequence[str]) -> dict[str, int]:
+    """The tokens that end a text by their names, with their ids. tokens: by id."""
+    found = {token: token_id for token_id, token in enumerate(tokens) if token in _END_NAMES}
+    calls = found.keys() & {"<|call|>", "<|calls|>"}
+    if calls and found.keys() & {"<|return|>", "<|flush|>"}:
+        found.pop("<|end|>", None)  # in the format of these models it ends a message, behind which others follow
+    if "<|tool_response>" in found:
+        found.pop("</s>", None)  # such a vocabulary has it as a mark of web pages
+    return found
 
 
 def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> None:

@@ -36,7 +36,8 @@ class ModelConfig:
     add in float32 whatever it is (DeviceConfig says what they multiply); the plain torch path computes in it.
     kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
-    eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
+    eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`, and the
+    tokenizer's own end-of-sequence token does.
     hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.

@@ -11,7 +11,7 @@ from quire.config.resolve import resolve
 from quire.config.structured_outputs import OTHER_BACKENDS
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
-from quire.engine.long_texts import LONG_TEXT_CHARACTERS, LongTexts
+from quire.engine.long_texts import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, LongTexts
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.logging import get_logger
@@ -38,7 +38,8 @@ class FrontEnd:
         the processes that work on them; None without a tokenizer."""
         if self.tokenizer is not None:
             self._long_texts = LongTexts(options, self.config.model.vocab_size, self.tokenizer)
-            self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
+            has_own = self.tokenizer.has_own_patterns
+            self.tokenizer.inline_characters = UNKNOWN_PATTERN_CHARACTERS if has_own else LONG_TEXT_CHARACTERS
             self.tokenizer.encode_elsewhere = self._long_texts.encode
         return self._long_texts
 

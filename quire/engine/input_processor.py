@@ -65,11 +65,11 @@ class InputProcessor:
     """Checks, tokenises and resolves requests. Thread-safe.
 
     tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
-    the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
-    `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
-    requests come in the same order is reproducible. max_logprobs: alternatives that a request may ask for; -1: the
-    vocabulary. takes_priorities: whether a request may bring one. pools: the model gives vectors
-    of texts, and generates none.
+    the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: the model's; they and the
+    tokenizer's own end a sequence unless `ignore_eos`. seed: the engine's; requests without a seed get theirs from it
+    and their number, so that a run whose requests come in the same order is reproducible. max_logprobs: alternatives
+    that a request may ask for; -1: the vocabulary. takes_priorities: whether a request may bring one. pools: the model
+    gives vectors of texts, and generates none.
 
     `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
@@ -93,7 +93,8 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
-        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        ends = eos_token_ids if tokenizer is None else tokenizer.ends(eos_token_ids)
+        self._eos_token_ids = [token_id for token_id in ends if 0 <= token_id < vocab_size]
         self.grammars = GrammarWriter(tokenizer, vocab_size)
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self.seed = seed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -29,6 +30,12 @@ from quire.utils.child_process import describe_exit, kill, start_interpreter
 
 LONG_TEXT_CHARACTERS = 2**18
 """Shorter texts are tokenised here: the list of their ids is made in 2 ms."""
+UNKNOWN_PATTERN_CHARACTERS = 2**12
+"""As LONG_TEXT_CHARACTERS, where a tokenizer has regular expressions of its own: some take a time that grows with the
+square of a text."""
+TEXT_SECONDS = 10.0
+CHARACTER_SECONDS = 1e-4
+"""Processor time that a text has, and each of its characters: 50 times what tokenizers take."""
 PIECE_TOKENS = 2**16
 """Of the ids that become Python integers at a time. Other threads run between two pieces."""
 ID_BYTES = 4
@@ -47,8 +54,11 @@ class Setup(msgspec.Struct):
 
 
 class Text(msgspec.Struct, tag=True):
+    """seconds: processor time that the text has."""
+
     text: str
     add_special_tokens: bool
+    seconds: float
 
 
 class Bytes(msgspec.Struct, tag=True):
@@ -137,13 +147,18 @@ class TokenizerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As Tokenizer.encode. After any error but UserError the process is of no use."""
+        """As Tokenizer.encode. After any error but UserError the process is of no use, and it ends with a text that
+        takes too much processor time, which is a UserError."""
         if not self._is_checked:
-            if listed(self._ask(Text(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
+            if listed(self._ask(_timed(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
                 raise _failure("read another tokenizer than this process: its files have changed since the start")
             self._is_checked = True
-        return listed(self._ask(Text(text, add_special_tokens)))
+        return listed(self._ask(_timed(text, add_special_tokens)))
 
     def read(self, reader: str, argument: str, content: bytes) -> bytes:
         """What the function `reader` of the process makes of `content`; as `encode`."""
@@ -164,7 +179,13 @@ class TokenizerProcess:
         except ConnectionError:
             reply = None
         if reply is None:
-            raise _failure(describe_exit(self._process.wait()))
+            status = self._process.wait()
+            if status == -signal.SIGPROF and isinstance(work, Text):
+                raise UserError(
+                    f"the tokenizer takes more than {work.seconds:.3g} s of processor time for the text of "
+                    f"{len(work.text)} characters"
+                )
+            raise _failure(describe_exit(status))
         answer = _DECODER.decode(reply)
         if isinstance(answer, Encoded):
             return answer.ids
@@ -208,7 +229,7 @@ class LongTexts:
             is_usable = True
             return result
         except UserError:
-            is_usable = True
+            is_usable = not process.has_ended
             raise
         except InternalError:
             self._check_open()
@@ -245,6 +266,10 @@ class LongTexts:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineDeadError("the engine was shut down")
+
+
+def _timed(text: str, add_special_tokens: bool) -> Text:
+    return Text(text, add_special_tokens, TEXT_SECONDS + CHARACTER_SECONDS * len(text))
 
 
 def packed(ids: Sequence[int]) -> bytes:

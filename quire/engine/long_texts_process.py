@@ -44,6 +44,10 @@ def _answer(tokenizer: Tokenizer, work: Text | Bytes) -> Encoded | Read | NotEnc
         if isinstance(work, Bytes):
             module, _, name = work.reader.partition(":")
             return Read(getattr(importlib.import_module(module), name)(work.argument, work.content))
+        # When it runs out, the system ends the process, whatever the library does.
+        signal.setitimer(signal.ITIMER_PROF, work.seconds)
         return Encoded(packed(tokenizer.encode(work.text, work.add_special_tokens)))
     except QuireError as error:
         return NotEncoded(str(error), isinstance(error, UserError))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -215,10 +215,9 @@ class ForkServer:
         vocabulary, setup = self._vocabulary, self._setup
         end = socket.socket(fileno=connection)
         if vocabulary is not None:
-            eos = [token_id for token_id in setup.eos_token_ids if 0 <= token_id < setup.vocab_size]
 
             def work() -> None:
-                serve_masks(end, memory, vocabulary, setup.vocab_size, eos, setup.limits)
+                serve_masks(end, memory, vocabulary, setup.vocab_size, setup.eos_token_ids, setup.limits)
 
             self._masks_pid = fork("quire-masks", work, STACK * setup.limits.stack)
         end.close()
@@ -247,7 +246,9 @@ def serve(load: Callable[..., Tokenizer | None]) -> None:
     vocabulary, failure = None, ""
     try:
         tokenizer = check_tokenizer(load(setup.options, setup.vocab_size))
-        vocabulary = make_vocabulary(tokenizer, setup.vocab_size, setup.eos_token_ids)
+        ends = [each for each in tokenizer.ends(setup.eos_token_ids) if 0 <= each < setup.vocab_size]
+        setup = msgspec.structs.replace(setup, eos_token_ids=ends)
+        vocabulary = make_vocabulary(tokenizer, setup.vocab_size, ends)
     except UserError as error:
         failure = error.message
     gc.collect()

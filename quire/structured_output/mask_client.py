@@ -18,11 +18,10 @@ import msgspec
 
 from quire.errors import UserError
 from quire.logging import get_logger
-from quire.structured_output.mask_memory import MIN_SLOTS, Busy, MaskMemory, make_memory
+from quire.structured_output.mask_memory import MIN_SLOTS, Busy, MaskMemory, make_memory, num_mask_bytes
 from quire.structured_output.mask_process import NUM_THREADS
 from quire.structured_output.messages import Connection, Copy, Done, Grammar, Work
 from quire.structured_output.remote_matcher import NO_SLOT, RemoteMatcher, too_much_work
-from quire.structured_output.sequence_state import MaskShape
 
 if TYPE_CHECKING:
     from quire.structured_output.remote_matcher import ConstraintText
@@ -53,14 +52,14 @@ class MaskClient:
     """Used by one thread, but for `ended_slots`, which any may add to."""
 
     def __init__(
-        self, shape: MaskShape, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
+        self, vocab_size: int, start: Callable[[int, int], None], condemn: Callable[[ConstraintText, str], None]
     ) -> None:
         """start: have the fork server start a mask process with these descriptors (connection, memory), and close them.
         condemn: refuse a text from now on, for this reason."""
-        self._shape = shape
+        self._vocab_size = vocab_size
         self._start = start
         self._condemn = condemn
-        self.num_mask_bytes = shape.num_bytes
+        self.num_mask_bytes = num_mask_bytes(vocab_size)
         self.connection: Connection | None = None
         self._memory: MaskMemory | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -354,7 +353,7 @@ class MaskClient:
     def _start_process(self) -> Connection:
         ours, theirs = socket.socketpair()
         descriptor = make_memory()
-        self._memory = MaskMemory(descriptor, self._shape.num_written)
+        self._memory = MaskMemory(descriptor, self._vocab_size)
         if not self._num_slots:
             self._num_slots = self._memory.num_slots
             self._free_slots = [slot for slot in range(self._num_slots) if slot not in self._matchers]

@@ -15,6 +15,17 @@ _ENTRY = struct.Struct("<qd")
 """On the board, for each thread: slot + 1, or 0 while it has no work; time.monotonic() when it began."""
 
 
+def num_mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask: a bit for each token of the model, in whole words of four bytes."""
+    return 4 * -(-vocab_size // 32)
+
+
+def num_slot_bytes(vocab_size: int) -> int:
+    """Bytes that the library writes at most: a model without end tokens has one behind its vocabulary, which masks
+    leave out (`make_vocabulary`)."""
+    return 4 * (vocab_size // 32 + 1)
+
+
 class Busy(NamedTuple):
     """slot: whose work a thread does. since: by time.monotonic()."""
 
@@ -33,10 +44,9 @@ def make_memory() -> int:
 class MaskMemory:
     """One process's view of the memory. Both call `hold` before a slot is used."""
 
-    def __init__(self, descriptor: int, num_mask_bytes: int) -> None:
-        """num_mask_bytes: that are written of a mask."""
+    def __init__(self, descriptor: int, vocab_size: int) -> None:
         self._descriptor = descriptor
-        self._stride = -(-num_mask_bytes // 64) * 64
+        self._stride = -(-num_slot_bytes(vocab_size) // 64) * 64
         self.num_slots = 0
         self._map: mmap.mmap
         self.hold(MIN_SLOTS)

@@ -441,7 +441,7 @@ def serve_masks(
     """The work of the fork."""
     sys.setswitchinterval(SWITCH_SECONDS)
     shape = MaskShape.of(vocab_size, end_ids)
-    process = MaskProcess(connection, MaskMemory(memory, shape.num_written), vocabulary, shape)
+    process = MaskProcess(connection, MaskMemory(memory, vocab_size), vocabulary, shape)
     threading.stack_size(STACK * limits.stack)
     for thread in range(1, NUM_THREADS):
         threading.Thread(target=process.work, args=(thread,), daemon=True).start()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import UserError
+from quire.structured_output.mask_memory import num_mask_bytes, num_slot_bytes
 from quire.structured_output.rehearsal import in_one_line
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class MaskShape(NamedTuple):
     def of(cls, vocab_size: int, end_ids: Sequence[int]) -> MaskShape:
         """end_ids: of the model; without one, a token behind its vocabulary ends texts (`make_vocabulary`), which the
         masks leave out."""
-        num_bytes = 4 * -(-vocab_size // 32)
-        return cls(num_bytes, num_bytes if end_ids else 4 * (vocab_size // 32 + 1), bits(end_ids))
+        num_bytes = num_mask_bytes(vocab_size)
+        return cls(num_bytes, num_bytes if end_ids else num_slot_bytes(vocab_size), bits(end_ids))
 
 
 class SequenceState:

@@ -38,7 +38,6 @@ from quire.structured_output.messages import (
     Verdict,
 )
 from quire.structured_output.remote_matcher import ConstraintText, RemoteConstraint, RemoteMatcher
-from quire.structured_output.sequence_state import MaskShape
 from quire.utils.child_process import describe_exit, kill, start_interpreter
 
 logger = get_logger(__name__)
@@ -62,12 +61,12 @@ class ConstraintService:
         limits: Limits = LIMITS,
         module: str = FORK_SERVER,
     ) -> None:
-        """options: say which tokenizer. vocab_size: of the model. module: has the `main` of the fork server."""
+        """options: say which tokenizer; its own end-of-sequence token ends a text beside eos_token_ids. vocab_size: of
+        the model. module: has the `main` of the fork server."""
         self._limits = limits
         self._module = module
         self._setup = Setup(options, vocab_size, list(eos_token_ids), -1, limits)
-        ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self.masks = MaskClient(MaskShape.of(vocab_size, ends), self._start_masks, self._condemn)
+        self.masks = MaskClient(vocab_size, self._start_masks, self._condemn)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._finalizer: weakref.finalize | None = None

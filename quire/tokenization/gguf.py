@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from quire.config.gguf import NO_TOKEN
+from quire.config.gguf import NO_TOKEN, end_tokens
 from quire.config.hf_json import Fields
 from quire.errors import ModelLoadError
 from quire.tokenization.ranked_bpe import KIMI_PATTERN
@@ -28,7 +28,7 @@ from quire.tokenization.sentencepiece import (
     SentencePieces,
     sentencepiece_backend,
 )
-from quire.tokenization.vocabulary_limits import check_num_values
+from quire.tokenization.vocabulary_limits import check_num_values, check_pieces
 from quire.utils.gguf import GGUFFile
 
 SPECIAL_KEYS = {
@@ -128,6 +128,16 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "llama4": _O200K,
 }
 """By the name that a file gives in tokenizer.ggml.pre."""
+_BUNDLED = (
+    r"(?<=\n)[ \t]+| ?[^\s\p{L}\p{N}_]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+[\r\n]*"
+    rf"|{_SPACES}"
+)
+KNOWN_PATTERNS = frozenset(
+    {_BUNDLED}
+    | {pattern for each in _SPLITTINGS.values() for pattern in (each.pattern, *each.before) if pattern is not None}
+)
+"""What words are in published models and in the bundled one: the time that these take grows with a text, and not with
+its square."""
 
 
 def read_gguf_tokenizer(
@@ -206,11 +216,14 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
     tokens = file.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise file.error("tokenizer.ggml.tokens is missing or empty")
+    check_pieces(file.path, tokens)
     kinds = file.numbers("tokenizer.ggml.token_type")
     if kinds is None:
         kinds = [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise file.error(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
+    for token_id in end_tokens(tokens).values():
+        kinds[token_id] = CONTROL  # some converters wrote another kind
     return tokens, kinds
 
 

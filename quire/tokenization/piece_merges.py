@@ -14,10 +14,8 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from quire.errors import ModelLoadError
+from quire.tokenization.vocabulary_limits import check_pieces
 
-LONGEST_PIECE = 512
-"""Characters."""
 _LONGEST_PART = 2**13
 """Characters that are joined at once. Only a text of that many that pieces could join without a gap is cut there."""
 _LONGEST_KEPT = 64
@@ -37,14 +35,13 @@ class PieceMerger:
     def __init__(
         self, scores: Mapping[str, float], unused: Collection[str], whole: Collection[str], space: str
     ) -> None:
-        """Raises ModelLoadError for a piece that is too long."""
+        """Raises ModelLoadError for a piece that is too long: all ways to cut it are kept."""
         self._scores = dict(scores)
         self._unused = frozenset(unused)
         self._whole = any_of(whole)
         self._joined: set[tuple[str, str]] = set()
+        check_pieces("the vocabulary", self._scores)
         for piece in self._scores:
-            if len(piece) > LONGEST_PIECE:
-                raise ModelLoadError(f"a piece has {len(piece)} characters, more than {LONGEST_PIECE}")
             self._joined.update(itertools.pairwise(piece))
         # Words: runs of other characters with the spaces before them. A few characters may be joined with a space
         # behind them.

@@ -1,6 +1,6 @@
-"""What a tokenizer's steps may do to a text's length.
+"""What a tokenizer's steps may do to a text's length, and to the time that it takes.
 
-Each step of a normalizer or decoder is harmless; forty that write every character twice fill any memory with one word.
+Each step is harmless; forty that write every character twice fill any memory with one word.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -21,6 +21,16 @@ MAX_GROWTH = 64
 """Times that a text may become longer: Metaspace writes three bytes for one."""
 MAX_INSERTED = 256
 """Characters that a step may write at once."""
+MAX_ADDED_TOKENS = 64
+"""Tokens that may stand around a text, and parts that say where."""
+LONGEST_WORD = 256
+"""Characters of a word that WordPiece takes apart (`max_input_chars_per_word`; 100 is usual): it tries every part of it
+at every place."""
+_LETTERS_PER_CHARACTER = 4
+"""Of a byte-level step: a letter for each byte."""
+_NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
+"""Patterns of runs of blanks, as most tokenizers have one."""
+_INNER = ("normalizers", "decoders", "pretokenizers", "processors")
 
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
@@ -43,8 +53,10 @@ def check_charsmap(table: bytes) -> None:
 
 
 def check_growth(backend: tokenizers.Tokenizer) -> None:
-    """Raises ModelLoadError for a normalizer or a decoder that makes texts longer than MAX_GROWTH times."""
-    for what, part in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
+    """Raises ModelLoadError for a pipeline that makes texts longer than MAX_GROWTH times, or puts more than
+    MAX_ADDED_TOKENS around them."""
+    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer, "decoder": backend.decoder}
+    for what, part in parts.items():
         steps = [] if part is None else list(_steps(json.loads(part.__getstate__())))
         growth = 1.0
         for step in steps:
@@ -54,27 +66,65 @@ def check_growth(backend: tokenizers.Tokenizer) -> None:
                 f"its {what} has {len(steps)} steps that may make a text {growth:g} times as long; {MAX_STEPS} steps "
                 f"and {MAX_GROWTH} times are allowed"
             )
+    processor = backend.post_processor
+    steps = [] if processor is None else list(_steps(json.loads(processor.__getstate__())))
+    num_parts = sum(len(step.get(side) or ()) for step in steps for side in ("single", "pair"))
+    num_added = max(backend.num_special_tokens_to_add(is_pair) for is_pair in (False, True))
+    if max(len(steps), num_parts, num_added) > MAX_ADDED_TOKENS:
+        raise ModelLoadError(
+            f"its post_processor has {len(steps)} steps of {num_parts} parts, and puts {num_added} tokens around a "
+            f"text; {MAX_ADDED_TOKENS} are allowed"
+        )
+
+
+def check_word_length(backend: tokenizers.Tokenizer) -> None:
+    """Raises ModelLoadError for a WordPiece vocabulary that takes words of more than LONGEST_WORD characters apart."""
+    model = backend.model
+    if isinstance(model, tokenizers.models.WordPiece) and model.max_input_chars_per_word > LONGEST_WORD:
+        raise ModelLoadError(
+            f"its max_input_chars_per_word is {model.max_input_chars_per_word}; {LONGEST_WORD} are allowed"
+        )
+
+
+def other_patterns(backend: tokenizers.Tokenizer, known: Collection[str]) -> frozenset[str]:
+    """The regular expressions of all its steps but `known` ones, and those of runs of blanks."""
+    found = set()
+    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
+        for step in [] if part is None else _steps(json.loads(part.__getstate__())):
+            pattern = step.get("pattern")
+            if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+                found.add(pattern["Regex"])
+    return frozenset(each for each in found if each not in known and not _NEVER_EMPTY.fullmatch(each))
 
 
 def _growth(step: dict[str, Any], what: str) -> float:
     """How many characters stand at most for one."""
-    inserted = step.get("content") if step["type"] == "Replace" else step.get("prepend")
+    kind = step["type"]
+    if kind == "ByteLevel":
+        return 1.0 if what == "decoder" else _LETTERS_PER_CHARACTER
+    if kind == "Precompiled":
+        table = base64.b64decode(step["precompiled_charsmap"])
+        replacements = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return float(max(len(each.decode(errors="replace")) for each in replacements))
+    inserted = step.get("content") if kind == "Replace" else step.get("prepend")
     if not isinstance(inserted, str):
         return 1.0
     if len(inserted) > MAX_INSERTED:
         raise ModelLoadError(f"its {what} writes {len(inserted)} characters at once; {MAX_INSERTED} are allowed")
-    if step["type"] != "Replace":
+    if kind != "Replace":
         return 1.0
     pattern = step.get("pattern", {}).get("String")
     if pattern:
         return len(inserted) / len(pattern)
+    if _NEVER_EMPTY.fullmatch(step.get("pattern", {}).get("Regex", "")):
+        return len(inserted)
     return 1.0 + len(inserted)  # a regular expression may match nothing, before each character
 
 
-def _steps(description: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _steps(description: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Nested sequences laid out flat."""
     if description.get("type") != "Sequence":
-        yield description
+        yield dict(description)
         return
-    for part in description.get("normalizers", description.get("decoders", [])):
+    for part in next((description[name] for name in _INNER if name in description), ()):
         yield from _steps(part)

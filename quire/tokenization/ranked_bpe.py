@@ -17,10 +17,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from quire.config.hf_json import Fields, shown
 from quire.errors import ModelLoadError
+from quire.tokenization.vocabulary_limits import check_pieces
 
 MAX_TOKENS = 2**20
-LONGEST_TOKEN = 512
-"""Bytes; every way to cut it in two is tried."""
 TEKKEN_SPECIALS = 1000
 """Ids in front of the vocabulary, where tekken.json does not say."""
 
@@ -48,10 +47,9 @@ def ranked_bpe(
     missing = [byte for byte, letter in enumerate(letters) if letter not in vocabulary]
     if len(vocabulary) != len(texts) or len(texts) > MAX_TOKENS or missing:
         raise ModelLoadError(f"{len(texts)} tokens, of which {len(vocabulary)} differ, without {len(missing)} bytes")
+    check_pieces("the vocabulary", (*texts, *specials.values()))
     pairs = []
     for rank, text in enumerate(texts):
-        if len(text) > LONGEST_TOKEN:
-            raise ModelLoadError(f"a token has {len(text)} bytes, more than {LONGEST_TOKEN}")
         for cut in range(1, len(text)):
             left, right = vocabulary.get(text[:cut]), vocabulary.get(text[cut:])
             if left is not None and right is not None:
@@ -132,11 +130,13 @@ def added_tokens(config: Mapping[str, Any], file: Path) -> dict[int, str]:
     """Texts of `added_tokens_decoder`, by id."""
     listed = config.get("added_tokens_decoder") or {}
     try:
-        return {int(token_id): str(token["content"]) for token_id, token in listed.items()}
+        found = {int(token_id): str(token["content"]) for token_id, token in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ModelLoadError(
             f"{file.parent / 'tokenizer_config.json'}: added_tokens_decoder must map ids to tokens"
         ) from None
+    check_pieces(file.parent / "tokenizer_config.json", found.values())
+    return found
 
 
 def _object(fields: Fields, key: str) -> Mapping[str, Any]:

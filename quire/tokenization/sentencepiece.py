@@ -19,7 +19,8 @@ from tokenizers import Regex, decoders, models, normalizers
 
 from quire.errors import ModelLoadError
 from quire.tokenization.charsmap import Charsmap
-from quire.tokenization.piece_merges import LONGEST_PIECE, PieceMerger, any_of
+from quire.tokenization.piece_merges import PieceMerger, any_of
+from quire.tokenization.vocabulary_limits import LONGEST_PIECE, check_pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces."""
@@ -50,6 +51,7 @@ def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
     pieces, kinds = model.pieces, model.kinds
     if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
         raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")
+    check_pieces("the vocabulary", pieces)
     backend = tokenizers.Tokenizer(_bpe(model) if model.model == BPE else _unigram(model))
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.adds_space:

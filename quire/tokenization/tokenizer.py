@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_optional_json, shown
 from quire.config.options import EngineOptions
-from quire.errors import ConfigError, InternalError, ModelLoadError, UserError, is_interrupt, panics_are_errors
+from quire.errors import InternalError, ModelLoadError, UserError, panics_are_errors
+from quire.tokenization.chat_template_files import read_chat_templates, read_template
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
-from quire.tokenization.gguf import read_gguf_tokenizer
+from quire.tokenization.gguf import KNOWN_PATTERNS, read_gguf_tokenizer
+from quire.tokenization.hf_tokenizer import (
+    MERGES_FILE,
+    VOCABULARY_FILE,
+    Directory,
+    HFTokenizer,
+    is_there,
+    read_tokenizer_json,
+    read_vocabulary,
+    read_vocabulary_and_merges,
+    tokenizer_file,
+    with_bos_eos,
+)
+from quire.tokenization.library_errors import first_line, refusing
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
-from quire.tokenization.pipeline_checks import check_charsmaps, check_growth
+from quire.tokenization.pipeline_checks import check_growth, check_word_length, other_patterns
 from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktoken
 from quire.tokenization.sentencepiece import (
     BPE,
@@ -28,27 +41,24 @@ from quire.tokenization.sentencepiece import (
     sentencepiece_backend,
     special_pieces,
 )
-from quire.tokenization.vocabulary_limits import check_num_values, count_values, max_values
+from quire.tokenization.special_tokens import SPECIAL_NAMES, SPECIAL_TOKENS_FILE
+from quire.tokenization.vocabulary_limits import check_num_values, max_values
 from quire.utils.gguf import GGUFFile, find_gguf
-from quire.utils.model_files import file_bytes, read_model_file
-from quire.utils.panics import last_word_to_exceptions
-from quire.utils.text_files import read_text_file
+from quire.utils.model_files import read_model_file
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_TOKENIZER_BYTES = 2**26
-"""Of tokenizer.json, vocab.json and merges.txt: twice those of the largest vocabularies (Gemma's has 33 MB)."""
-MAX_TEMPLATE_BYTES = 2**18
-"""Of a chat template: ten times the longest."""
 MAX_TOKEN_ID = 2**24
 MAX_SENTENCEPIECE_BYTES = 2**24
 """Four times those of the largest vocabulary (Gemma's has 4 MB)."""
 TEKKEN_FILE, TIKTOKEN_FILE = "tekken.json", "tiktoken.model"
 OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """What a directory without tokenizer.json may have: Mistral's, Kimi's, and sentencepiece's."""
-MAX_REASON = 300
-"""Characters of what the library says."""
 PATTERN_LIMITS = ("retry-limit-in-match", "retry-limit-in-search", "match-stack limit")
 """In the library's panics: it gave up matching a pattern that backtracks without end. That depends on the text."""
+SPACES_LEFT_OUT = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {ending}", ending) for ending in ("n't", "'m", "'s", "'ve", "'re")),
+)
 SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
@@ -57,7 +67,8 @@ class Tokenizer:
 
     special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
     the usual one. name: what error messages call the tokenizer. pieces: the model of one of sentencepiece's, whose
-    texts are prepared here.
+    texts are prepared here. extra_special_tokens: texts of special tokens without a name. cleans_up: `decode` leaves
+    out spaces before punctuation.
     """
 
     def __init__(
@@ -68,6 +79,8 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         name: str = "tokenizer",
         pieces: SentencePieces | None = None,
+        extra_special_tokens: Sequence[str] = (),
+        cleans_up: bool = False,
     ) -> None:
         # A tokenizer.json may carry the truncation of its training: prompts are never cut in silence.
         backend.no_truncation()
@@ -75,6 +88,8 @@ class Tokenizer:
         self.name = name
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
+        self.extra_special_tokens = tuple(extra_special_tokens)
+        self._cleans_up = cleans_up
         self.chat_templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -85,6 +100,8 @@ class Tokenizer:
         self.eos_token_id = self._special_id("eos_token")
         self.padding_token_id = self._special_id("pad_token")
         self.pieces = compile_pieces(backend)
+        self.has_own_patterns = bool(other_patterns(backend, KNOWN_PATTERNS))
+        """Splits texts by regular expressions of its files, which may take any time."""
         self._texts: dict[int, str] = {}
         self.encode_elsewhere: Callable[[str, bool], list[int]] | None = None
         """Encodes texts of more than `inline_characters` as this tokenizer would, in another process. Servers set
@@ -137,7 +154,7 @@ class Tokenizer:
                 ) from None
             raise
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{self.name} cannot encode the text: {_first_line(error)}") from None
+            raise UserError(f"{self.name} cannot encode the text: {first_line(error)}") from None
         return found
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -145,13 +162,14 @@ class Tokenizer:
 
         That is the library's own result, but for runs of byte tokens that are not valid UTF-8: there the library
         gives up the valid characters of the run too, while here (where they may have been streamed already) only
-        the invalid bytes become U+FFFD. Ids that the tokenizer does not know have no text.
+        the invalid bytes become U+FFFD. Ids that the tokenizer does not know have no text. Spaces that some tokenizers
+        of words leave out before punctuation are there in streams.
         """
         with panics_are_errors("the tokenizer"):
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         if REPLACEMENT in text and isinstance(self.pieces, LocalPieces):
-            return decode_tokens(self.pieces, token_ids, self._skipped(skip_special_tokens))
-        return text
+            text = decode_tokens(self.pieces, token_ids, self._skipped(skip_special_tokens))
+        return _cleaned(text) if self._cleans_up else text
 
     def detokenizer(
         self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
@@ -177,6 +195,13 @@ class Tokenizer:
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
+    def ends(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens that end a text: those that the model names, and the tokenizer's end-of-sequence token.
+
+        token_ids: from the model's generation_config.json or config.json."""
+        own = () if self.eos_token_id is None else (self.eos_token_id,)
+        return list(dict.fromkeys((*token_ids, *own)))
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
         return token_id in self.special_ids
@@ -192,6 +217,13 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.token_to_id(token)
+
+
+def _cleaned(text: str) -> str:
+    """`clean_up_tokenization_spaces`: the replacements one after the other, as Transformers has them."""
+    for written, read in SPACES_LEFT_OUT:
+        text = text.replace(written, read)
+    return text
 
 
 def check_unicode(text: str, *, param: str | None = None) -> None:
@@ -222,38 +254,39 @@ def load_tokenizer(
     limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True, download_dir=download_dir)
     config = read_optional_json(path / "tokenizer_config.json")
+    directory = Directory(path, str(path_or_id), config, read_optional_json(path / "config.json"), limit)
     pieces: SentencePieces | None = None
-    special_tokens = _special_tokens(config | read_optional_json(path / "special_tokens_map.json"))
-    if _is_there(path / "tokenizer.json"):
-        backend = _read_backend(path / "tokenizer.json", limit)
-    elif _is_there(path / "vocab.json") and _is_there(path / "merges.txt"):
-        with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
-            backend = _byte_level_bpe(path, config, special_tokens, limit)
-    elif (found := next((name for name in OTHER_FILES if _is_there(path / name)), None)) is not None:
-        backend, own, pieces = _read_other(path / found, config, limit)
-        config = own | config
-        special_tokens = _special_tokens(own) | special_tokens
+    if is_there(file := tokenizer_file(path, config)):
+        found = read_tokenizer_json(file, directory)
+    elif is_there(path / VOCABULARY_FILE) and is_there(path / MERGES_FILE):
+        found = read_vocabulary_and_merges(directory)
+    elif (name := next((name for name in OTHER_FILES if is_there(path / name)), None)) is not None:
+        backend, own, pieces = _read_other(path / name, config, limit)
+        found, config = _with_flags(path, backend, own, config)
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
-        with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
-            backend, own, pieces = read_gguf_tokenizer(file, limit)
-        config = own | config
-        special_tokens = _special_tokens(own) | special_tokens
+        with GGUFFile(gguf) as opened, refusing(gguf, "holds a tokenizer that cannot be used"):
+            backend, own, pieces = read_gguf_tokenizer(opened, limit)
+        found, config = _with_flags(path, backend, own, config)
     else:
         raise ModelLoadError(
             f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, *.gguf, "
             f"{', '.join(OTHER_FILES)}); name one with the option tokenizer, or set skip_tokenizer_init to work on "
             "token ids"
         )
-    templates = _chat_templates(path, config) if chat_template is None else {"default": read_template(chat_template)}
-    with _refusing(path, "has a tokenizer that cannot be used"):
-        check_growth(backend)
-        _apply_bos_eos(backend, config, special_tokens)
+    templates = (
+        read_chat_templates(path, config) if chat_template is None else {"default": read_template(chat_template)}
+    )
+    with refusing(path, "has a tokenizer that cannot be used"):
+        check_growth(found.backend)
+        check_word_length(found.backend)
         tokenizer = Tokenizer(
-            backend,
-            special_tokens=special_tokens,
+            found.backend,
+            special_tokens=found.special,
+            extra_special_tokens=found.extra,
             chat_templates=templates,
             name=str(path_or_id),
             pieces=pieces,
+            cleans_up=found.cleans_up,
         )
         # Some mistakes show only when text is taken apart and put together: better here than in every request.
         with suppress(UserError):  # a vocabulary without a token for what it does not know
@@ -263,70 +296,16 @@ def load_tokenizer(
     return tokenizer
 
 
-def _read_backend(file: Path, limit: int) -> tokenizers.Tokenizer:
-    content = _read_vocabulary(file, limit)
-    with _refusing(file, "is not a readable tokenizer"):
-        check_charsmaps(content)
-        return tokenizers.Tokenizer.from_buffer(content)
-
-
-@contextmanager
-def _refusing(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever the library raises (plain exceptions, and panics, which are none) into a ModelLoadError."""
-    try:
-        with last_word_to_exceptions():
-            yield
-    except MemoryError:
-        raise
-    except BaseException as error:
-        if is_interrupt(error) or (isinstance(error, ModelLoadError) and str(path) in error.message):
-            raise
-        raise ModelLoadError(f"{path} {what}: {_first_line(error)[:MAX_REASON]}") from None
-
-
-def _read_vocabulary(file: Path, limit: int) -> bytes:
-    content = read_model_file(file, MAX_TOKENIZER_BYTES)
-    check_num_values(file, count_values(content, is_text=file.suffix == ".txt"), limit)
-    return content
-
-
-def _is_there(file: Path) -> bool:
-    return file_bytes(file) is not None
-
-
-def _byte_level_bpe(
-    path: Path, config: dict[str, Any], special_tokens: dict[str, str], limit: int
-) -> tokenizers.Tokenizer:
-    """GPT-2's format, as OPT still ships it: vocab.json and merges.txt."""
-    for name in ("vocab.json", "merges.txt"):
-        _read_vocabulary(path / name, limit)
-    model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    extra = read_optional_json(path / "added_tokens.json")
-    for token, token_id in extra.items():
-        if not isinstance(token_id, int):
-            raise ModelLoadError(f"{path / 'added_tokens.json'}: the id of {shown(token)} is {shown(token_id)}")
-    backend.add_tokens([token for token, _ in sorted(extra.items(), key=lambda item: item[1])])
-    for token, token_id in extra.items():
-        if backend.token_to_id(token) != token_id:
-            raise ModelLoadError(f"{path / 'added_tokens.json'}: {shown(token)} cannot have the id {shown(token_id)}")
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special_tokens.values()])
-    return backend
-
-
 def _read_other(
     file: Path, config: dict[str, Any], limit: int
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any], SentencePieces | None]:
     """One of OTHER_FILES, what a tokenizer_config.json would say of it, and of sentencepiece's the model."""
     if file.name == TEKKEN_FILE:
-        content = _read_vocabulary(file, limit)
-        with _refusing(file, "is not a readable tokenizer"):
+        content = read_vocabulary(file, limit)
+        with refusing(file, "is not a readable tokenizer"):
             return *read_tekken(json.loads(content), file), None
     content = read_model_file(file, MAX_SENTENCEPIECE_BYTES)
-    with _refusing(file, "is not a readable tokenizer"):
+    with refusing(file, "is not a readable tokenizer"):
         if file.name == TIKTOKEN_FILE:
             check_num_values(file, 2 * content.count(b"\n"), limit)
             return read_tiktoken(content, file, config), {"add_bos_token": False}, None
@@ -341,69 +320,22 @@ def _read_other(
         return backend, special_pieces(model) | own, model
 
 
-def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token`, where stated, decide over what tokenizer.json says, as in Transformers."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    pieces, used = ["$A:0"], []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token_id = backend.token_to_id(special_tokens[name]) if name in special_tokens else None
-        if config.get(flag) and token_id is not None:
-            pieces.insert(0 if name == "bos_token" else len(pieces), f"{special_tokens[name]}:0")
-            used.append((special_tokens[name], token_id))
-    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)
+def _with_flags(
+    path: Path, backend: tokenizers.Tokenizer, own: dict[str, Any], config: dict[str, Any]
+) -> tuple[HFTokenizer, dict[str, Any]]:
+    """A tokenizer of files without a post-processor: `add_bos_token` and `add_eos_token` say what stands around texts.
 
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Text of each named special token; an entry is a string or an object with `content`."""
-    found = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """From chat_template.jinja, else from tokenizer_config.json: one string, or a list of named ones."""
-    file = path / "chat_template.jinja"
-    if _is_there(file):
-        try:
-            return {"default": read_model_file(file, MAX_TEMPLATE_BYTES).decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise ModelLoadError(f"{file} is not readable: {_first_line(error)}") from None
-    value, file = config.get("chat_template"), path / "tokenizer_config.json"
-    if value is None:
-        return {}
-    try:
-        templates = (
-            {"default": value}
-            if isinstance(value, str)
-            else {str(entry["name"]): str(entry["template"]) for entry in value}
-        )
-    except (TypeError, KeyError):
-        raise ModelLoadError(f"{file}: chat_template must be a string or a list of named templates") from None
-    if any(len(template) > MAX_TEMPLATE_BYTES for template in templates.values()):
-        raise ModelLoadError(f"{file}: a chat template may have {MAX_TEMPLATE_BYTES} characters")
-    return templates
-
-
-def read_template(text: str) -> str:
-    """A chat template that the user gives: the name of a file, or the template itself, which has braces or line feeds.
-    Raises ConfigError for a file that cannot be read."""
-    if any(mark in text for mark in ("{", "}", "\n")):
-        if len(text) > MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"chat_template may have {MAX_TEMPLATE_BYTES} characters", param="chat_template")
-        return text
-    path = Path(text).expanduser()
-    if path.is_file() and path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise ConfigError(f"chat_template: {path} may have {MAX_TEMPLATE_BYTES} bytes", param="chat_template")
-    return read_text_file(str(path), param="chat_template")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    own: what the files say in the words of a tokenizer_config.json, which `config` and special_tokens_map.json put
+    right. Returns both together too."""
+    stated = own | config
+    named = stated | read_optional_json(path / SPECIAL_TOKENS_FILE)
+    entries = {name: named.get(name) for name in SPECIAL_NAMES}
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in entries.items()}
+    special = {name: text for name, text in texts.items() if isinstance(text, str)}
+    flags = {name: bool(stated.get(f"{name}_token")) for name in ("add_bos", "add_eos")}
+    with refusing(path, "has a tokenizer that cannot be used"):
+        backend.post_processor = with_bos_eos(backend, special, adds_bos=flags["add_bos"], adds_eos=flags["add_eos"])
+    return HFTokenizer(backend, special, [], False), stated
 
 
 def open_tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:

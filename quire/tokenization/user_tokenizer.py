@@ -31,8 +31,9 @@ class UserTokenizer:
         self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.unk_token_id, self.pad_token_id = self._id(self.unk_token), self._id(self.pad_token)
         self.special_tokens_map = dict(special)
-        self.all_special_ids = sorted(tokenizer.special_ids)
-        self.all_special_tokens = [self.convert_ids_to_tokens(each) for each in self.all_special_ids]
+        self.extra_special_tokens = list(tokenizer.extra_special_tokens)
+        self.all_special_tokens = list(dict.fromkeys((*special.values(), *self.extra_special_tokens)))
+        self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
 
     def __len__(self) -> int:
         """Entries, added ones included."""

@@ -109,6 +109,26 @@ def test_products_are_in_what_the_cpu_multiplies_faster(tmp_path: Path) -> None:
         assert config.device.matmul_precision == asked
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        ({2: "<|im_end|>", 3: "<|endoftext|>", 4: "<|im_start|>"}, (2, 3, 5)),
+        ({6: "<|eot_id|>", 7: "<|eom_id|>", 8: "<|end_of_text|>"}, (5, 6, 7, 8)),
+        ({6: "<end_of_turn>", 7: "<eos>"}, (5, 6, 7)),
+        ({6: "<|end|>", 7: "<|assistant|>"}, (5, 6)),
+        ({6: "<|end|>", 7: "<|return|>", 8: "<|call|>"}, (5, 7, 8)),
+        ({6: "</s>", 7: "<|tool_response>"}, (5, 7)),
+        ({6: "_<EOT>", 7: "<|file_sep|>", 8: "<|repo_name|>"}, (5, 6, 7, 8)),
+    ],
+)
+def test_tokens_that_end_a_text_by_their_names(tmp_path: Path, tokens: dict[int, str], ends: tuple[int, ...]) -> None:
+    """As llama.cpp knows them: files of models with several such tokens name one."""
+    writer = model()
+    names = [tokens.get(number, f"t{number}") for number in range(16)]
+    writer.metadata["tokenizer.ggml.tokens"] = typed(names)
+    assert read(writer.write(tmp_path / "model.gguf")).eos_token_ids == ends
+
+
 def test_tied_embeddings_biases_window_and_ends(tmp_path: Path) -> None:
     writer = model()
     del writer.tensors["output.weight"]

@@ -204,6 +204,15 @@ def test_end_of_sequence_tokens(processor: InputProcessor) -> None:
     assert process(processor, [5], ignore_eos=True).eos_token_ids == []
 
 
+def test_the_end_token_of_the_tokenizer_ends_a_sequence_too() -> None:
+    """Also where the model's configuration names other tokens, or none."""
+    ended = Tokenizer(byte_level_backend(), special_tokens={"eos_token": "<|im_start|>"})
+    for named, expected in (([1, 7], [1, 7, 2]), ([], [2]), ([2], [2])):
+        processor = InputProcessor(ended, vocab_size=VOCABULARY, max_model_len=CONTEXT, eos_token_ids=named, seed=0)
+        assert process(processor, [5]).eos_token_ids == expected
+        assert process(processor, [5], ignore_eos=True).eos_token_ids == []
+
+
 def test_cache_salt_of_the_call_and_of_the_prompt(processor: InputProcessor) -> None:
     assert processor.process("r", [5], SamplingParams(), cache_salt="a").cache_salt == "a"
     prompt: Prompt = {"prompt_token_ids": [5], "cache_salt": "b"}

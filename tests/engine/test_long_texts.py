@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.tokenization.tokenizer import open_tokenizer
 from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts, TokenizerProcess
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 from tests.processes import has_pid_ended
-from tests.tokenization.build import byte_level
+from tests.tokenization.build import byte_level, byte_level_backend
 
 OPTIONS = EngineOptions.from_keywords({})
 VOCAB_SIZE = 4096
@@ -178,3 +178,26 @@ texts.encode("def f(x): return " * 300_000, True)
         pid = int(parent.stdout.readline())
         parent.kill()
     assert has_pid_ended(pid)
+
+
+def test_a_text_that_takes_too_much_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that looks ahead to the end of a run, at each place of the run."""
+    backend = byte_level_backend()
+    split = pre_tokenizers.Split(Regex("(?<=b)a|a(?=a*c)"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    options = EngineOptions.from_keywords({"tokenizer": str(tmp_path)})
+    tokenizer = open_tokenizer(options, VOCAB_SIZE)
+    assert tokenizer is not None
+    texts = LongTexts(options, VOCAB_SIZE, tokenizer)
+    try:
+        assert texts.encode("a" * 100, True) == tokenizer.encode("a" * 100)
+        [pid] = texts.pids
+        monkeypatch.setattr("quire.engine.long_texts.TEXT_SECONDS", 0.0)
+        monkeypatch.setattr("quire.engine.long_texts.CHARACTER_SECONDS", 5e-7)
+        with pytest.raises(UserError, match=r"takes more than 0\.1 s of processor time for the text of 200000 char"):
+            texts.encode("a" * 200_000, True)
+        assert has_pid_ended(pid)
+        assert texts.pids == []
+    finally:
+        texts.close()

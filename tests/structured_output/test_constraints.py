@@ -18,7 +18,7 @@ from quire.structured_output.writer import GrammarWriter
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.structured_output.schemas import Sampler
-from tests.tokenization.build import BUILDERS
+from tests.tokenization.build import BUILDERS, byte_level
 
 EXPRESSIONS = [
     "[a-c]{2,5}",
@@ -242,6 +242,22 @@ def test_several_end_tokens_and_ignored_ones(sampler: Sampler) -> None:
     assert plain.accept(2)
     assert (plain.is_finished, plain.ends_in_text) == (True, False)
     assert not plain.accept(token)
+
+
+@pytest.mark.parametrize("named", [[], [0]])
+def test_the_end_token_of_the_tokenizer_ends_a_constraint(named: list[int]) -> None:
+    """1 is the tokenizer's; the model's configuration names another, or none."""
+    sampler = Sampler(byte_level(), named)
+    [token] = sampler.tokenizer.encode("a", add_special_tokens=False)
+    structured = params(regex="a{1,3}")
+    plain, endless = sampler.matcher(structured), sampler.matcher(structured, ConstraintSpec(ignore_eos=True))
+    assert plain.accept(token)
+    assert endless.accept(token)
+    assert {*named, 1} <= set(sampler.allowed(plain).tolist())
+    assert not {*named, 1} & set(sampler.allowed(endless).tolist())
+    assert plain.accept(1)
+    assert plain.is_finished
+    sampler.close()
 
 
 def test_nothing_in_common_with_the_allowed_tokens(sampler: Sampler) -> None:

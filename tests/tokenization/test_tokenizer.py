@@ -74,12 +74,14 @@ def test_added_tokens_json_must_fit_the_vocabulary(tmp_path: Path) -> None:
     [
         ({}, [1, 5]),
         ({"add_bos_token": True}, [1, 5]),
-        ({"add_bos_token": False}, [5]),
-        ({"add_bos_token": True, "add_eos_token": True}, [1, 5, 2]),
-        ({"add_eos_token": True}, [5, 2]),
+        ({"add_bos_token": False}, [1, 5]),
+        ({"add_bos_token": True, "add_eos_token": True}, [1, 5]),
+        ({"add_eos_token": True}, [1, 5]),
     ],
 )
-def test_stated_bos_and_eos_flags_decide(tmp_path: Path, flags: dict[str, bool], expected: list[int]) -> None:
+def test_what_tokenizer_json_adds_stays_whatever_flags_say(
+    tmp_path: Path, flags: dict[str, bool], expected: list[int]
+) -> None:
     sentencepiece_backend().save(str(tmp_path / "tokenizer.json"))
     write_json(tmp_path / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", **flags})
     tokenizer = load_tokenizer(tmp_path)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,7 +15,14 @@ import tokenizers
 from quire.config.hf_config import BUNDLED_DIRECTORY
 from quire.errors import ModelLoadError
 from quire.tokenization.tokenizer import load_tokenizer
-from quire.tokenization.vocabulary_limits import MAX_TOKENIZER_VALUES, count_values, max_values
+from quire.tokenization.vocabulary_limits import (
+    LONGEST_PIECE,
+    MAX_PATTERN,
+    MAX_TOKENIZER_VALUES,
+    check_text_lengths,
+    count_values,
+    max_values,
+)
 from tests.tokenization.build import byte_level_backend
 
 GUARDED = """
@@ -84,6 +92,82 @@ def test_every_value_counts() -> None:
     assert count_values(json.dumps(tokenizer).encode(), is_text=False) >= len(tokenizer["model"]["vocab"]) + len(
         tokenizer["model"]["merges"]
     )
+
+
+LONG = "a" * (LONGEST_PIECE + 1)
+MODELS: dict[str, dict[str, Any]] = {
+    "BPE": {"type": "BPE", "merges": [], "vocab": {"a": 0, LONG: 1}},
+    "Unigram": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], [LONG, -1.0]]},
+    "WordPiece": {
+        "type": "WordPiece",
+        "unk_token": "a",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": {"a": 0, LONG: 1},
+    },
+    "WordLevel": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, LONG: 1}},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_entry_that_is_too_long(tmp_path: Path, handed_over: list[int], model: str) -> None:
+    """The library's trees of one of ten million characters take gigabytes, and end the process."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": MODELS[model]}))
+    with pytest.raises(
+        ModelLoadError, match=r"tokenizer\.json: the entry 'a+'\.\.\. has 513 characters, more than 512"
+    ):
+        load_tokenizer(tmp_path)
+    assert handed_over == []
+
+
+@pytest.mark.parametrize("letter", ["a", '"', "\\", "é", "日", "🦙", " ", "-", ",", "\n"])
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_characters_count_however_they_are_written(tmp_path: Path, letter: str, is_ascii: bool) -> None:
+    file = tmp_path / "tokenizer.json"
+
+    def content(length: int) -> bytes:
+        texts = {"before": '"' * 5, letter * length: 1, "numbers": list(range(600)), "pattern": {"Regex": "a|" * 1000}}
+        return json.dumps(texts, ensure_ascii=is_ascii).encode()
+
+    check_text_lengths(file, content(LONGEST_PIECE))
+    with pytest.raises(ModelLoadError, match="has 513 characters"):
+        check_text_lengths(file, content(LONGEST_PIECE + 1))
+
+
+def test_a_merge_may_be_two_entries_with_a_space(tmp_path: Path) -> None:
+    longest = "b" * LONGEST_PIECE
+    for name, text in (
+        ("tokenizer.json", json.dumps([f"{longest} {longest}"])),
+        ("merges.txt", f"{longest} {longest}\n"),
+    ):
+        check_text_lengths(tmp_path / name, text.encode())
+        for wrong in (f"{longest}b {longest}", f"{longest} {longest} c"):
+            with pytest.raises(ModelLoadError, match="characters, more than 512"):
+                check_text_lengths(tmp_path / name, text.replace(f"{longest} {longest}", wrong).encode())
+
+
+def test_a_pattern_has_a_length_too(tmp_path: Path) -> None:
+    step = {"type": "Split", "pattern": {"Regex": "a" * (MAX_PATTERN + 1)}}
+    with pytest.raises(ModelLoadError, match="a pattern has 16385 bytes"):
+        check_text_lengths(tmp_path / "tokenizer.json", json.dumps(step).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": LONG}),
+        ("tokenizer_config.json", {"extra_special_tokens": [LONG]}),
+        ("tokenizer_config.json", {"image_token": LONG}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": LONG}}}),
+        ("special_tokens_map.json", {"eos_token": {"content": LONG}}),
+        ("added_tokens.json", {LONG: 7}),
+    ],
+)
+def test_a_special_token_that_is_too_long(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match="has 513 characters, more than 512"):
+        load_tokenizer(tmp_path)
 
 
 def test_two_million_entries_in_little_memory(tmp_path: Path) -> None:
