@@ -152,9 +152,9 @@ class Sampler:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        self.eos_token_ids = [token for token in eos_token_ids if token < self.vocab_size]
+        self.eos_token_ids = [token for token in tokenizer.ends(eos_token_ids) if token < self.vocab_size]
         self.writer = GrammarWriter(tokenizer, self.vocab_size)
-        self.vocabulary = make_vocabulary(tokenizer, self.vocab_size, eos_token_ids)
+        self.vocabulary = make_vocabulary(tokenizer, self.vocab_size, self.eos_token_ids)
         self._shape = MaskShape.of(self.vocab_size, self.eos_token_ids)
         sizes = [len(tokenizer.token_bytes(token)) for token in range(min(self.vocab_size, tokenizer.vocab_size))]
         self._closing = np.zeros(self.vocab_size, bool)

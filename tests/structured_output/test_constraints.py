@@ -257,7 +257,6 @@ def test_the_end_token_of_the_tokenizer_ends_a_constraint(named: list[int]) -> N
     assert not {*named, 1} & set(sampler.allowed(endless).tolist())
     assert plain.accept(1)
     assert plain.is_finished
-    sampler.close()
 
 
 def test_nothing_in_common_with_the_allowed_tokens(sampler: Sampler) -> None:
