@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True):
     the fork. stack: bytes; the mask process has twice as many.
     """
 
-    cpu_seconds: tuple[float, ...] = (0.02, 0.1, 0.5, 2.0)
+    cpu_seconds: tuple[float, ...] = (0.01, 0.1, 0.5, 2.0)
     seconds: float = 10.0
     memory: int = 2**30
     stack: int = 2**27
