@@ -85,7 +85,7 @@ class ForkServer:
         self._spare: list[Rehearsal] = []
         lanes = range(len(setup.limits.cpu_seconds))
         self._running: dict[range, Rehearsal] = {}
-        """Of some lanes: the fork that makes a try. At most one for those of each range."""
+        """The forks that make a try, by the lanes that they serve: one at most for each range."""
         self._ranges = [each for each in (lanes[:1], lanes[1:2], lanes[2:]) if each]
         self._masks_pid = 0
         self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
@@ -93,7 +93,7 @@ class ForkServer:
         """Texts that came while the vocabulary was made have all their time."""
 
     def serve(self) -> None:
-        """Until the engine core is gone."""
+        """Rehearse texts and fork mask processes until the engine core is gone."""
         while not self._connection.is_at_end:
             self._dispatch()
             readable = self._wait()
@@ -223,7 +223,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """What `start_interpreter` runs."""
+    """Entry point of `start_interpreter`."""
     serve(open_tokenizer)
 
 

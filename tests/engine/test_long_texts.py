@@ -16,10 +16,9 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.tokenization.tokenizer import open_tokenizer
 from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts, TokenizerProcess
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
 from tests.processes import has_pid_ended
 from tests.tokenization.build import byte_level
 
