@@ -218,9 +218,7 @@ class BeamSearch:
     def _is_constrained(self, beam: Beam, number: int) -> bool:
         """Whether a beam's candidate goes on under a constraint, and does not end the text."""
         assert beam.candidates is not None
-        return (
-            beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
-        )
+        return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 
     def _end_of(self, token_id: int, matcher: Matcher | None, length: int) -> tuple[FinishReason, int | None] | None:
         """A text that its constraint ends waits for the score of an end token, where there is one and room for it."""

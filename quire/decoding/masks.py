@@ -1,10 +1,10 @@
 """Masks: which tokens a constrained request may have next.
 
 The engine core gets a `Constraint` from its `MaskSource` when a request comes, and a `Matcher` of it for each sequence.
-Matchers run outside of the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits at
-a gate until its matchers have answered for the first time (`quire.scheduler.gates.ConstraintGate`); a running sequence
-whose matcher has not answered stays out of the next step. The core sends masks to the workers, whose forward pass may
-run already (`SamplingInputs` in quire/step.py).
+Matchers run outside of the core: `advance` sends tokens, the answer comes later (`Matcher.is_ready`). A request waits
+at a gate until its matchers have answered for the first time (`quire.scheduler.gates.ConstraintGate`); a running
+sequence whose matcher has not answered stays out of the next step. The core sends masks to the workers, whose forward
+pass may run already (`SamplingInputs` in quire/step.py).
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def num_forceable(sequence: Sequence, num_new: int) -> int:
 
 
 def take_forced(sequence: Sequence) -> list[int]:
-    """Append the tokens that a sequence's matcher has accepted as the only ones that may follow, up to one that ends the
-    sequence; returns them. No step need sample them: the next one computes them all (`StepPlan.appended`). But a step
-    that is in flight and has begun to compute the sequence's last token samples the first of them
+    """Append the tokens that a sequence's matcher has accepted as the only ones that may follow, up to one that ends
+    the sequence; returns them. No step need sample them: the next one computes them all (`StepPlan.appended`). But a
+    step that is in flight and has begun to compute the sequence's last token samples the first of them
     (`Sequence.foreseen`).
     """
     request, matcher = sequence.request, sequence.matcher

@@ -65,7 +65,9 @@ class BudgetMatcher:
         if self._inner is None or self._inner.error is not None:
             return None if self._inner is None else self._inner.error
         if self._num_asked <= self._inner.num_accepted < self._num_asked + len(self._own):
-            return UserError("the mark that ends the thoughts does not follow the constraint", param="structured_outputs")
+            return UserError(
+                "the mark that ends the thoughts does not follow the constraint", param="structured_outputs"
+            )
         return None
 
     @property

@@ -251,11 +251,17 @@ class EngineCore:
     def _settle(self, outputs: EngineOutputs) -> None:
         """Ask matchers about new tokens, and go on with what they have answered. A matcher that takes longer than
         `PATIENCE` leaves its sequence out of the next step."""
-        self._masks.flush()
-        self._masks.wait(self.scheduler.awaited(), PATIENCE)
-        updates, refused = self.scheduler.settle(self._clock.now())
-        outputs.updates += updates
-        self._rejections += [RequestRejected(request_id, error.message, error.param) for request_id, error in refused]
+        asked = self.scheduler.awaited()
+        while True:
+            self._masks.flush()
+            self._masks.wait(asked, PATIENCE)
+            updates, refused = self.scheduler.settle(self._clock.now())
+            outputs.updates += updates
+            for request_id, error in refused:
+                self._rejections.append(RequestRejected(request_id, error.message, error.param))
+            asked = [matcher for matcher in self.scheduler.awaited() if matcher not in asked]
+            if not asked:
+                return  # else the answers for a beam search have led to further questions
 
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""

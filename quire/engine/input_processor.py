@@ -399,7 +399,7 @@ def _in_pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def num_units(prompt: Prompt, params: SamplingParams) -> int:
-    """How much `InputProcessor.process` has to read: characters and token ids of the prompt, of lists and of the constraint."""
+    """Work of `InputProcessor.process`: characters and token ids of the prompt, of lists and of the constraint."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))

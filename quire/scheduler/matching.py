@@ -83,8 +83,8 @@ class Matching:
         return bool(self._asked or self._starting)
 
     def awaited(self) -> list[Matcher]:
-        """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that have
-        got a token, and once those of each new request."""
+        """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that
+        have got a token, and once those of each new request."""
         new, self._new = self._new, []
         asked = [each.sequence.matcher for each in self._asked]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]

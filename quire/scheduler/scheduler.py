@@ -22,14 +22,14 @@ from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus
+from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.matching import Matching
 from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
+from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue

@@ -102,8 +102,8 @@ class NumberConstraint:
 
 
 class NumberMatcher:
-    """A Matcher. It ends behind `source.max_tokens` tokens, and has no mask behind `source.fails_after`. What it says is
-    read while it is ready, as the protocol has it, or an assertion fails."""
+    """A Matcher. It ends behind `source.max_tokens` tokens, and has no mask behind `source.fails_after`. What it says
+    is read while it is ready, as the protocol has it, or an assertion fails."""
 
     def __init__(self, source: AllowedByPosition, text: str, spec: ConstraintSpec, token_ids: list[int]) -> None:
         self.spec = spec
@@ -126,7 +126,9 @@ class NumberMatcher:
     @property
     def error(self) -> UserError | None:
         assert self.is_ready
-        return UserError(f"{self._text} does not compile", param="structured_outputs") if int(self._text) > REFUSED else None
+        if int(self._text) <= REFUSED:
+            return None
+        return UserError(f"{self._text} does not compile", param="structured_outputs")
 
     @property
     def num_accepted(self) -> int:

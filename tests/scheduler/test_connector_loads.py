@@ -390,7 +390,7 @@ class TierMachine(EngineMachine):
                 self.driver.scheduler.check()
                 now = core.stats().steps_total, self.disk._num_plans
                 may_be_empty |= not self.driver.scheduler.has_requests  # the last one's time was over
-                assert may_be_empty or now != planned, ("requests wait, and nothing is done", [(r.request_id, r.status, r.deferral and r.deferral.reason, r.constraint, [(q.awaits_matcher, q.num_pending_tokens,q.foreseen) for q in r.sequences], r.beam_search) for r in self.driver.scheduler._requests.values()])
+                assert may_be_empty or now != planned, "requests wait, and nothing is done"
 
 
 def test_random_schedules_over_three_tiers() -> None:
