@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config.hf_config import find_model
-from quire.structured_output.masks import GrammarMatcher
+from quire.structured_output.sequence_state import SequenceState as GrammarMatcher
 from quire.tokenization.tokenizer import load_tokenizer
 
 VOCAB_SIZE = 151936

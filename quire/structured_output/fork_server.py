@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STDIN = 0
 NICE = 5
-"""Added to the niceness of forks that compile for long."""
+"""Added to the niceness of forks that make a later try."""
 NUM_SPARE = 2
 """Forks that wait for a text."""
 
@@ -83,15 +83,17 @@ class ForkServer:
         self._turns = Turns(len(setup.limits.cpu_seconds))
         self._jobs: dict[int, Job] = {}
         self._spare: list[Rehearsal] = []
-        self._short: Rehearsal | None = None
-        """The fork that makes a first try."""
-        self._long: Rehearsal | None = None
-        """The fork that makes a later try."""
+        lanes = range(len(setup.limits.cpu_seconds))
+        self._running: dict[range, Rehearsal] = {}
+        """The forks that make a try, by the lanes that they serve: one at most for each range."""
+        self._ranges = [each for each in (lanes[:1], lanes[1:2], lanes[2:]) if each]
         self._masks_pid = 0
         self._decoder = msgspec.msgpack.Decoder(Rehearse | Cancel | StartMasks)
+        self._first_deadline = time.monotonic() + setup.limits.seconds
+        """Texts that came while the vocabulary was made have all their time."""
 
     def serve(self) -> None:
-        """Until the engine core is gone."""
+        """Rehearse texts and fork mask processes until the engine core is gone."""
         while not self._connection.is_at_end:
             self._dispatch()
             readable = self._wait()
@@ -100,8 +102,8 @@ class ForkServer:
             if self._connection.fileno() in readable:
                 for frame in self._connection.receive():
                     self._handle(self._decoder.decode(frame))
-            for rehearsal in (self._short, self._long):
-                if rehearsal is not None and rehearsal.connection.fileno() in readable:
+            for rehearsal in list(self._running.values()):
+                if rehearsal.connection.fileno() in readable:
                     self._finish(rehearsal)
             self._end_late_ones()
 
@@ -109,8 +111,7 @@ class ForkServer:
         """Descriptors that have something to read, or are at their end."""
         poll = select.poll()
         poll.register(STDIN, select.POLLIN)
-        running = [each for each in (self._short, self._long) if each is not None]
-        for connection in (self._connection, *(each.connection for each in running)):
+        for connection in (self._connection, *(each.connection for each in self._running.values())):
             connection.pump()
             poll.register(connection.fileno(), select.POLLIN | (select.POLLOUT if connection.has_unsent else 0))
         timeout = None
@@ -125,7 +126,7 @@ class ForkServer:
                 if self._failure:
                     self._send(Verdict(number, Outcome(self._failure)))
                     return
-                job = self._jobs[number] = Job(number, text, client, deadline)
+                job = self._jobs[number] = Job(number, text, client, max(deadline, self._first_deadline))
                 self._turns.add(job)
             case Cancel(number):
                 if (found := self._jobs.pop(number, None)) is not None:
@@ -137,18 +138,17 @@ class ForkServer:
         """Give waiting texts to forks that are free, and keep spare ones."""
         if self._vocabulary is None:
             return
-        if self._short is None and (job := self._turns.take(range(1))) is not None:
-            self._short = self._begin(job, 0)
-        if self._long is None and (job := self._turns.take(range(1, len(self._limits.cpu_seconds)))) is not None:
-            self._long = self._begin(job, NICE)
+        for lanes in self._ranges:
+            if lanes not in self._running and (job := self._turns.take(lanes)) is not None:
+                self._running[lanes] = self._begin(job)
         while len(self._spare) < NUM_SPARE:
             self._spare.append(self._fork_rehearsal())
 
-    def _begin(self, job: Job, nice: int) -> Rehearsal:
+    def _begin(self, job: Job) -> Rehearsal:
         rehearsal = self._spare.pop() if self._spare else self._fork_rehearsal()
         rehearsal.job = job
         seconds = job.deadline - time.monotonic()
-        work = Try(job.text, self._limits.cpu_seconds[job.lane], seconds, nice)
+        work = Try(job.text, self._limits.cpu_seconds[job.lane], seconds, NICE if job.lane else 0)
         rehearsal.connection.send(msgspec.msgpack.encode(work))
         return rehearsal
 
@@ -180,16 +180,13 @@ class ForkServer:
             self._tell(job, Outcome(why_it_ended(status, self._limits)), is_final=status != -signal.SIGALRM)
 
     def _free(self, rehearsal: Rehearsal) -> None:
-        if rehearsal is self._short:
-            self._short = None
-        else:
-            self._long = None
+        self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}
 
     def _drop(self, job: Job) -> None:
         """End what is done for a job."""
         self._turns.remove(job)
-        for rehearsal in (self._short, self._long):
-            if rehearsal is not None and rehearsal.job is job:
+        for rehearsal in list(self._running.values()):
+            if rehearsal.job is job:
                 self._free(rehearsal)
                 rehearsal.end()
 
@@ -225,7 +222,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """What `start_interpreter` runs."""
+    """Entry point of `start_interpreter`."""
     serve(open_tokenizer)
 
 

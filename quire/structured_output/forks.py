@@ -1,5 +1,5 @@
-"""What the forks of the fork server have in common: they end with it, have no memory to collect, and work on a thread
-whose stack has the size that was asked for."""
+"""Forks of the fork server: they end with it, collect no memory, and work on a thread whose stack has the size that was
+asked for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-"""Of prctl(2)."""
+"""Options of prctl(2)."""
 _PAGE = resource.getpagesize()
 
 
 def fork(name: str, work: Callable[[], None], stack: int) -> int:
-    """Fork this process, which has one thread. The child does `work` on a thread with so many bytes of stack, and
+    """Fork this process, which has one thread. The child does `work` on a thread with `stack` bytes of stack, and
     ends; returns its process id to the parent. name: of at most 15 bytes, shown in lists of processes."""
     parent = os.getpid()
     child = os.fork()
@@ -58,7 +58,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have so many bytes of address space more than now, on Linux."""
+    """Let this process have `more` bytes of address space above those that it has now, on Linux."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit(resource.RLIMIT_AS, pages * _PAGE + more)

@@ -38,9 +38,9 @@ MAX_GRAMMAR_BYTES = 512 * 2**20
 SMALL_GRAMMAR_BYTES = 8 * 2**20
 """A grammar of at most this size never waits for others to end."""
 HANG_SECONDS = 10.0
-"""For one token or mask; without one for a message."""
+"""The longest time for one token or mask, and for a message where the process works at none."""
 LOOK_SECONDS = 1.0
-"""Between two looks whether it hangs."""
+"""Time between two looks whether the process hangs."""
 MASK_SECONDS = 5.0
 """The longest wait in `await_mask`."""
 MAX_DEATHS = 5
@@ -66,7 +66,7 @@ class MaskClient:
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
         self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
-        """Those that have a slot."""
+        """The matchers that have a slot."""
         self.ended_slots: deque[int] = deque()
         """Slots of matchers that are gone."""
         self._free_slots: list[int] = []

@@ -52,7 +52,7 @@ class MaskMemory:
         self.hold(MIN_SLOTS)
 
     def hold(self, num_slots: int) -> None:
-        """Have room for so many slots. Memory that is not written to takes none."""
+        """Have room for `num_slots` slots. A slot takes memory once it is written to."""
         if num_slots <= self.num_slots:
             return
         size = BOARD_BYTES + num_slots * self._stride
@@ -74,7 +74,7 @@ class MaskMemory:
         _ENTRY.pack_into(self._map, thread * _ENTRY.size, slot + 1, now)
 
     def busy(self, num_threads: int) -> list[Busy]:
-        """What the threads of the mask process are doing, or were doing when it ended."""
+        """The work of each thread of the mask process that has some, or had some when the process ended."""
         entries = (_ENTRY.unpack_from(self._map, thread * _ENTRY.size) for thread in range(num_threads))
         return [Busy(number - 1, since) for number, since in entries if number]
 

@@ -153,7 +153,7 @@ class SlowTasks:
 
 
 class Scratch:
-    """Where a thread makes masks. A sequence may end meanwhile, and its slot become another one's."""
+    """Memory in which a thread makes masks. A sequence may end meanwhile, and its slot become another one's."""
 
     def __init__(self, num_bytes: int) -> None:
         buffer = ctypes.create_string_buffer(num_bytes)
@@ -192,7 +192,7 @@ class MaskProcess:
         self._consume_apart = ConsumeApart(vocabulary)
 
     def work(self, thread: int) -> None:
-        """What each thread does, until the engine core is gone. thread: its number."""
+        """Do tasks and read messages until the engine core is gone. thread: number of the thread that calls this."""
         try:
             scratch = Scratch(self._shape.num_written)
             while True:
@@ -220,7 +220,7 @@ class MaskProcess:
         self._send_what_is_done()
 
     def _next_task(self) -> Task | None:
-        """Under the lock."""
+        """Take a task. Called under the lock."""
         if self._firsts:
             return self._firsts.popleft()
         if self._masks:
@@ -228,7 +228,7 @@ class MaskProcess:
         return self._slow.take()
 
     def _wait(self) -> None:
-        """Under the lock: until there may be something to do."""
+        """Wait until there may be something to do. Called under the lock."""
         if time.monotonic() - self._last_message < IDLE_SECONDS:
             self._work_came.wait(PATIENCE)
             return
@@ -250,7 +250,7 @@ class MaskProcess:
                 self._work_came.notify()
 
     def _take(self, work: Work) -> None:
-        """Under the lock: note what a message asks for."""
+        """Note what a message asks for. Called under the lock."""
         self._memory.hold(work.num_slots)
         for number in work.ended_slots:
             self._slots.pop(number).is_ended = True

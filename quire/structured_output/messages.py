@@ -1,4 +1,4 @@
-"""What the engine core, the fork server and its forks tell one another: msgpack in frames over stream sockets."""
+"""Messages between the engine core, the fork server and its forks: msgpack in frames over stream sockets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_DESCRIPTORS = 4
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one rehearsal may take. The kernel enforces all of them.
+    """Limits of one rehearsal, which the kernel enforces.
 
     cpu_seconds: of processor time, for each try; a text that needs more is tried again with the next number. seconds:
     from when a request wants it until the verdict, its turn included. memory: bytes of address space besides those of
     the fork. stack: bytes; the mask process has twice as many.
     """
 
-    cpu_seconds: tuple[float, ...] = (0.02, 0.1, 0.5, 2.0)
+    cpu_seconds: tuple[float, ...] = (0.01, 0.1, 0.5, 2.0)
     seconds: float = 10.0
     memory: int = 2**30
     stack: int = 2**27
@@ -37,7 +37,7 @@ LIMITS = Limits()
 
 
 class Setup(msgspec.Struct):
-    """What the fork server is told: one line of JSON on its standard input. fd: its end of the connection."""
+    """The setup of a fork server: one line of JSON on its standard input. fd: its end of the connection."""
 
     options: EngineOptions
     vocab_size: int
@@ -76,8 +76,8 @@ class Try(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What a rehearsal found. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of memory
-    that it took. compile_seconds, seconds: of processor time, for compiling it and for the first mask."""
+    """The result of a rehearsal. reason: why the text cannot be used, in one line; empty: it can. growth: bytes of
+    memory that it took. compile_seconds, seconds: of processor time, for compiling it and for the first mask."""
 
     reason: str = ""
     growth: int = 0
@@ -117,6 +117,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
+    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer."""
+
     slot: int
     serial: int
     tokens: Sequence[int]
@@ -124,7 +126,7 @@ class Advance(msgspec.Struct, array_like=True):
 
 
 class Grammar(msgspec.Struct, array_like=True):
-    """compile_seconds, seconds: as the rehearsal's Outcome."""
+    """A grammar that was rehearsed. compile_seconds, seconds: as the rehearsal's Outcome."""
 
     number: int
     text: str
@@ -145,7 +147,7 @@ class Work(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """As the attributes of `quire.decoding.masks.Matcher`.
+    """An answer, with the attributes of `quire.decoding.masks.Matcher`.
 
     only: the one token that may come next; -1: the mask tells. is_free: all may. is_masked: the mask is there already,
     or `mask_error` says why there is none. seconds: of processor time. error: why the matcher cannot go on.
@@ -194,7 +196,7 @@ class Connection:
         self._received = bytearray()
         self._unsent: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
-        """Those that came with messages, in order."""
+        """Open files that came with messages, in order."""
         self.is_at_end = False
         """The other side is gone."""
 

@@ -70,7 +70,7 @@ def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
 
 
 def why_it_ended(status: int, limits: Limits) -> str:
-    """What was wrong with a text whose fork ended with this `returncode`."""
+    """The reason against a text whose fork ended with this `returncode`."""
     if status == -signal.SIGSEGV or status == -signal.SIGBUS:
         return "its parts are nested, or refer to one another, too deeply"
     if status == -signal.SIGPROF or status == -signal.SIGXCPU:

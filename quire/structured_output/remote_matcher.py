@@ -86,7 +86,7 @@ class RemoteMatcher:
         self._only = NO_TOKEN
         self._mask_error: UserError | None = None
         self._own_mask: bytes | None = None
-        """Of a copy whose original had one."""
+        """The mask of a copy whose original had one."""
         self.is_ready = self.is_slow = False
         self.error: UserError | None = None
         self.num_accepted = 0
@@ -153,7 +153,7 @@ class RemoteMatcher:
         self.error = error
 
     def new(self, grammar: int) -> New:
-        """What makes it in a mask process that does not know it, but has its grammar."""
+        """The message that makes it in a mask process that does not know it, but has its grammar."""
         spec, serial = self.spec, self.serial if self.unanswered is None else 0
         options = spec.start_after, spec.ignore_eos, spec.allowed_token_ids
         return New(self.slot, serial, grammar, self.constraint.charge, self.tokens, *options)

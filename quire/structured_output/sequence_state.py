@@ -75,7 +75,7 @@ class SequenceState:
         return len(token_ids)
 
     def take_forced(self, limit: int, consume: Consume) -> list[int]:
-        """Follow tokens that alone may come, so many at most; returns them."""
+        """Follow at most `limit` tokens that alone may come; returns them."""
         found: list[int] = []
         while len(found) < limit and (token_id := self.certain_token()) != NO_TOKEN:
             if not self.may_take(token_id):

@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
-"""Of the texts whose outcomes are kept."""
+"""Characters of the texts whose outcomes are kept."""
 MAX_STARTS = 3
 """Starts of the fork server in a row, without a message from it, until all that wait for it fail."""
 
@@ -69,7 +69,7 @@ class ConstraintService:
         self.masks = MaskClient(vocab_size, self._start_masks, self._condemn)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
         self._is_closed = False
         self._encoder = msgspec.msgpack.Encoder()

@@ -96,25 +96,6 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequen
     """
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(vocab_size, tokenizer.vocab_size))]
     tokens += [b""] * (vocab_size - len(tokens))
-    return _build(tokenizer, tokens, eos_token_ids, slices=None)
-
-
-def make_names(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Single bytes and the special tokens, under the model's ids: enough to check a grammar, and made in milliseconds.
-    No ids of other tokens are right."""
-    special = {token_id for token_id in (*tokenizer.special_ids, *eos_token_ids) if token_id < vocab_size}
-    free = (token_id for token_id in range(vocab_size + 257) if token_id not in special)
-    tokens = [b""] * (vocab_size + 256)
-    for byte, token_id in zip(range(256), free, strict=False):
-        tokens[token_id] = bytes([byte])
-    for token_id in special:
-        tokens[token_id] = tokenizer.token_bytes(token_id)
-    return _build(tokenizer, tokens, eos_token_ids, slices=[])
-
-
-def _build(
-    tokenizer: Tokenizer, tokens: list[bytes], eos_token_ids: Sequence[int], slices: list[str] | None
-) -> LLTokenizer:
     from llguidance import LLTokenizer  # only where a request asks for it: it takes a tenth of a second
 
     eos = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
@@ -122,4 +103,4 @@ def _build(
         eos, tokens = [len(tokens)], [*tokens, b"<|end of text|>"]
     special = sorted({token_id for token_id in (*tokenizer.special_ids, *eos) if token_id < len(tokens)})
     vocabulary = Vocabulary(tokens, special, eos, tokenizer)
-    return LLTokenizer(vocabulary, n_vocab=len(tokens), eos_token=eos, slices=slices)  # type: ignore[arg-type]
+    return LLTokenizer(vocabulary, n_vocab=len(tokens), eos_token=eos)  # type: ignore[arg-type]

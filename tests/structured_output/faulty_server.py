@@ -42,4 +42,3 @@ def main() -> None:
     SequenceState.accept = faulty_accept  # type: ignore[method-assign]
     SequenceState.write_mask = faulty_mask  # type: ignore[method-assign]
     serve(open_tokenizer)
-

@@ -32,7 +32,7 @@ def text_of(**fields: Any) -> str:
 
 
 def settle(service: ConstraintService, *matchers: RemoteMatcher) -> None:
-    """Until all of them are ready."""
+    """Wait until all of them are ready."""
     service.flush()
     wait_until(service, lambda: all(matcher.is_ready for matcher in matchers))
 
@@ -45,7 +45,10 @@ def wait_until(service: ConstraintService, holds: Callable[[], bool]) -> None:
 
 
 def begin(
-    service: ConstraintService, text: str, spec: ConstraintSpec = ConstraintSpec(), client: str = ""  # noqa: B008
+    service: ConstraintService,
+    text: str,
+    spec: ConstraintSpec = ConstraintSpec(),
+    client: str = "",  # noqa: B008
 ) -> RemoteMatcher:
     """A matcher, asked for and not waited for."""
     matcher = service.constraint(text, client).matcher(spec, [])

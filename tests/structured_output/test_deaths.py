@@ -65,7 +65,7 @@ def masks_process(service: ConstraintService) -> int:
 
 
 def goes_on(service: ConstraintService, matcher: RemoteMatcher, num_left: int) -> None:
-    """As if nothing had happened: `num_left` more characters, and not one more."""
+    """Follow `num_left` more characters, as if nothing had happened; the text ends there."""
     for _ in range(num_left):
         mask = matcher.mask()
         assert mask is not None
@@ -100,12 +100,9 @@ def test_a_sequence_that_crashes_the_process_ends_and_others_go_on(service: Cons
 def test_a_mask_that_is_waited_for_crashes(service: ConstraintService) -> None:
     [other], culprit = running(service, 1), start(service, OTHER)
     culprit.advance([token_of("#")], 0)
-    service.flush()
+    settle(service, culprit)
     with pytest.raises(UserError, match="crashes or hangs"):
-        while True:
-            service.wait([culprit], 0.05)
-            if culprit.is_ready:
-                culprit.mask()
+        culprit.mask()
     goes_on(service, other, 39)
 
 
@@ -172,7 +169,7 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
 
 
 def test_a_rehearsal_that_is_killed_is_replaced() -> None:
-    """By something else than its limits, such as a system without memory."""
+    """Something else than its limits kills it, such as a system without memory."""
     service = make_service(Limits(cpu_seconds=(600.0,), seconds=600.0))
     start(service, text_of(choice=["a"]))
     slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
@@ -244,7 +241,7 @@ def _lives(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """As /proc has it. Z: it has ended."""
+    """The letter of its state in /proc. Z: it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -68,7 +68,7 @@ def tokens_of(mask: bytes | None) -> set[int] | None:
 
 
 def follow_all(twin: Twin, token_ids: Sequence[int]) -> int:
-    """How many of the tokens the twin follows, from the first on."""
+    """Follow tokens up to the first one that is not allowed; returns their number."""
     for number, token_id in enumerate(token_ids):
         if not twin.follow(token_id):
             return number
