@@ -136,9 +136,11 @@ def _token(path: Path, name: str, value: Any) -> Token | None:
     raise ModelLoadError(f"{path / 'tokenizer_config.json'}: {name} must be a token, not {shown(value)}")
 
 
-def _entry(path: Path, name: str, value: Any, **more: bool) -> AddedToken:
+def _entry(path: Path, name: str, value: Any, *, is_special: bool = False) -> AddedToken:
+    """is_special: whatever the entry says."""
+    options = {key: each for key, each in value.items() if key != "__type"}
     try:
-        return AddedToken(**{key: each for key, each in value.items() if key != "__type" and key not in more}, **more)
+        return AddedToken(**(options | ({"special": True} if is_special else {})))
     except TypeError as error:
         raise ModelLoadError(f"{path}: {name} is not a token: {error}") from None
 
@@ -156,10 +158,10 @@ def _put_over(path: Path, values: dict[str, Any]) -> None:
     """special_tokens_map.json over `values`."""
     for key, value in read_optional_json(path / SPECIAL_TOKENS_FILE).items():
         if isinstance(value, dict) and key != _EXTRA:
-            values[key] = _entry(path / SPECIAL_TOKENS_FILE, key, value, special=True)
+            values[key] = _entry(path / SPECIAL_TOKENS_FILE, key, value, is_special=True)
         elif key == _EXTRA and isinstance(value, list):
             listed = [
-                _entry(path / SPECIAL_TOKENS_FILE, key, each, special=True) if isinstance(each, dict) else each
+                _entry(path / SPECIAL_TOKENS_FILE, key, each, is_special=True) if isinstance(each, dict) else each
                 for each in value
             ]
             known = list(values.get(_EXTRA) or [])

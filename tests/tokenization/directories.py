@@ -30,6 +30,9 @@ TEXTS = (
     "a<s>b </s> c<|im_end|> [MASK]d <mask> <unk> <image>e<|x|>  <|y|>f",
     "e\N{COMBINING ACUTE ACCENT}\N{COMBINING DIAERESIS} Ünïcode ẞ \x00 \u200b",
     "Hello . , ! ? do n't it 's we 've ' x",
+    "thefox" * 300,
+    "日" * 400 + " " * 600 + "a" * 101,
+    "<s>" * 50 + "fox" * 200 + "<|x|> " * 50,
 )
 PAIRS = (("the fox", "a dog"), (" x", "the<s> y "), ("the", ""))
 CLASSES: Mapping[str, tuple[str, ...]] = {
