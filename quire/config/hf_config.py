@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
-from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
+from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, language_model, shape_of, with_usual_values
 from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
@@ -76,11 +76,13 @@ def load_model_config(
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
     raw, key = language_model(_overridden(_read_described(path), choices.hf_overrides or {}))
     where = ": ".join(filter(None, (_where(path), key)))
+    architecture, impl = _architecture(Fields(raw, where), model_impl)
+    if impl == "quire":
+        raw = known_values(raw, where)
     fields = Fields(raw, where)
-    architecture, impl = _architecture(fields, model_impl)
     if impl != "quire" and path.is_file():
         raise ModelLoadError(f"{path}: GGUF files run with Quire's own model code alone, not through Transformers")
-    shape = read_shape(raw, name, where)
+    shape = shape_of(raw if impl == "quire" else with_usual_values(raw), name, where)
     if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
         raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
@@ -211,7 +213,7 @@ def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
 def stored_dtype(raw: Mapping[str, Any]) -> str:
     """What config.json says that the weights are stored in (Transformers 5 calls it dtype); float32 if nothing, or
     nothing that Quire computes with."""
-    stored = raw.get("dtype", raw.get("torch_dtype"))
+    stored = raw.get("dtype") or raw.get("torch_dtype")
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
 
 
