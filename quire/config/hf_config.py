@@ -24,7 +24,7 @@ from quire.config.model_shape import ModelShape
 from quire.config.options import BUNDLED_MODEL
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
-from quire.config.rope import read_rope
+from quire.config.rope import read_lengths
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -91,8 +91,7 @@ def load_model_config(
         assert family is not None, "the engine's own models have families"
         pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
         if family.position_rows is None and not family.is_bidirectional:
-            rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
-            longest, usual = rope.longest, rope.usual_length
+            longest, usual = read_lengths(fields, shape.attention.rotated_dim, family.rope, shape.windows)
         if family.draft_prefix and choices.load_draft_head and path.is_dir():
             shape = _with_draft_head(shape, path, family.draft_prefix, fields)
     elif runner == "pooling":

@@ -26,7 +26,8 @@ class RopeDefaults:
     base of layers with a window, whose settings are their own (None: all layers rotate alike); local_key: the key
     that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
     layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
-    renamed: what else config.json may call them.
+    renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
+    stretched model.
     """
 
     theta: float = 10_000.0
@@ -38,6 +39,7 @@ class RopeDefaults:
     settings: Mapping[str, Any] = field(default_factory=dict)
     types: tuple[str, ...] = ROPE_TYPES
     renamed: Mapping[str, str] = field(default_factory=dict)
+    is_stretched: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
         """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
@@ -152,6 +154,20 @@ def read_layer_ropes(
         return tuple(ropes)
     turned = defaults.rotated_layers(config, len(ropes))
     return tuple(rope if is_turned else None for rope, is_turned in zip(ropes, turned, strict=True))
+
+
+def read_lengths(
+    config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
+) -> tuple[int, int]:
+    """The most positions that the rotations are meant for, and the default of `max_model_len`. windows: of the layers,
+    None for full attention: those without a window decide, if there are any; the default keeps to what no scaling of
+    either kind changes."""
+    kinds = [kind for kind in (FULL, SLIDING) if any((window is None) == (kind == FULL) for window in windows)]
+    ropes = [read_rope(config, head_dim, defaults, kind) for kind in kinds]
+    usual = [ropes[0].usual_length, *(rope.usual_length for rope in ropes[1:] if rope.rope_type == "dynamic")]
+    if defaults.is_stretched:
+        return ropes[0].max_position_embeddings, ropes[0].max_position_embeddings
+    return ropes[0].longest, min(usual)
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:

@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from quire.config.families import FAMILIES
 from quire.config.families.family import Family
 from quire.config.hf_config import load_model_config
+from quire.config.rope import ROPE_TYPES
 from quire.errors import UserError
 from quire.models.claims import outline
 from tests.models.families import make_choices_stable
@@ -163,9 +164,10 @@ def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _rotation(draws: random.Random, half: int) -> dict[str, Any]:
+def _rotation(draws: random.Random, family: Family, half: int) -> dict[str, Any]:
     """Settings of one rotation, often with a key missing, null or too many."""
-    kind = draws.choice(["default", "linear", "dynamic", "yarn", "llama3", "longrope"] * 3 + ["su"])
+    known = [kind for kind in ROPE_TYPES if kind in family.rope.types]
+    kind = draws.choice(known * 3 + ["default"] * 2 + ["su"])
     settings: dict[str, Any] = {draws.choice(["rope_type"] * 3 + ["type"]): kind}
     if kind != "default":
         settings["factor"] = draws.choice([2.0, 4, 3.5])
@@ -188,7 +190,7 @@ def _rotation(draws: random.Random, half: int) -> dict[str, Any]:
         settings |= {key: extra[key] for key in draws.sample(sorted(extra), draws.randint(0, 4))}
     if draws.random() < 0.7:
         settings["rope_theta"] = draws.choice([100.0, 500, 9000.0])
-    if draws.random() < 0.2:
+    if draws.random() < 0.1:
         settings["partial_rotary_factor"] = draws.choice([0.5, 1.0])
     if draws.random() < 0.12:
         key = draws.choice(sorted(settings))
@@ -205,15 +207,15 @@ def _rotations(draws: random.Random, family: Family, half: int) -> dict[str, Any
     found: dict[str, Any] = {}
     for style in styles:
         nested = family.rope.local_theta is not None and style == "rope_parameters" and draws.random() < 0.8
-        found[style] = _rotation(draws, half)
+        found[style] = _rotation(draws, family, half)
         if nested or draws.random() < 0.03:
-            found[style] = {FULL: found[style], SLIDING: _rotation(draws, half)}
+            found[style] = {FULL: found[style], SLIDING: _rotation(draws, family, half)}
             if draws.random() < 0.2:
                 del found[style][draws.choice([FULL, SLIDING])]
             if draws.random() < 0.2:
                 found[style]["truncate"] = False
     for key in ("rope_theta", "partial_rotary_factor"):
-        if draws.random() < 0.2:
+        if draws.random() < (0.2 if key == "rope_theta" else 0.1):
             found[key] = draws.choice({"rope_theta": [100, 700.0], "partial_rotary_factor": [0.5, 1.0]}[key])
     return found
 
@@ -241,11 +243,15 @@ def draw(seed: int, only: str | None = None) -> Case:
         config["head_dim"] = draws.choice([8, 16])
     if any(key in family.usual_values for key in ("sliding_window",)) and draws.random() < 0.7:
         config["sliding_window"] = draws.choice([5, 9, 16])
+    if family.usual_values.get("num_key_value_heads") is not None:
+        config.setdefault("num_key_value_heads", 2)
     if family.state_layer:
         config["full_attention_interval"] = 2
     if name == "llama4_text":
         config |= {"attention_chunk_size": draws.choice([7, 16]), "floor_scale": draws.choice([4, 8192])}
     values, label = _values(draws, num_layers), dict[str, Any]()
+    if family.has_latents:
+        values["num_key_value_heads"] = 4
     own = [key for key in values if key in family.usual_values or key in family.renamed]
     other = [key for key in values if key not in own]
     for key in draws.sample(own, min(len(own), draws.choice([0, 1, 2, 3]))):
@@ -253,16 +259,40 @@ def draw(seed: int, only: str | None = None) -> Case:
     for key in draws.sample(other, draws.choice([0, 0, 1, 2])):
         label[key] = values[key]
     if family.position_rows is None:
-        head_dim = label.get("head_dim") or config.get("head_dim") or 8
-        label |= _rotations(draws, family, 8 // 2 if name.startswith("deepseek") else int(head_dim) // 2)
+        head_dim = ({**config, **label}).get("head_dim") or family.usual_values.get("head_dim") or 8
+        label |= _rotations(draws, family, 4 if family.has_latents else int(head_dim * family.rope.share) // 2)
     config |= label
-    optional = [key for key in config if key in family.usual_values and key not in _SIZES.get(name, {})]
+    needed = {*_SIZES.get(name, {}), "head_dim", "num_key_value_heads"}
+    optional = [key for key in config if key in family.usual_values and key not in needed]
     if optional and draws.random() < 0.2:
         gone = draws.choice(optional)
         label[gone] = "<left out>"
         del config[gone]
     head = draws.choice(["as saved"] * 5 + ["another", "alone"])
-    return Case(name, config, head, label | {"head": head})
+    label["head"] = head
+    if name in _WRAPPERS and draws.random() < 0.3:
+        config, label["wrapped"] = _wrapped(draws, name, config)
+    return Case(name, config, head, label)
+
+
+_IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_IMAGES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+_WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", _IMAGES | {"image_size": 8, "patch_size": 4}),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration", _QWEN_IMAGES),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _QWEN_IMAGES),
+}
+"""Models of several modalities, by their language model: model_type, class, and the configuration of their images."""
+
+
+def _wrapped(draws: random.Random, name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration of a model of several modalities, and what its outer keys say."""
+    kind, architecture, images = _WRAPPERS[name]
+    outer: dict[str, Any] = {"tie_word_embeddings": draws.choice([True, False])} if draws.random() < 0.8 else {}
+    if draws.random() < 0.3:
+        outer |= {"sliding_window": 4, "rope_theta": 50.0, "hidden_size": 99, "dtype": "float32"}
+    inner = {key: value for key, value in config.items() if key != "architectures"}
+    return {"model_type": kind, "architectures": [architecture], "text_config": inner, "vision_config": images} | outer, outer
 
 
 @dataclass(frozen=True)
@@ -320,7 +350,7 @@ def _reference(case: Case, directory: Path, prompt: list[int]) -> torch.Tensor:
 def _change_head(case: Case, file: Path) -> None:
     tensors = load_file(file)
     embedding = next((name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))), None)
-    if embedding is None or case.head == "as saved" or "lm_head.weight" in tensors:
+    if embedding is None or case.head == "as saved" or any(name.endswith("lm_head.weight") for name in tensors):
         return
     table = tensors[embedding]
     other = torch.empty_like(table).normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))

@@ -104,7 +104,6 @@ FAMILIES = (
         usual_values=_V3_VALUES
         | {
             "mlp_layer_types": None,
-            "layer_types": None,
             "index_topk": 2048,
             "index_head_dim": 128,
             "index_n_heads": 64,

@@ -281,10 +281,6 @@ class Family:
         if self.output_bias.read(fields):
             vectors += hidden
         num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads)
-        if self.is_runnable and num_kv_heads != num_heads:
-            raise fields.error(
-                f"num_key_value_heads ({num_kv_heads}) must be {num_heads}: all heads expand one latent of their own"
-            )
         index_heads = index_dim = index_top = 0
         if self.has_index:
             if query_rank is None:
