@@ -44,15 +44,15 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def honoured(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """What `values` says to a decoder of the family: keys under their usual names, with the usual values of those that
-    are left out, and no key that Transformers ignores. Raises ModelLoadError, naming the key, for one that is not
-    supported, and for null where a value is needed."""
-    if not family.usual_values:
-        return dict(values)
-    fields = Fields(values, where)
-    for key, neutral in {**REFUSED, **family.refused}.items():
-        if key in values and not any(values[key] is each or values[key] == each for each in neutral):
+    """What `values` says to the family. A decoder gets keys under their usual names, with the usual values of those that
+    are left out, and no key that Transformers ignores; others get what is there. Raises ModelLoadError, naming the key,
+    for one that is not supported, and for null where a value is needed."""
+    fields, is_decoder = Fields(values, where), bool(family.usual_values)
+    for key, neutral in ({**REFUSED, **family.refused} if is_decoder else family.refused).items():
+        if key in values and values[key] not in neutral:
             raise fields.error(f"{key} {shown(values[key])} is not supported")
+    if not is_decoder:
+        return dict(values)
     known = known_keys(family)
     found = {**family.usual_values, **{key: value for key, value in values.items() if key in known}}
     for name, key in family.renamed.items():
