@@ -120,8 +120,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Under the names that config.json of the family has: of the number of experts, and of their width where they are as
-    wide as an MLP."""
+    """Under the names that config.json of the family has: of the number of experts, and of their width where they are
+    as wide as an MLP."""
     usual = family.usual_values
     if "num_experts" in config:
         count = config.pop("num_experts")

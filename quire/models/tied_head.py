@@ -1,5 +1,8 @@
-"""A head that config.json ties to the embedding, where the checkpoint says otherwise, as Transformers takes it: a file
-with another head beside the embedding has a head of its own; one with the head alone has the embedding under its name."""
+"""A head that config.json ties to the embedding, where the checkpoint says otherwise, as Transformers takes it.
+
+A checkpoint with another head beside the embedding has a head of its own; one with the head alone has the embedding
+under its name.
+"""
 
 from __future__ import annotations
 

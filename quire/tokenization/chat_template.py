@@ -44,7 +44,7 @@ TEXT_OF_PART = {
 DEFAULT_LIMITS = TemplateLimits()
 MAX_CHARACTERS = 16 * 2**20
 """Longest text, where the caller knows no limit."""
-CONTINUE_MARK = "QUIRE_CONTINUES_THIS_HERE_ "
+CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
 """Stands at the end of the message to continue while rendering. Its last space shows whether the template trims; it has
 the length of Transformers' mark and its kinds of characters, which templates that escape or raise letters leave."""
 

@@ -1,4 +1,4 @@
-"""Every key of Transformers' configuration classes: read, refused, or known to mean nothing for what a model computes."""
+"""Every key of Transformers' configuration classes: read, refused, or known to mean nothing for the result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ IDLE = frozenset(
     {
         # Training: the first values of weights, what is dropped at random, losses, what a step keeps and returns.
         "initializer_range", "init_std", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout_prob",
-        "attention_probs_dropout_prob", "classifier_dropout", "embedding_dropout", "mlp_dropout", "dropout", "layerdrop",
-        "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
-        "use_cache", "pretraining_tp", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn",
+        "attention_probs_dropout_prob", "classifier_dropout", "embedding_dropout", "mlp_dropout", "dropout",
+        "layerdrop", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+        "output_router_logits", "use_cache",
+        "pretraining_tp", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn",
         # Ids of tokens: those that end a text are read beside this (quire/config/hf_config.py).
         "bos_token_id", "pad_token_id", "cls_token_id", "sep_token_id",
         # The head of GPT2DoubleHeadsModel.
@@ -45,8 +46,8 @@ ENCODERS_READ: Mapping[str, frozenset[str]] = {
     "xlm-roberta": _BERT,
     "modernbert": frozenset(
         {
-            "attention_bias", "mlp_bias", "norm_bias", "norm_eps", "hidden_activation", "local_attention", "layer_types",
-            "classifier_activation", "classifier_bias", "classifier_pooling",
+            "attention_bias", "mlp_bias", "norm_bias", "norm_eps", "hidden_activation", "local_attention",
+            "layer_types", "classifier_activation", "classifier_bias", "classifier_pooling",
         }
     ),
 }  # fmt: skip

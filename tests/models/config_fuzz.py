@@ -1,5 +1,6 @@
-"""Random configurations of every decoder family, unusual and wrong ones among them: what Quire computes from a directory
-is what Transformers computes from it, or Quire refuses it.
+"""Random configurations of every decoder family, unusual and wrong ones among them.
+
+What Quire computes from a directory is what Transformers computes from it, or Quire refuses it.
 
     python -m tests.models.config_fuzz --seed 0 --count 200 [--family gemma3_text]
 """
@@ -67,14 +68,15 @@ _SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LLAMA | _LATENT,
     "deepseek_v32": _LLAMA | _LATENT | {"index_topk": 9, "index_head_dim": 8, "index_n_heads": 2},
 }
-_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish", "relu2")
+_ACTIVATIONS = (
+    "silu", "swish", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish", "relu2",
+)  # fmt: skip
 
 
 def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
     """A value for each key that any family has, or that a writer may think it has."""
     pick = draws.choice
-    kinds = pick([(FULL, SLIDING), (FULL, CHUNKED), (FULL,), (FULL, "linear_attention"), (SLIDING,)])
-    return {
+    return _layer_values(draws, num_layers) | {
         "attention_bias": pick([True, False]),
         "mlp_bias": pick([True, False]),
         "qkv_bias": pick([True, False]),
@@ -88,13 +90,6 @@ def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
         "layer_norm_epsilon": pick([1e-5, 0.3]),
         "layer_norm_eps": 0.3,
         "tie_word_embeddings": pick([True, False]),
-        "sliding_window": pick([5, 16, 0, 9]),
-        "use_sliding_window": pick([True, True, False]),
-        "max_window_layers": pick([0, 1, 2]),
-        "layer_types": [pick(kinds) for _ in range(pick([num_layers] * 5 + [num_layers + 1]))],
-        "sliding_window_pattern": pick([1, 2, 3]),
-        "_sliding_window_pattern": pick([1, 2, 3]),
-        "full_attention_interval": pick([1, 2, 3]),
         "query_pre_attn_scalar": pick([4, 24, 24.0]),
         "attn_logit_softcapping": pick([2.0, 50, 1.5]),
         "final_logit_softcapping": pick([2.0, 30]),
@@ -104,20 +99,11 @@ def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
         "logits_scaling": pick([0.5, 3]),
         "partial_rotary_factor": pick([0.5, 0.25, 1.0]),
         "original_max_position_embeddings": pick([16, 32]),
-        "no_rope_layers": [pick([0, 1]) for _ in range(num_layers)] if draws.random() < 0.9 else [],
-        "no_rope_layer_interval": pick([1, 2, 3]),
         "attention_chunk_size": pick([7, 16]),
         "attn_temperature_tuning": pick([True, False]),
         "floor_scale": pick([4, 10]),
         "attn_scale": pick([0.1, 0.5]),
         "use_qk_norm": pick([True, False]),
-        "moe_layers": draws.sample(range(num_layers), draws.randint(0, num_layers)),
-        "interleave_moe_layer_step": pick([1, 2]),
-        "mlp_layer_types": [pick(["dense", "sparse"]) for _ in range(num_layers)],
-        "decoder_sparse_step": pick([1, 2]),
-        "mlp_only_layers": draws.sample(range(num_layers), draws.randint(0, num_layers)),
-        "moe_layer_freq": pick([1, 2]),
-        "first_k_dense_replace": pick([0, 1, 2]),
         "norm_topk_prob": pick([True, False]),
         "num_experts_per_tok": pick([1, 2]),
         "num_experts": pick([3, 4]),
@@ -151,7 +137,6 @@ def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
         "pretraining_tp": 2,
         "attention_dropout": 0.3,
         "hidden_size": 32,
-        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "use_cache": False,
         "output_router_logits": True,
@@ -161,6 +146,31 @@ def _values(draws: random.Random, num_layers: int) -> dict[str, Any]:
         "parallel_residual": True,
         "logit_scale": 0.3,
         "per_layer_config": pick([{}, {"0": {"num_key_value_heads": 4}}]),
+    }
+
+
+def _layer_values(draws: random.Random, num_layers: int) -> dict[str, Any]:
+    """Likewise, of the keys that say what each layer is."""
+    pick = draws.choice
+    kinds = pick([(FULL, SLIDING), (FULL, CHUNKED), (FULL,), (FULL, "linear_attention"), (SLIDING,)])
+    return {
+        "num_hidden_layers": num_layers,
+        "layer_types": [pick(kinds) for _ in range(pick([num_layers] * 5 + [num_layers + 1]))],
+        "sliding_window": pick([5, 16, 0, 9]),
+        "use_sliding_window": pick([True, True, False]),
+        "max_window_layers": pick([0, 1, 2]),
+        "sliding_window_pattern": pick([1, 2, 3]),
+        "_sliding_window_pattern": pick([1, 2, 3]),
+        "full_attention_interval": pick([1, 2, 3]),
+        "no_rope_layers": [pick([0, 1]) for _ in range(num_layers)] if draws.random() < 0.9 else [],
+        "no_rope_layer_interval": pick([1, 2, 3]),
+        "moe_layers": draws.sample(range(num_layers), draws.randint(0, num_layers)),
+        "interleave_moe_layer_step": pick([1, 2]),
+        "mlp_layer_types": [pick(["dense", "sparse"]) for _ in range(num_layers)],
+        "mlp_only_layers": draws.sample(range(num_layers), draws.randint(0, num_layers)),
+        "decoder_sparse_step": pick([1, 2]),
+        "moe_layer_freq": pick([1, 2]),
+        "first_k_dense_replace": pick([0, 1, 2]),
     }
 
 
@@ -203,7 +213,8 @@ def _rotation(draws: random.Random, family: Family, half: int) -> dict[str, Any]
 
 def _rotations(draws: random.Random, family: Family, half: int) -> dict[str, Any]:
     """No settings, or some in the style of Transformers 4, of Transformers 5, or of both."""
-    styles = draws.choice([(), ("rope_parameters",), ("rope_parameters",), ("rope_scaling",), ("rope_parameters", "rope_scaling")])
+    old, new = "rope_scaling", "rope_parameters"
+    styles: tuple[str, ...] = draws.choice([(), (new,), (new,), (old,), (new, old)])
     found: dict[str, Any] = {}
     for style in styles:
         nested = family.rope.local_theta is not None and style == "rope_parameters" and draws.random() < 0.8
@@ -230,21 +241,32 @@ class Case:
     label: dict[str, Any] = field(default_factory=dict)
 
 
+def basis(name: str, num_layers: int, num_positions: int) -> dict[str, Any]:
+    """A small configuration of a family: its sizes, and nothing that it has a usual value for."""
+    family = FAMILIES[name]
+    config: dict[str, Any] = {"model_type": name, "architectures": [family.architectures[0]], "dtype": "float32"}
+    config |= _SIZES.get(name, _LLAMA)
+    config |= {family.num_layers[0]: num_layers, family.max_positions[0]: num_positions}
+    config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if family.usual_values.get("num_key_value_heads") is not None:
+        config.setdefault("num_key_value_heads", 2)
+    if name != "gpt2" and name != "opt":
+        config.setdefault("head_dim", 8)
+    return config
+
+
 def draw(seed: int, only: str | None = None) -> Case:
     """The case of a seed: always the same."""
     draws = random.Random(seed)
     name = only or draws.choice(DECODERS)
     family, num_layers = FAMILIES[name], draws.randint(2, 4)
-    config: dict[str, Any] = {"model_type": name, "architectures": [family.architectures[0]], "dtype": "float32"}
-    config |= _SIZES.get(name, _LLAMA)
-    config |= {family.num_layers[0]: num_layers, family.max_positions[0]: draws.choice([48, 64, 100])}
-    config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if draws.random() < 0.6 and "head_dim" in family.usual_values and "head_dim" not in config:
-        config["head_dim"] = draws.choice([8, 16])
-    if any(key in family.usual_values for key in ("sliding_window",)) and draws.random() < 0.7:
+    config = basis(name, num_layers, draws.choice([48, 64, 100]))
+    if "head_dim" in family.usual_values and "head_dim" not in _SIZES.get(name, {}):
+        config["head_dim"] = draws.choice([8, 8, 16, 10])
+        if family.usual_values["head_dim"] is None and draws.random() < 0.4:
+            del config["head_dim"]
+    if "sliding_window" in family.usual_values and draws.random() < 0.7:
         config["sliding_window"] = draws.choice([5, 9, 16])
-    if family.usual_values.get("num_key_value_heads") is not None:
-        config.setdefault("num_key_value_heads", 2)
     if family.state_layer:
         config["full_attention_interval"] = 2
     if name == "llama4_text":
@@ -292,12 +314,14 @@ def _wrapped(draws: random.Random, name: str, config: dict[str, Any]) -> tuple[d
     if draws.random() < 0.3:
         outer |= {"sliding_window": 4, "rope_theta": 50.0, "hidden_size": 99, "dtype": "float32"}
     inner = {key: value for key, value in config.items() if key != "architectures"}
-    return {"model_type": kind, "architectures": [architecture], "text_config": inner, "vision_config": images} | outer, outer
+    parts = {"text_config": inner, "vision_config": images}
+    return {"model_type": kind, "architectures": [architecture], **parts, **outer}, outer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: "same", "differs", "refused by Quire", "refused by Transformers" or "refused by both"; said: the reasons."""
+    """kind: "same", "differs", "refused by Quire", "refused by Transformers", "refused by both" or "left out"; said:
+    the reasons."""
 
     kind: str
     said: str = ""
@@ -309,11 +333,12 @@ def run(case: Case, directory: Path) -> Outcome:
     reason = ""
     try:
         expected = _reference(case, directory, prompt)
-    except Exception as error:  # noqa: BLE001, whatever Transformers raises for a configuration that it does not take
+    except Exception as error:  # Transformers refuses with errors of many types
         expected, reason = None, f"{type(error).__name__}: {str(error)[-150:]}"
     try:
         if not (directory / "model.safetensors").is_file():
-            outline(load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=True))
+            name = str(directory)
+            outline(load_model_config(name, dtype="float32", max_model_len=None, revision=None, config_only=True))
             return Outcome("refused by Transformers", reason)
         config, model = load(directory)
         if all(layer.attention.kind == "state" for layer in config.shape.layers):
@@ -384,7 +409,7 @@ def main() -> None:
         case = draw(seed, options.family)
         try:
             outcome = outcome_of(case)
-        except Exception as error:  # noqa: BLE001, a crash is what this looks for
+        except Exception as error:
             outcome = Outcome("crash", f"{type(error).__name__}: {error}")
         kinds[outcome.kind] += 1
         if outcome.kind in (*options.show.split(","), "crash"):

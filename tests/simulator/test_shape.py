@@ -37,7 +37,14 @@ LLAMA = {
 }
 HEADS = LLAMA | {"head_dim": 12}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-ROUTED = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
 FIRST_DENSE = {"first_k_dense_replace": 1, "num_key_value_heads": 6}

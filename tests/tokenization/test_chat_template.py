@@ -121,8 +121,9 @@ def test_tools_are_written_as_transformers_does() -> None:
 
 
 REWRITES = (
-    "", "| trim", "| upper", "| lower", "| title", "| capitalize", "| e", "| replace('<', '&lt;')", "| replace('_', ' ')",
-    "| replace(' ', '')", "| tojson", "| urlencode", "| truncate(12)", "| reverse", "| wordwrap(5)", "| striptags",
+    "", "| trim", "| upper", "| lower", "| title", "| capitalize", "| e", "| replace('<', '&lt;')",
+    "| replace('_', ' ')", "| replace(' ', '')", "| tojson",
+    "| urlencode", "| truncate(12)", "| reverse", "| wordwrap(5)", "| striptags",
     ".split('</think>')[-1]", ".split('</think>')[-1].lstrip()", "[:4]", ".strip() + ' '", "| replace('|', '')",
 )  # fmt: skip
 """What templates do to the content of a message."""
@@ -136,7 +137,12 @@ def continued(write: Callable[..., str], source: str, messages: list[dict[str, A
         return None
 
 
-@pytest.mark.parametrize("source", [CHATML, *(f"{{% for m in messages %}}[{{{{ m.content {each} }}}}];{{% endfor %}}" for each in REWRITES)])
+def rewriting(how: str) -> str:
+    """A template that does something to the content of each message."""
+    return "{% for m in messages %}[{{ m.content " + how + " }}];{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, *map(rewriting, REWRITES)])
 def test_the_final_message_is_continued_as_in_transformers(source: str) -> None:
     contents = (
         "The answer is ", "The answer", "x", "", " ", "A < B", "a_b  c", "<think>a</think> b", "<|im_end|> x", "GO ON",
@@ -151,7 +157,8 @@ def test_the_final_message_is_continued_as_in_transformers(source: str) -> None:
 def test_continuing_a_message_of_parts() -> None:
     source = "{% for m in messages %}{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two "}]
-    messages = [{"role": "user", "content": [{"type": "text", "text": "Say."}]}, {"role": "assistant", "content": parts}]
+    asked = {"role": "user", "content": [{"type": "text", "text": "Say."}]}
+    messages = [asked, {"role": "assistant", "content": parts}]
     ours = continued(render, source, messages, add_generation_prompt=False)
     assert ours == continued(theirs, source, messages) == "[Say.][One.][Two"
 

@@ -52,8 +52,8 @@ _V3_VALUES = _VALUES | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-"""`scoring_func` and `topk_method`, which Transformers does not read, say what it computes in any case: other values are
-refused."""
+"""`scoring_func` and `topk_method`, which Transformers does not read, say what it computes in any case: other values
+are refused."""
 _V2_VALUES = _VALUES | {
     "mlp_bias": False,
     "first_k_dense_replace": 0,

@@ -89,9 +89,9 @@ class Family:
     head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
     head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
     `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "if" (it
-    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), "qwen_moe" (if it is true, every other one
-    below `max_window_layers`), "unrotated" (if it is true, those without a rotation), or n: all but every n-th, of
-    which layer n - 1 is the first.
+    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), "qwen_moe" (if it is true, every other
+    one below `max_window_layers`), "unrotated" (if it is true, those without a rotation), or n: all but every n-th,
+    of which layer n - 1 is the first.
     layer_types: what config.json may call a layer. has_chunks: a window is a chunk of positions, which the layers have
     that `no_rope_layers` says are rotated.
     rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
@@ -106,9 +106,9 @@ class Family:
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
-    usual_values: the keys that are read besides the sizes and the rotation, each with the value that Transformers' class
-    gives it where config.json leaves it out. No other key is read, as Transformers reads no other. Without any (families
-    that are not run) all keys are read as they come.
+    usual_values: the keys that are read besides the sizes and the rotation, each with the value that Transformers'
+    class gives it where config.json leaves it out. No other key is read, as Transformers reads no other. Without any
+    (families that are not run, encoders) all keys are read as they come.
     nullable: those of them that may be null although the usual value is not; null then means that there is none.
     renamed: other names of keys, and the keys that they stand for; where both are there, the other name counts.
     refused: keys that change what a model computes and are not supported, with the values that change nothing.

@@ -73,9 +73,7 @@ FAMILIES = (
         norms=4,
         head_norms="head",
         windows=6,
-        rope=RopeDefaults(
-            theta=1_000_000.0, local_theta=10_000.0, local_key="rope_local_base_freq", is_stretched=True
-        ),
+        rope=RopeDefaults(theta=1_000_000.0, local_theta=10_000.0, local_key="rope_local_base_freq", is_stretched=True),
         usual_values=_NEWER
         | {
             "vocab_size": 262_208,

@@ -44,9 +44,9 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def honoured(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """What `values` says to the family. A decoder gets keys under their usual names, with the usual values of those that
-    are left out, and no key that Transformers ignores; others get what is there. Raises ModelLoadError, naming the key,
-    for one that is not supported, and for null where a value is needed."""
+    """What `values` says to the family. A decoder gets keys under their usual names, with the usual values of those
+    that are left out, and no key that Transformers ignores; others get what is there. Raises ModelLoadError, naming
+    the key, for one that is not supported, and for null where a value is needed."""
     fields, is_decoder = Fields(values, where), bool(family.usual_values)
     for key, neutral in ({**REFUSED, **family.refused} if is_decoder else family.refused).items():
         if key in values and values[key] not in neutral:

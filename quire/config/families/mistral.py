@@ -25,7 +25,8 @@ FAMILIES = (
         is_runnable=True,
         has_experts=True,
         rope=RopeDefaults(theta=1_000_000.0),
-        usual_values=LLAMA_VALUES | {
+        usual_values=LLAMA_VALUES
+        | {
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "sliding_window": None,

@@ -13,8 +13,11 @@ FAMILIES = (
         output_bias=NEVER,
         mlp_bias=NEVER,
         windows="everywhere",
-        rope=RopeDefaults(turns_part=True, types=("default", "longrope"), renamed={"su": "longrope", "yarn": "longrope"}),
-        usual_values=LLAMA_VALUES | {
+        rope=RopeDefaults(
+            turns_part=True, types=("default", "longrope"), renamed={"su": "longrope", "yarn": "longrope"}
+        ),
+        usual_values=LLAMA_VALUES
+        | {
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
