@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.families import GGUF
-from quire.config.families.family import GGUFNames
+from quire.config.families.family import Family, GGUFNames
 from quire.config.gguf_tensors import expected_shapes, layer_of, with_joined_experts
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
@@ -130,7 +130,19 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             local = {"rope_theta": keys.number("rope.freq_base_swa", family.rope.local_theta)}
             rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
         config["rope_parameters"] = {**rope, **layout.names.rope}
-        return config
+        return _in_words_of(family, config)
+
+
+def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Under the names that config.json of the family has: of the number of experts, and of their width where they are
+    as wide as an MLP."""
+    usual = family.usual_values
+    if "num_experts" in config:
+        count = config.pop("num_experts")
+        config[next(key for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in usual)] = count
+        if "moe_intermediate_size" not in usual:
+            config["intermediate_size"] = config.pop("moe_intermediate_size")
+    return config
 
 
 def head_layout(file: GGUFFile) -> HeadLayout:

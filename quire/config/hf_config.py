@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
-from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
+from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, language_model, shape_of, with_usual_values
 from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
@@ -24,7 +24,7 @@ from quire.config.model_shape import ModelShape
 from quire.config.options import BUNDLED_MODEL
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
-from quire.config.rope import read_rope
+from quire.config.rope import read_lengths
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -76,11 +76,13 @@ def load_model_config(
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
     raw, key = language_model(_overridden(_read_described(path), choices.hf_overrides or {}))
     where = ": ".join(filter(None, (_where(path), key)))
+    architecture, impl = _architecture(Fields(raw, where), model_impl)
+    if impl == "quire":
+        raw = known_values(raw, where)
     fields = Fields(raw, where)
-    architecture, impl = _architecture(fields, model_impl)
     if impl != "quire" and path.is_file():
         raise ModelLoadError(f"{path}: GGUF files run with Quire's own model code alone, not through Transformers")
-    shape = read_shape(raw, name, where)
+    shape = shape_of(raw if impl == "quire" else with_usual_values(raw), name, where)
     if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
         raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
@@ -89,8 +91,7 @@ def load_model_config(
         assert family is not None, "the engine's own models have families"
         pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
         if family.position_rows is None and not family.is_bidirectional:
-            rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
-            longest, usual = rope.longest, rope.usual_length
+            longest, usual = read_lengths(fields, shape.attention.rotated_dim, family.rope, shape.windows)
         if family.draft_prefix and choices.load_draft_head and path.is_dir():
             shape = _with_draft_head(shape, path, family.draft_prefix, fields)
     elif runner == "pooling":
@@ -211,7 +212,7 @@ def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
 def stored_dtype(raw: Mapping[str, Any]) -> str:
     """What config.json says that the weights are stored in (Transformers 5 calls it dtype); float32 if nothing, or
     nothing that Quire computes with."""
-    stored = raw.get("dtype", raw.get("torch_dtype"))
+    stored = raw.get("dtype") or raw.get("torch_dtype")
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
 
 

@@ -4,7 +4,7 @@ and Transformers 5 style (`rope_parameters`). `layers/rotary.py` turns this into
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.hf_json import Fields, shown
@@ -12,7 +12,8 @@ from quire.config.model import MAX_POSITIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _STRETCHING = ("linear", "dynamic", "yarn")
-_ALIASES = {"su": "longrope"}
+_OF_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
+"""Types that know the length that the model was trained on."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What settings that differ by layer are listed under."""
 
@@ -21,17 +22,24 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class RopeDefaults:
     """What a family means by a config.json that leaves RoPE settings out.
 
-    theta: the base; share: the rotated part of each head. local_theta: base of layers with a window, which then
-    stretch nothing, where config.json has no settings for each kind of layer (None: all layers rotate alike);
-    local_key: the key that has it. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which layers are
-    not rotated.
+    theta: the base; share: the rotated part of each head; turns_part: config.json may say another part. local_theta:
+    base of layers with a window, whose settings are their own (None: all layers rotate alike); local_key: the key
+    that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
+    layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
+    renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
+    stretched model.
     """
 
     theta: float = 10_000.0
     share: float = 1.0
+    turns_part: bool = False
     local_theta: float | None = None
-    local_key: str = "rope_theta"
+    local_key: str = ""
     skips_rotation: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    types: tuple[str, ...] = ROPE_TYPES
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    is_stretched: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
         """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
@@ -91,32 +99,34 @@ class RopeConfig:
         return self.max_position_embeddings if self.rope_type == "dynamic" else self.longest
 
 
-def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults = LLAMA_DEFAULTS, kind: str = FULL) -> RopeConfig:
-    """Read config.json's RoPE settings for the layers of a kind, FULL or SLIDING. Raises ModelLoadError for an unknown
-    type or a missing or absurd value."""
-    raw = _settings(config, defaults, kind)
+def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str = FULL) -> RopeConfig:
+    """Read config.json's RoPE settings for the layers of a kind, FULL or SLIDING, as Transformers does. Raises
+    ModelLoadError for an unknown type or a missing or absurd value."""
+    raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    named = rope.text("rope_type" if raw.get("rope_type") else "type", "default") or "default"
-    rope_type = _ALIASES.get(named, named)
-    if rope_type not in ROPE_TYPES:
-        raise rope.error(f"rope_type {shown(named)} is not supported (known: {', '.join(ROPE_TYPES)})")
-    # A top-level value has priority over the nested one: so do the models that write it there.
-    original = config.optional_integer("original_max_position_embeddings", maximum=MAX_POSITIONS)
-    if original is None:
+    named = rope.text("rope_type") if "rope_type" in raw else rope.text("type", "default")
+    rope_type = defaults.renamed.get(named, named)
+    if rope_type not in defaults.types:
+        raise rope.error(f"rope_type {shown(named)} is not supported (known: {', '.join(defaults.types)})")
+    original = max_positions
+    if rope_type in _OF_TRAINED_LENGTH:
         original = rope.integer("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
-    rotary_dim = _rotary_dim(config, rope, head_dim, defaults.share)
-    factor = rope.optional_number("factor")
-    if factor is None and rope_type in ("linear", "dynamic", "llama3"):
-        raise rope.error(f"the key 'factor' is missing (rope_type {rope_type!r})")
+        if not is_nested:  # a value beside the settings has priority
+            original = config.integer("original_max_position_embeddings", original, maximum=MAX_POSITIONS)
+    is_longrope, is_llama3 = rope_type == "longrope", rope_type == "llama3"
+    if rope_type == "yarn" and "factor" not in raw:
+        raise rope.error("the key 'factor' is missing (rope_type 'yarn')")
+    factor = rope.number("factor") if rope_type in ("linear", "dynamic", "llama3") else rope.optional_number("factor")
     if factor is None and rope_type in ("yarn", "longrope"):
         factor = max_positions / original
     if factor is not None and rope_type in _STRETCHING and max(max_positions, original) * factor > MAX_POSITIONS:
         raise rope.error(f"factor {factor:g} stretches the model to more than {MAX_POSITIONS} positions")
-    is_longrope = rope_type == "longrope"
+    rotary_dim = _rotary_dim(config, rope, head_dim, defaults, rope_type)
+    outer = Fields(_nested_in(config), rope.where) if is_nested else rope
     return RopeConfig(
         rope_type=rope_type,
-        theta=rope.optional_number("rope_theta") or config.number("rope_theta", defaults.theta),
+        theta=rope.number("rope_theta"),
         rotary_dim=rotary_dim,
         max_position_embeddings=max_positions,
         original_max_position_embeddings=original,
@@ -124,11 +134,11 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults = LLAMA_DEFA
         attention_factor=rope.optional_number("attention_factor"),
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.boolean("truncate", True),
+        truncate=outer.boolean("truncate", True),
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        low_freq_factor=rope.number("low_freq_factor", 1.0),
-        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        low_freq_factor=rope.number("low_freq_factor") if is_llama3 else 1.0,
+        high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 1.0,
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
     )
@@ -146,25 +156,63 @@ def read_layer_ropes(
     return tuple(rope if is_turned else None for rope, is_turned in zip(ropes, turned, strict=True))
 
 
-def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> Mapping[str, Any]:
-    """The RoPE settings of the layers of a kind: one object for all, or one for each kind."""
-    raw = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    if not isinstance(raw, dict):
-        raise config.error(f"the RoPE settings must be an object, not {shown(raw)}")
-    if any(isinstance(value, dict) for value in raw.values()):
-        if defaults.local_theta is None:
+def read_lengths(
+    config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
+) -> tuple[int, int]:
+    """The most positions that the rotations are meant for, and the default of `max_model_len`. windows: of the layers,
+    None for full attention: those without a window decide, if there are any; the default keeps to what no scaling of
+    either kind changes."""
+    kinds = [kind for kind in (FULL, SLIDING) if any((window is None) == (kind == FULL) for window in windows)]
+    ropes = [read_rope(config, head_dim, defaults, kind) for kind in kinds]
+    usual = [ropes[0].usual_length, *(rope.usual_length for rope in ropes[1:] if rope.rope_type == "dynamic")]
+    if defaults.is_stretched:
+        return ropes[0].max_position_embeddings, ropes[0].max_position_embeddings
+    return ropes[0].longest, min(usual)
+
+
+def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:
+    """The RoPE settings of the layers of a kind with their base, and whether they are nested: one object for all kinds
+    ("rope_scaling" before "rope_parameters"), or one for each kind in `rope_parameters`, where "rope_scaling" is
+    added to that of FULL."""
+    theta = config.number("rope_theta", defaults.theta)
+    scaling = _object(config, "rope_scaling")
+    if defaults.local_theta is None:
+        raw = scaling or _nested_in(config) or defaults.settings
+        if any(isinstance(value, dict) for value in raw.values()):
             raise config.error("RoPE settings that differ by layer are not supported for this family")
-        raw = raw.get(kind) or {}
-        if not isinstance(raw, dict):
-            raise config.error(f"the RoPE settings of {kind} must be an object, not {shown(raw)}")
-        return raw if kind == FULL else {"rope_theta": defaults.local_theta, **raw}
-    if kind == SLIDING and defaults.local_theta is not None:
-        return {"rope_theta": config.number(defaults.local_key, defaults.local_theta)}
+        return {"rope_theta": theta, **raw}, False
+    nested = _nested_in(config)
+    if scaling and config.values.get("rope_parameters") is not None and not nested.get(FULL):
+        raise config.error(f"rope_scaling is not supported beside rope_parameters without {FULL}")
+    own = {"rope_type": "default"} if nested.get(kind) is None else nested[kind]
+    if not isinstance(own, dict):
+        raise config.error(f"the RoPE settings of {kind} must be an object, not {shown(own)}")
+    if kind == FULL:
+        return {"rope_theta": theta, **own, **scaling}, True
+    local = config.number(defaults.local_key, defaults.local_theta) if defaults.local_key else defaults.local_theta
+    return {"rope_theta": local, **own}, True
+
+
+def _nested_in(config: Fields) -> Mapping[str, Any]:
+    return _object(config, "rope_parameters")
+
+
+def _object(config: Fields, key: str) -> Mapping[str, Any]:
+    raw = config.values.get(key) or {}
+    if not isinstance(raw, dict):
+        raise config.error(f"{key} must be an object, not {shown(raw)}")
     return raw
 
 
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int, usual_share: float) -> int:
-    share = rope.optional_number("partial_rotary_factor") or config.number("partial_rotary_factor", usual_share)
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, rope_type: str) -> int:
+    """Elements of a head that are rotated. Where the family always rotates all of them, a part is ignored, as
+    Transformers ignores it, or refused where its scalings would compute with it."""
+    share = config.number("partial_rotary_factor", defaults.share)
+    share = rope.number("partial_rotary_factor", share)
+    if not (defaults.turns_part or defaults.share != 1.0):
+        if share != 1.0 and rope_type != "default":
+            raise config.error(f"partial_rotary_factor {share:g} is not supported beside rope_type {rope_type!r}")
+        share = 1.0
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise config.error(

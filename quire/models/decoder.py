@@ -176,7 +176,8 @@ class LlamaLike(Decoder):
             VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
         )
-        self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context)
+        rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
+        self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
         self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
         self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.attention.latent import ExpansionRule
+from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
@@ -51,7 +52,7 @@ class DeepseekLayer:
         self._mlp: GatedMLP | MixtureOfExperts
         self._mlp_slots: WeightSlots
         if shape.experts is None:
-            has_bias = fields.boolean("mlp_bias", False)
+            has_bias = ARCHITECTURES[config.architecture].mlp_bias.read(fields)
             self._mlp = mlp = GatedMLP(size, shape.intermediate, activation, bias=has_bias, context=context)
             self._mlp_slots = mlp.slots()
         else:
@@ -158,6 +159,8 @@ def _mixture(config: ModelConfig, experts: Experts, activation: str, context: La
     )
     shared = None
     if experts.shared_intermediate:
+        if ARCHITECTURES[config.architecture].mlp_bias.read(fields):
+            raise fields.error("mlp_bias is not supported: shared experts have no biases")
         shared = SharedExpert(size, experts.shared_intermediate, activation, is_gated=False, context=context)
     shape = MixtureShape(size, experts.intermediate, has_correction=choice.corrects)
     return MixtureOfExperts(shape, routing, Gating(activation), context, shared)
@@ -199,4 +202,4 @@ def _index_heads(config: ModelConfig) -> IndexHeads | None:
 
 
 def _rope(config: ModelConfig, fields: Fields) -> RopeConfig:
-    return read_rope(fields, config.shape.attention.rotated_dim)
+    return read_rope(fields, config.shape.attention.rotated_dim, ARCHITECTURES[config.architecture].rope)

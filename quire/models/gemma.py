@@ -35,12 +35,10 @@ def gemma2(config: ModelConfig, context: LayerContext) -> DenseDecoder:
 
 
 def gemma3(config: ModelConfig, context: LayerContext) -> DenseDecoder:
-    """Raises ModelLoadError for an embedding model, which attends in both directions."""
+    """Raises ModelLoadError for a soft cap of logits that the model of texts alone has, and that of images has not."""
     fields = model_fields(config)
-    if fields.values.get("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention is not supported: it makes an embedding model")
-    if fields.values.get("attn_logit_softcapping") is not None:
-        raise fields.error("attn_logit_softcapping is not supported for Gemma 3: its reference leaves it out")
+    if config.is_multimodal and fields.values.get("final_logit_softcapping") is not None:
+        raise fields.error("final_logit_softcapping is not supported beside images: the reference leaves it out there")
     return DenseDecoder(config, context, _style(config, context, None))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.attention.interface import LengthScale
+from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -18,7 +19,8 @@ def llama4(config: ModelConfig, context: LayerContext) -> DenseDecoder:
     """Raises ModelLoadError for a rotation that also scales: norms of rotated heads are computed before it."""
     fields = model_fields(config)
     has_norms = fields.boolean("use_qk_norm", True)
-    if has_norms and read_rope(fields, config.head_dim).rope_type in ("yarn", "longrope"):
+    rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
+    if has_norms and rope.rope_type in ("yarn", "longrope"):
         raise fields.error(
             "use_qk_norm is not supported beside a rotation of type yarn or longrope, which scales heads"
         )

@@ -23,6 +23,7 @@ from quire.models.claims import excess, outline
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
+from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -71,6 +72,7 @@ def load_model(
     if isinstance(files, WeightFiles):
         if config.pooling is not None:
             files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
+        config, files.head_holds = with_head_of(config, files)
         elsewhere = frozenset(_check_room(config, files).slots)
     elif files is not None and group.size > 1:
         raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
@@ -195,6 +197,8 @@ def _load_from(
         tensors = files.stream(report)
         if config.is_multimodal:
             tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
+        if files.head_holds:
+            tensors = as_embedding(tensors, files.head_holds)
         tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)

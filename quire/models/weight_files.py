@@ -38,6 +38,8 @@ class WeightFiles:
         """The file that the last streamed tensor came from; None once all are through."""
         self.bytes_read = BytesRead()
         """Of safetensors files: those of other formats are mapped into memory or read whole."""
+        self.head_holds = ""
+        """The name of the embedding that these files have under that of a tied head; "": it has its own."""
         self._expected = expected
         self._prefixes = prefixes or {}
 

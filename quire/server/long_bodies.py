@@ -78,7 +78,7 @@ class Conversation(msgspec.Struct):
     """A PreparedConversation on its way."""
 
     messages: list[msgspec.Raw]
-    is_marked: bool
+    final: str | None
     problem: Problem | None
 
     @classmethod
@@ -88,13 +88,13 @@ class Conversation(msgspec.Struct):
         )
         error = prepared.error
         problem = None if error is None else Problem(error.message, error.param)
-        return cls(prepared.messages, prepared.is_marked, problem)
+        return cls(prepared.messages, prepared.final, problem)
 
     @property
     def prepared(self) -> PreparedConversation:
         problem = self.problem
         error = None if problem is None else UserError(problem.message, param=problem.param)
-        return PreparedConversation(self.messages, self.is_marked, error)
+        return PreparedConversation(self.messages, self.final, error)
 
 
 class Text(msgspec.Struct, array_like=True):

@@ -44,8 +44,9 @@ TEXT_OF_PART = {
 DEFAULT_LIMITS = TemplateLimits()
 MAX_CHARACTERS = 16 * 2**20
 """Longest text, where the caller knows no limit."""
-CONTINUE_MARK = "<|quire: the final message continues here|> "
-"""Stands at the end of the message to continue while rendering. Its last space shows whether the template trims."""
+CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
+"""Stands at the end of the message to continue while rendering. Its last space shows whether the template trims; it has
+the length of Transformers' mark and its kinds of characters, which templates that escape or raise letters leave."""
 
 
 class TemplateChoice(NamedTuple):
@@ -61,10 +62,11 @@ DEFAULT_CHOICE = TemplateChoice()
 
 class PreparedConversation(NamedTuple):
     """The messages of a conversation as the processes that render get them, or why they cannot be. messages: encoded,
-    one by one; is_marked: the last one ends with CONTINUE_MARK."""
+    one by one; final: the text of the last one to be continued, which ends with CONTINUE_MARK, without space around it
+    (None: the conversation is not continued)."""
 
     messages: list[msgspec.Raw]
-    is_marked: bool
+    final: str | None
     error: UserError | None = None
 
 
@@ -76,12 +78,11 @@ def prepare_conversation(
         conversation = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not conversation:
             raise UserError("messages must hold at least one message", param="messages")
-        if continue_final_message:
-            _mark_final(conversation)
+        final = _mark_final(conversation) if continue_final_message else None
         with _encoding_errors():
-            return PreparedConversation(encode_each(conversation), continue_final_message)
+            return PreparedConversation(encode_each(conversation), final)
     except UserError as error:
-        return PreparedConversation([], continue_final_message, error)
+        return PreparedConversation([], "" if continue_final_message else None, error)
 
 
 @contextlib.contextmanager
@@ -169,7 +170,8 @@ class ChatTemplate:
             )
         if not isinstance(messages, PreparedConversation):
             messages = prepare_conversation(messages, continue_final_message=continue_final_message)
-        assert messages.is_marked == continue_final_message, "the conversation was prepared for something else"
+        final = messages.final
+        assert (final is not None) == continue_final_message, "the conversation was prepared for something else"
         if messages.error is not None:
             raise messages.error
         if continue_final_message:
@@ -188,7 +190,7 @@ class ChatTemplate:
         def read_answer(answer: Rendered | Failed) -> str:
             if isinstance(answer, Failed):
                 raise self._error(answer, max_characters)
-            return _cut_at_mark(answer.text) if continue_final_message else answer.text
+            return answer.text if final is None else _cut_at_mark(answer.text, final)
 
         short, long = self.lanes
         lane = short if len(frame) <= SHORT_CONVERSATION_BYTES else long
@@ -293,22 +295,27 @@ def _decoded_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _mark_final(conversation: list[dict[str, Any]]) -> None:
+def _mark_final(conversation: list[dict[str, Any]]) -> str:
+    """Put the mark behind the text of the last message, of its last part where it has several. Returns that text."""
     final = conversation[-1]
     content = final["content"]
-    if not content:
+    if content is None or content == []:
         raise UserError("continue_final_message: the final message has no content", param="messages")
     if isinstance(content, str):
         final["content"] = content + CONTINUE_MARK
-    else:
-        content[-1] = {"type": "text", "text": content[-1]["text"] + CONTINUE_MARK}
+        return content.strip()
+    text = str(content[-1]["text"])
+    content[-1] = {"type": "text", "text": text + CONTINUE_MARK}
+    return text.strip()
 
 
-def _cut_at_mark(text: str) -> str:
-    """Everything before the mark; without trailing space when the template trimmed the message it stood in."""
+def _cut_at_mark(text: str, final: str) -> str:
+    """Everything before the mark; without trailing space when the template trimmed the message it stood in. Raises
+    UserError, as Transformers does, where the template does not write the message's text as it is."""
     before, mark, after = text.rpartition(CONTINUE_MARK.rstrip())
-    if not mark:
+    if not mark or final not in text:
         raise UserError(
-            "continue_final_message: the model's chat template does not write the final message", param="messages"
+            "continue_final_message: the model's chat template does not write the final message as it is",
+            param="messages",
         )
     return before if after.startswith(" ") else before.rstrip()

@@ -16,7 +16,7 @@ from quire.config.hf_config import load_model_config, model_fields
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.config.rope import read_rope
+from quire.config.rope import LLAMA_DEFAULTS, read_rope
 from quire.errors import ModelLoadError
 from tests.fakes.gguf import FLOAT32, GGUFWriter, StoredTensor, Typed, typed
 
@@ -95,8 +95,8 @@ def test_sizes(architecture: str, name: str, tmp_path: Path) -> None:
     fields = model_fields(config)
     assert (fields.integer("intermediate_size"), fields.number("rms_norm_eps")) == (100, 0.5)
     assert fields.boolean("tie_word_embeddings", True) is False
-    assert fields.boolean("attention_bias", True) is False
-    rope = read_rope(fields, 8)
+    assert fields.values.get("attention_bias", False) is False
+    rope = read_rope(fields, 8, LLAMA_DEFAULTS)
     assert (rope.rope_type, rope.theta, rope.rotary_dim) == ("default", 5000.0, 8)
     assert fields.where == str(path)
 
@@ -149,7 +149,7 @@ def test_rope_scalings(tmp_path: Path) -> None:
     def rope_of(keys: dict[str, object]) -> Any:
         writer = model()
         writer.metadata |= {f"llama.rope.{key}": typed(value) for key, value in keys.items()}
-        return read_rope(model_fields(read(writer.write(tmp_path / "model.gguf"))), 8)
+        return read_rope(model_fields(read(writer.write(tmp_path / "model.gguf"))), 8, LLAMA_DEFAULTS)
 
     linear = rope_of({"scaling.type": "linear", "scaling.factor": 4.0})
     assert (linear.rope_type, linear.factor, linear.longest) == ("linear", 4.0, 1024)

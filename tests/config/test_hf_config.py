@@ -12,11 +12,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
+from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, read_shape
 from quire.config.hf_config import ModelChoices, load_model_config
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
-from quire.config.rope import read_rope
+from quire.config.rope import LLAMA_DEFAULTS, RopeDefaults, read_rope
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.registry import model_architectures
 
@@ -73,7 +73,7 @@ def test_llama(tmp_path: Path) -> None:
         shape=read_shape(LLAMA, str(tmp_path)),
         max_model_len=256,
         eos_token_ids=(2,),
-        hf=LLAMA,
+        hf=known_values(LLAMA, ""),
     )
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads) == (97, 48, 4, 6)
     assert (config.num_kv_heads, config.head_dim, config.sliding_windows) == (2, 8, (None,) * 4)
@@ -141,12 +141,13 @@ def test_end_of_sequence_ids(generation: object, expected: tuple[int, ...], tmp_
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (MISTRAL, (None, None, None, None)),
+        (MISTRAL, (4096,) * 4),
         ({**MISTRAL, "sliding_window": 16}, (16, 16, 16, 16)),
         ({**MISTRAL, "sliding_window": None}, (None, None, None, None)),
         ({**QWEN2, "sliding_window": 16, "use_sliding_window": False}, (None, None, None, None)),
         ({**QWEN2, "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 16)),
         ({**QWEN2, "sliding_window": 16, "use_sliding_window": True}, (None, None, None, None)),
+        ({**MISTRAL, "sliding_window": 16, "layer_types": ["full_attention"] * 4}, (16, 16, 16, 16)),
         (
             {
                 **QWEN2,
@@ -171,8 +172,18 @@ def test_sliding_windows(config: dict[str, Any], expected: tuple[int | None, ...
         ({"type": "dynamic", "factor": 2.0}, 256, 512),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024, 1024),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 256, 256),
-        ({"rope_type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 256, 256),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            256,
+            256,
+        ),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 256, 256),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -192,13 +203,14 @@ def test_both_styles_of_rope_settings_mean_the_same() -> None:
         **without(LLAMA, "rope_theta"),
         "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "partial_rotary_factor": 0.5, **scaling},
     }
-    rope = read_rope(Fields(old, "old"), 8)
-    assert rope == read_rope(Fields(new, "new"), 8)
+    defaults = RopeDefaults(share=0.25)
+    rope = read_rope(Fields(old, "old"), 8, defaults)
+    assert rope == read_rope(Fields(new, "new"), 8, defaults)
     assert (rope.theta, rope.rotary_dim, rope.factor, rope.original_max_position_embeddings) == (5000.0, 4, 8.0, 64)
 
 
 def test_theta_of_the_first_llama() -> None:
-    assert read_rope(Fields(without(LLAMA, "rope_theta"), "x"), 8).theta == 10_000.0
+    assert read_rope(Fields(without(LLAMA, "rope_theta"), "x"), 8, LLAMA_DEFAULTS).theta == 10_000.0
 
 
 @pytest.mark.parametrize(
@@ -225,11 +237,13 @@ def test_theta_of_the_first_llama() -> None:
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported .known: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor must be a number"),
-        ({"rope_scaling": [1]}, "RoPE settings must be an object"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "list of 4 numbers"),
-        ({"partial_rotary_factor": 0.4}, "even number"),
-        ({"partial_rotary_factor": 1.5}, "even number"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "partial_rotary_factor 0.5 is not supported beside rope_type 'linear'",
+        ),
     ],
 )
 def test_bad_values_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_old_files_of_gemma_3() -> None:
 
 def test_old_files_of_olmo_3() -> None:
     values = {"rope_theta": 2e5, "rope_scaling": {"factor": 8.0, "rope_type": "yarn"}}
-    assert by_family("olmo3", values) == [(2e5, "default", None), (2e5, "yarn", 8.0), (2e5, "default", None)]
+    assert by_family("olmo3", values) == [(5e5, "default", None), (2e5, "yarn", 8.0), (5e5, "default", None)]
 
 
 @pytest.mark.parametrize("kind", [Gemma3TextConfig, Olmo3Config])

@@ -140,10 +140,15 @@ def deepseek_v32(**options: object) -> PreTrainedModel:
     index = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 21, "pad_token_id": None}
     turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     model = _corrected(DeepseekV32ForCausalLM(DeepseekV32Config(**{**LATENT, **index, **turned, **options})))
+    make_choices_stable(model)
+    return model
+
+
+def make_choices_stable(model: PreTrainedModel) -> None:
+    """Let the indexers of the model take the first of keys that are equally good."""
     for module in model.modules():
         if isinstance(module, DeepseekV32Indexer):
             module.forward = _with_stable_topk(module.forward)  # type: ignore[method-assign]
-    return model
 
 
 def _with_stable_topk(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

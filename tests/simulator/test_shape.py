@@ -37,7 +37,14 @@ LLAMA = {
 }
 HEADS = LLAMA | {"head_dim": 12}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
 FIRST_DENSE = {"first_k_dense_replace": 1, "num_key_value_heads": 6}
@@ -314,7 +321,7 @@ def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelLoadError, match="cannot pick 5 of 4 experts"):
         read_shape(LLAMA | LOCAL | {"model_type": "mixtral", "num_experts_per_tok": 5})
     with pytest.raises(ModelLoadError, match="5 layers"):
-        read_shape(LLAMA | {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]})
+        read_shape(LLAMA | {"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"]})
 
 
 def test_models_are_found_by_name_and_by_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ test_template_client.py has the limits on what a template may do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import cache
 from types import MappingProxyType
@@ -120,13 +120,47 @@ def test_tools_are_written_as_transformers_does() -> None:
     assert '"description": "größer <than>"' in ours
 
 
-@pytest.mark.parametrize("source", [CHATML, "{% for m in messages %}{{ m.content | trim }};{% endfor %}"])
-@pytest.mark.parametrize("content", ["The answer is ", "The answer", "x"])
-def test_the_final_message_is_continued_as_in_transformers(source: str, content: str) -> None:
-    messages = [*CONVERSATION, {"role": "assistant", "content": content}]
-    ours = render(source, messages, continue_final_message=True, add_generation_prompt=False)
-    assert ours == theirs(source, messages, continue_final_message=True)
-    assert ours.endswith((content, content.rstrip()))
+REWRITES = (
+    "", "| trim", "| upper", "| lower", "| title", "| capitalize", "| e", "| replace('<', '&lt;')",
+    "| replace('_', ' ')", "| replace(' ', '')", "| tojson",
+    "| urlencode", "| truncate(12)", "| reverse", "| wordwrap(5)", "| striptags",
+    ".split('</think>')[-1]", ".split('</think>')[-1].lstrip()", "[:4]", ".strip() + ' '", "| replace('|', '')",
+)  # fmt: skip
+"""What templates do to the content of a message."""
+
+
+def continued(write: Callable[..., str], source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
+    """The text that ends inside the final message; None for a refusal."""
+    try:
+        return write(source, messages, continue_final_message=True, **options)
+    except (UserError, ValueError):
+        return None
+
+
+def rewriting(how: str) -> str:
+    """A template that does something to the content of each message."""
+    return "{% for m in messages %}[{{ m.content " + how + " }}];{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, *map(rewriting, REWRITES)])
+def test_the_final_message_is_continued_as_in_transformers(source: str) -> None:
+    contents = (
+        "The answer is ", "The answer", "x", "", " ", "A < B", "a_b  c", "<think>a</think> b", "<|im_end|> x", "GO ON",
+        "\n\ta\n", "12", "it's &amp;",
+    )  # fmt: skip
+    for content in contents:
+        messages = [*CONVERSATION, {"role": "assistant", "content": content}]
+        ours = continued(render, source, messages, add_generation_prompt=False)
+        assert ours == continued(theirs, source, messages), (source, content)
+
+
+def test_continuing_a_message_of_parts() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two "}]
+    asked = {"role": "user", "content": [{"type": "text", "text": "Say."}]}
+    messages = [asked, {"role": "assistant", "content": parts}]
+    ours = continued(render, source, messages, add_generation_prompt=False)
+    assert ours == continued(theirs, source, messages) == "[Say.][One.][Two"
 
 
 def test_options_reach_the_template() -> None:

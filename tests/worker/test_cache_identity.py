@@ -95,10 +95,13 @@ def test_the_configuration_counts_but_not_its_notes(model_path: Path) -> None:
     assert with_hf(rms_norm_eps=0.5) != namespace(config)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters", "sliding_attention"])
 @pytest.mark.parametrize(("rope", "counts"), [("dynamic", True), ("longrope", True), ("linear", False)])
-def test_the_length_counts_where_positions_depend_on_it(model_path: Path, rope: str, counts: bool) -> None:
+def test_the_length_counts_where_positions_depend_on_it(model_path: Path, rope: str, counts: bool, key: str) -> None:
     config = configured(model_path)
-    hf = MappingProxyType({**config.model.hf, "rope_scaling": {"rope_type": rope}, "rope_parameters": None})
+    settings = {"rope_scaling": None, "rope_parameters": {"full_attention": {}, key: {"rope_type": rope}}}
+    settings |= {} if key == "sliding_attention" else {"rope_parameters": None, key: {"rope_type": rope}}
+    hf = MappingProxyType({**config.model.hf, **settings})
     lengths = [
         namespace(replace(config, model=replace(config.model, hf=hf, max_model_len=length))) for length in (64, 128)
     ]

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from quire.config.families.family import Family
+from quire.config.families.keys import honoured
 from quire.config.hf_json import Fields
 from quire.config.model_shape import ModelShape
 
@@ -76,22 +77,30 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     model).
 
     The configuration of a model of several modalities has its language model's under `text_config`. Which family that
-    is, its own class or model_type says; of the outer keys, those that concern it take precedence. Keys that
-    Transformers leaves out, because they have the family's usual values, are filled in.
+    is, its own class or model_type says; of the outer keys, those that concern it take precedence.
     """
     inner = values.get(TEXT_CONFIG)
-    where = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
+    key = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
     found = values
-    if where and isinstance(inner, Mapping):
+    if key and isinstance(inner, Mapping):
         family = _family_of(inner) or _family_of(values)
-        found = {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
+        found = {**inner, **{name: values[name] for name in _SHARED_KEYS if values.get(name) is not None}}
         found["architectures"] = values.get("architectures")
         if family is not None:
             found |= {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
-    family = _family_of(found)
-    if family is not None and family.usual_values:
-        found = {**family.usual_values, **found}
-    return found, where
+    return found, key
+
+
+def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """What a language model's configuration says to its family, as `keys.honoured` has it."""
+    family = _family_of(values)
+    return values if family is None else honoured(values, family, where)
+
+
+def with_usual_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a model that Transformers' own code computes, with the keys that it leaves out."""
+    family = _family_of(values)
+    return values if family is None else {**family.usual_values, **values}
 
 
 def _family_of(values: Mapping[str, Any]) -> Family | None:
@@ -102,11 +111,16 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
     """The shape that the contents of any config.json describe. where: what errors call it (None: `name`).
 
     A model of several modalities is its language model (`text_config`). Raises ModelLoadError that names the key which
-    is missing or wrong.
+    is missing, wrong or not supported.
     """
     values, key = language_model(values)
-    fields = Fields(values, ": ".join(filter(None, (where or name, key))))
-    family = _family_of(values)
+    where = ": ".join(filter(None, (where or name, key)))
+    return shape_of(known_values(values, where), name, where)
+
+
+def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
+    """As `read_shape`, of what `known_values` gives."""
+    fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):
         for key in _RECURRENT_KEYS:

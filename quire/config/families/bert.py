@@ -26,6 +26,7 @@ def _family(model_type: str, heads: tuple[str, ...], base: str, unused_positions
         mlp_bias=ALWAYS,
         position_rows=unused_positions + num_types,
         unused_positions=unused_positions,
+        refused={"is_decoder": (None, False), "add_cross_attention": (None, False)},
         checkpoint_base=base,
         checkpoint_surplus=SURPLUS,
     )

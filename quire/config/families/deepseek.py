@@ -1,6 +1,10 @@
 """DeepSeek V2 to V3.2, R1, Kimi K2: latent attention, routed and shared experts."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quire.config.families.family import EXPERT, HEAD, NEVER, Family, GGUFNames
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
@@ -22,6 +26,48 @@ _GGUF_LAYER = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _GGUF = GGUFNames("deepseek2", GGUF_TOP, _GGUF_LAYER)
+_VALUES: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_V3_VALUES = _VALUES | {
+    "num_key_value_heads": 128,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+"""`scoring_func` and `topk_method`, which Transformers does not read, say what it computes in any case: other values
+are refused."""
+_V2_VALUES = _VALUES | {
+    "mlp_bias": False,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 1407,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": None,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+}
 _V3 = Family(
     "deepseek_v3",
     ("DeepseekV3ForCausalLM",),
@@ -31,6 +77,9 @@ _V3 = Family(
     has_experts=True,
     mlp_bias=NEVER,
     corrects_choice=True,
+    usual_values=_V3_VALUES | {"rope_interleave": True, "num_nextn_predict_layers": 1},
+    nullable=("num_key_value_heads", "q_lora_rank"),
+    renamed={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     gguf=replace(_GGUF, gating=2),
 )
 FAMILIES = (
@@ -40,6 +89,9 @@ FAMILIES = (
         is_runnable=True,
         has_latents=True,
         has_experts=True,
+        usual_values=_V2_VALUES,
+        nullable=("q_lora_rank",),
+        renamed={"num_experts": "n_routed_experts"},
         gguf=replace(_GGUF, gating=1),
     ),
     _V3,
@@ -49,7 +101,16 @@ FAMILIES = (
         architectures=("DeepseekV32ForCausalLM",),
         aliases=(),
         has_index=True,
-        sparse_from=3,
+        usual_values=_V3_VALUES
+        | {
+            "mlp_layer_types": None,
+            "index_topk": 2048,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "num_nextn_predict_layers": 0,
+        },
+        nullable=(),
+        renamed={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
         gguf=None,
     ),
 )

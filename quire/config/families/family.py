@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.hf_json import Fields
+from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH
 from quire.config.model_shape import DTYPE_BYTES, AttentionShape, Experts, Kind, LayerShape, Matrix, ModelShape
 from quire.config.rope import LLAMA_DEFAULTS, RopeDefaults
@@ -89,8 +89,9 @@ class Family:
     head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
     head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
     `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "if" (it
-    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), or n: all but every n-th, of which layer
-    n - 1 is the first.
+    is true: everywhere), "qwen" (if it is true, from `max_window_layers` on), "qwen_moe" (if it is true, every other
+    one below `max_window_layers`), "unrotated" (if it is true, those without a rotation), or n: all but every n-th,
+    of which layer n - 1 is the first.
     layer_types: what config.json may call a layer. has_chunks: a window is a chunk of positions, which the layers have
     that `no_rope_layers` says are rotated.
     rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
@@ -105,7 +106,12 @@ class Family:
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
-    usual_values: what a config.json of this family means by keys that it leaves out; Transformers writes what differs.
+    usual_values: the keys that are read besides the sizes and the rotation, each with the value that Transformers'
+    class gives it where config.json leaves it out. No other key is read, as Transformers reads no other. Without any
+    (families that are not run, encoders) all keys are read as they come.
+    nullable: those of them that may be null although the usual value is not; null then means that there is none.
+    renamed: other names of keys, and the keys that they stand for; where both are there, the other name counts.
+    refused: keys that change what a model computes and are not supported, with the values that change nothing.
     checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
     that old checkpoints carry and no model needs. draft_prefix: of the tensors of a head for drafts, which the engine
     loads where a checkpoint has them; "": it knows none.
@@ -156,6 +162,9 @@ class Family:
     state_layer: Callable[[Fields, int], Layer] | None = None
     state_layers: Callable[[Fields, int], tuple[bool, ...]] | None = None
     usual_values: Mapping[str, Any] = field(default_factory=dict)
+    nullable: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     checkpoint_base: str = "model."
     checkpoint_surplus: str = r"rotary_emb\.inv_freq$"
     draft_prefix: str = ""
@@ -310,25 +319,39 @@ class Family:
         full, rule = (None,) * num_layers, self.windows
         if rule == "none":
             return full
-        if rule in ("if", "qwen", "unless") and not fields.boolean("use_sliding_window", rule == "unless"):
-            return full
-        sizes = [fields.optional_integer(key, minimum=1 if self.is_runnable else 0) for key in self.window]
+        sizes = [fields.optional_integer(key, minimum=0) for key in self.window]
         window = next(filter(None, sizes), None)
-        if window is None:
-            return full
+        is_used = not isinstance(rule, str) or rule == "everywhere"
+        is_used = is_used or fields.boolean("use_sliding_window", rule == "unless")
         kinds = names(fields, "layer_types", num_layers, self.layer_types)
         if kinds is not None:
-            return tuple(None if kind == "full_attention" else window for kind in kinds)
-        if self.has_chunks and fields.values.get("no_rope_layers"):
+            layers = tuple(kind != "full_attention" for kind in kinds)
+        else:
+            layers = self._windowed(fields, num_layers) if is_used else (False,) * num_layers
+        # SmolLM 3 asks `use_sliding_window` only where `layer_types` is absent.
+        if window is not None and (is_used or rule == "unrotated"):
+            return tuple(window if is_windowed else None for is_windowed in layers)
+        is_asked = 0 in sizes or kinds is not None or isinstance(rule, int)
+        if self.is_runnable and any(layers) and is_asked:
+            reason = "use_sliding_window is false" if window is not None else f"{self.window[0]} is {shown(sizes[0])}"
+            raise fields.error(f"{reason}, and layers of the model have a window")
+        return full
+
+    def _windowed(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+        """Which layers have a window where `layer_types` does not say it."""
+        if self.has_chunks or self.windows == "unrotated":
             turned = self.rope.rotated_layers(fields, num_layers)
-            return tuple(window if is_turned else None for is_turned in turned)
-        if rule == "qwen":
+            return tuple(is_turned == self.has_chunks for is_turned in turned)
+        if self.windows == "qwen":
             start = fields.integer("max_window_layers", 28, minimum=0)
-            return tuple(window if layer >= start else None for layer in range(num_layers))
-        every = rule if isinstance(rule, int) else num_layers + 1
-        for key in ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"):
+            return tuple(layer >= start for layer in range(num_layers))
+        if self.windows == "qwen_moe":
+            end = fields.integer("max_window_layers", 28, minimum=0)
+            return tuple(layer % 2 == 0 and layer < end for layer in range(num_layers))
+        every = self.windows if isinstance(self.windows, int) else num_layers + 1
+        for key in ("sliding_window_pattern", "no_rope_layer_interval"):
             every = fields.optional_integer(key) or every
-        return tuple(None if (layer + 1) % every == 0 else window for layer in range(num_layers))
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
 
     # -- experts ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quire.config.families.family import NEVER, Bias, Family
+from quire.config.families.llama import LLAMA_VALUES
 from quire.config.rope import RopeDefaults
 
 _DENSE = Family(
@@ -15,6 +16,8 @@ _DENSE = Family(
     rope=RopeDefaults(share=0.5),
     is_interleaved=True,
     fused=("gate_up_proj",),
+    usual_values=LLAMA_VALUES
+    | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
 )
 FAMILIES = (
     _DENSE,

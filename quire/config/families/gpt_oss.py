@@ -1,7 +1,7 @@
 """GPT-OSS: sinks, a window in every other layer, experts with biases."""
 
 from quire.config.families.family import EXPERT, NEVER, Bias, Family, GGUFNames
-from quire.config.families.llama import GGUF_TOP, gguf_experts
+from quire.config.families.llama import GGUF_TOP, LLAMA_VALUES, gguf_experts
 from quire.config.rope import RopeDefaults
 
 _GGUF_LAYER = gguf_experts("mlp.router", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj") | {
@@ -21,7 +21,31 @@ FAMILIES = (
         windows=2,
         expert_bias=True,
         has_sinks=True,
-        rope=RopeDefaults(theta=150_000.0),
+        rope=RopeDefaults(
+            theta=150_000.0,
+            settings={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        usual_values={name: value for name, value in LLAMA_VALUES.items() if name != "hidden_act"}
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        renamed={"num_experts": "num_local_experts"},
         gguf=GGUFNames(
             "gpt-oss",
             GGUF_TOP,

@@ -1,5 +1,10 @@
 """LLaMA 1 to 3.x, and what families like it share."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 from quire.config.families.family import Family, GGUFNames
 
 GGUF_TOP = {
@@ -21,6 +26,15 @@ GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
+LLAMA_VALUES: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""What the families built like LLaMA have in common of `Family.usual_values`."""
+
 
 def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:
     """GGUF_LAYER with experts in the place of the MLP. expert: where the matrices of one are, by these names."""
@@ -37,6 +51,7 @@ FAMILIES = (
         "llama",
         ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
         is_runnable=True,
+        usual_values=LLAMA_VALUES | {"attention_bias": False, "mlp_bias": False},
         # Files call Mistral's models "llama" as well.
         gguf=GGUFNames("llama", GGUF_TOP, GGUF_LAYER, interleaved=True, windowed="MistralForCausalLM"),
     ),

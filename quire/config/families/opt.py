@@ -18,6 +18,15 @@ FAMILIES = (
         output_bias=_BIAS,
         mlp_bias=_BIAS,
         position_rows=2,
+        usual_values={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "word_embed_proj_dim": None,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
         checkpoint_surplus=r"(?!)",
     ),
 )

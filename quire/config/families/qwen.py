@@ -1,7 +1,7 @@
 """Qwen 2, 2.5 and 3, dense and mixtures of experts."""
 
 from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GGUFNames
-from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, LLAMA_VALUES, gguf_experts
 
 _GGUF_EXPERTS = gguf_experts("mlp.gate", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj")
 GGUF_SHARED = {
@@ -9,6 +9,18 @@ GGUF_SHARED = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_VALUES = LLAMA_VALUES | {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_EXPERT_VALUES = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
 }
 FAMILIES = (
     Family(
@@ -19,6 +31,8 @@ FAMILIES = (
         output_bias=NEVER,
         mlp_bias=NEVER,
         windows="qwen",
+        usual_values=_VALUES,
+        nullable=("num_key_value_heads", "sliding_window"),
         gguf=GGUFNames("qwen2", GGUF_TOP, GGUF_LAYER),
     ),
     Family(
@@ -29,8 +43,19 @@ FAMILIES = (
         query_bias=Bias("qkv_bias", True),
         output_bias=NEVER,
         mlp_bias=NEVER,
-        windows="qwen",
+        windows="qwen_moe",
         has_shared_gate=True,
+        usual_values=_VALUES
+        | _EXPERT_VALUES
+        | {
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        nullable=("num_key_value_heads", "sliding_window"),
         gguf=GGUFNames("qwen2moe", GGUF_TOP, _GGUF_EXPERTS | GGUF_SHARED, settings={"norm_topk_prob": False}),
     ),
     Family(
@@ -41,6 +66,8 @@ FAMILIES = (
         head_norms="head",
         head_dim=128,
         windows="qwen",
+        usual_values=_VALUES | {"head_dim": 128, "attention_bias": False},
+        nullable=("num_key_value_heads", "sliding_window"),
         gguf=GGUFNames("qwen3", GGUF_TOP, GGUF_LAYER),
     ),
     Family(
@@ -51,7 +78,19 @@ FAMILIES = (
         mlp_bias=NEVER,
         head_norms="head",
         windows="if",
-        usual_values={"sliding_window": 4096},
+        usual_values=LLAMA_VALUES
+        | _EXPERT_VALUES
+        | {
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        nullable=("sliding_window",),
+        renamed={"num_local_experts": "num_experts"},
         gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS, settings={"norm_topk_prob": True}),
     ),
 )

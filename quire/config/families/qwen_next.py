@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.config.families.family import EXPERT, NEVER, Family, GGUFNames, Layer, first
-from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, gguf_experts
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, LLAMA_VALUES, gguf_experts
 from quire.config.families.qwen import GGUF_SHARED
 from quire.config.hf_json import Fields
 from quire.config.model_shape import AttentionShape
@@ -54,6 +54,24 @@ def _gguf(
     return GGUFNames(architecture, GGUF_TOP, names, norm_offset=1.0, tiled=tiled, settings=settings or {})
 
 
+_VALUES = LLAMA_VALUES | {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
+_EXPERT_VALUES = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 _NEXT = Family(
     "",
     is_runnable=True,
@@ -74,6 +92,9 @@ FAMILIES = (
         _NEXT,
         model_type="qwen3_next",
         architectures=("Qwen3NextForCausalLM",),
+        usual_values=_VALUES
+        | _EXPERT_VALUES
+        | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True},
         gguf=_gguf(
             "qwen3next",
             _GGUF_EXPERTS | _GGUF_STATE | {"ssm_ba": "linear_attn.in_proj_ba"},
@@ -86,6 +107,7 @@ FAMILIES = (
         model_type="qwen3_5_text",
         architectures=("Qwen3_5ForCausalLM",),
         aliases=("qwen3_5",),
+        usual_values=_VALUES | {"num_key_value_heads": 4},
         gguf=_gguf("qwen35", GGUF_LAYER | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),
     replace(
@@ -93,6 +115,7 @@ FAMILIES = (
         model_type="qwen3_5_moe_text",
         architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
+        usual_values=_VALUES | _EXPERT_VALUES | {"num_experts": 256, "num_experts_per_tok": 8},
         gguf=_gguf("qwen35moe", _GGUF_EXPERTS | _GGUF_STATE | _GGUF_GATES, tiled=True),
     ),
 )

@@ -37,8 +37,9 @@ _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "samplin
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 _NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
 """Of the device: what `code` says more exactly; and graphs, whose padding changes no more than the rest of a batch."""
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
-"""Rotations that depend on `max_model_len` (quire/layers/rotary.py)."""
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su", "yarn"}
+"""Rotations that depend on `max_model_len` (quire/layers/rotary.py), under all of their names: Phi 3 says yarn of
+longrope."""
 
 
 def cache_namespace(
@@ -89,9 +90,10 @@ def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 
 def _rope_length(model: ModelConfig) -> int | None:
-    rope = model.hf.get("rope_parameters") or model.hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
-    return model.max_model_len if kind in _LENGTH_DEPENDENT_ROPE else None
+    settings = [each for each in (model.hf.get("rope_parameters"), model.hf.get("rope_scaling")) if each]
+    settings += [own for each in settings for own in each.values() if isinstance(own, Mapping)]
+    kinds = {str(each.get(key)) for each in settings for key in ("rope_type", "type")}
+    return model.max_model_len if kinds & _LENGTH_DEPENDENT_ROPE else None
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""The keys of a config.json that mean something for a family, read as Transformers' configuration class reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.families.family import Family
+from quire.config.hf_json import Fields, shown
+
+ROTATION_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+SHARED_KEYS = frozenset(
+    {
+        "architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "vocab_size",
+        "original_max_position_embeddings",
+        # Of classifiers and of models that make vectors.
+        "id2label", "label2id", "num_labels", "problem_type", "matryoshka_dimensions", "is_matryoshka",
+        "sentence_transformers", "sbert_ce_default_activation_function",
+        # How a GGUF file keeps what a checkpoint keeps otherwise.
+        "experts_apart", "projections_apart", "expansion_apart",
+    }
+)  # fmt: skip
+"""Keys that are read whatever the family is."""
+REFUSED: Mapping[str, tuple[object, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
+"""Keys that change what any decoder of Transformers computes, with the values that change nothing."""
+
+
+def sizes(family: Family) -> tuple[str, ...]:
+    """The keys that must be there, and those that stand in for one another."""
+    return (
+        *family.hidden_size,
+        *family.num_layers,
+        *family.num_heads,
+        *family.max_positions,
+        *family.intermediate,
+    )
+
+
+def known_keys(family: Family) -> frozenset[str]:
+    """All keys that are read for a family, under the names that they are read by."""
+    rotation = frozenset() if family.position_rows is not None else ROTATION_KEYS
+    local = (family.rope.local_key,) if family.rope.local_key else ()
+    return SHARED_KEYS | rotation | {*sizes(family), *family.usual_values, *local}
+
+
+def honoured(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """What `values` says to the family. A decoder gets keys under their usual names, with the usual values of those
+    that are left out, and no key that Transformers ignores; others get what is there. Raises ModelLoadError, naming
+    the key, for one that is not supported, and for null where a value is needed."""
+    fields, is_decoder = Fields(values, where), bool(family.usual_values)
+    for key, neutral in ({**REFUSED, **family.refused} if is_decoder else family.refused).items():
+        if key in values and values[key] not in neutral:
+            raise fields.error(f"{key} {shown(values[key])} is not supported")
+    if not is_decoder:
+        return dict(values)
+    known = known_keys(family)
+    found = {**family.usual_values, **{key: value for key, value in values.items() if key in known}}
+    for name, key in family.renamed.items():
+        if name in values:
+            found[key] = values[name]
+    for key, usual in family.usual_values.items():
+        if found[key] is None and usual is not None and key not in family.nullable:
+            raise fields.error(f"{key} must not be null")
+    return found

@@ -1,0 +1,82 @@
+"""A head that config.json ties to the embedding, where the checkpoint says otherwise, as Transformers takes it.
+
+A checkpoint with another head beside the embedding has a head of its own; one with the head alone has the embedding
+under its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.logging import get_logger
+from quire.models.checkpoint_names import language_tensors
+from quire.models.claims import outline
+from quire.models.weight_files import WeightFiles
+from quire.quantization.file_tensor import FileTensor
+from quire.quantization.integer_weight import WeightSource
+
+HEAD = "lm_head.weight"
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
+_CHUNK_BYTES = 2**26
+
+logger = get_logger(__name__)
+SourceT = TypeVar("SourceT", bound=WeightSource)
+
+
+def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, str]:
+    """The configuration, tied or not as the files are, and the name of the embedding that a tensor called HEAD holds
+    ("": none does). Raises ModelLoadError for files that cannot be read."""
+    if not config.shape.is_tied or config.pooling is not None:
+        return config, ""
+    found = {name for name, _ in _tables(config, files)}
+    if HEAD not in found:
+        return config, ""
+    if len(found) == 1:
+        slots = outline(config).slots
+        return config, next(name for name in slots if _EMBEDDING.search(name))
+    digests = {_digest(tensor) for _, tensor in _tables(config, files)}
+    if len(digests) == 1:
+        return config, ""
+    logger.warning(
+        "%s: tie_word_embeddings is true, and the checkpoint has a head (%s) that is not the embedding: it is used",
+        files.directory,
+        HEAD,
+    )
+    return replace(config, shape=replace(config.shape, is_tied=False)), ""
+
+
+def as_embedding(tensors: Iterable[tuple[str, SourceT]], embedding: str) -> Iterator[tuple[str, SourceT]]:
+    """The tensors, with the one called HEAD under the embedding's name."""
+    for name, tensor in tensors:
+        yield embedding if name == HEAD else name, tensor
+
+
+def _tables(config: ModelConfig, files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor]]:
+    """The head and the embedding of the language model, where the files have them under names of their own."""
+    tensors: Iterable[tuple[str, torch.Tensor | FileTensor]] = files.stream(lambda done, total: None)
+    if config.is_multimodal:
+        tensors = language_tensors(tensors, files.directory)
+    for name, tensor in tensors:
+        if name == HEAD or _EMBEDDING.search(name):
+            yield name, tensor
+
+
+def _digest(tensor: torch.Tensor | FileTensor) -> bytes:
+    """A digest of shape and values, read a part at a time."""
+    shape = tuple(tensor.shape)
+    if len(shape) != 2 or not tensor.is_floating_point():
+        raise ModelLoadError(f"a table of the vocabulary has shape {list(shape)} and dtype {tensor.dtype}")
+    digest = hashlib.sha256(repr(shape).encode())
+    step = max(1, _CHUNK_BYTES // (4 * max(1, shape[1])))
+    for start in range(0, shape[0], step):
+        part = tensor.narrow(0, start, min(step, shape[0] - start))
+        digest.update(part.float().contiguous().numpy().tobytes())
+    return digest.digest()
