@@ -136,8 +136,8 @@ def mistral_calls(schemas: Schemas, parallel: bool) -> Form:
     return in_text([tag("[TOOL_CALLS]", one_of([objects, *forms]))], parallel)
 
 
-def harmony_calls(schemas: Schemas, *, is_forced: bool) -> Form:
-    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, unless is_forced."""
+def harmony_calls(schemas: Schemas, answer: Form | None) -> Form:
+    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, if it may have one."""
     ends = []
     for name, schema in schemas.items():
         kind = " <|constrain|>json<|message|>"
@@ -145,16 +145,26 @@ def harmony_calls(schemas: Schemas, *, is_forced: bool) -> Form:
             tag(f"<|channel|>commentary to=functions.{name}{kind}", schema_form(schema)),
             tag(f" to=functions.{name}<|channel|>commentary{kind}", schema_form(schema)),
         ]
-    if not is_forced:
-        ends.append(tag("<|channel|>final<|message|>", ANY_TEXT))
-    before = [
+    if answer is not None:
+        ends.append(in_order(_HARMONY_FINAL, answer))
+    return in_order(_HARMONY_THOUGHTS, one_of(ends))
+
+
+_HARMONY_THOUGHTS = repeated(
+    [
         tag(f"<|channel|>{channel}<|message|>", ANY_TEXT, "<|end|><|start|>assistant")
         for channel in ("analysis", "commentary")
-    ]
-    return in_order(repeated(before, at_least_one=False), one_of(ends))
+    ],
+    at_least_one=False,
+)
+_HARMONY_FINAL = one_of(
+    [literal(f"<|channel|>final{kind}<|message|>") for kind in ("", " <|constrain|>json", "<|constrain|>json")]
+)
+HARMONY_PREAMBLE = in_order(_HARMONY_THOUGHTS, _HARMONY_FINAL)
+"""GPT-OSS: what stands before the text of an answer."""
 
 
-def behind_thoughts(form: Form, starts: Sequence[str], ends: Sequence[str]) -> Form:
-    """The form, behind thoughts between marks or at once."""
-    thoughts = [in_order(SPACE, tag(start, ANY_TEXT, ends)) for start in starts]
-    return in_order(one_of([literal(""), *thoughts]), form)
+def thoughts(starts: Sequence[str], ends: Sequence[str], *, is_open: bool) -> Form:
+    """Thoughts up to their end mark, or nothing. is_open: the prompt has opened them, so they must end."""
+    opened = [tag(start, ANY_TEXT, ends) for start in starts]
+    return one_of([tag("", ANY_TEXT, ends), *opened] if is_open else [literal(""), *opened])

@@ -83,11 +83,11 @@ def call_list(reader: TextReader, output: Output) -> Steps[None]:
 
 
 def named_call(name: str) -> Program:
-    """What a constraint to one tool makes: its arguments."""
+    """What a constraint to one tool makes: its arguments. Any other text is content."""
 
     def parse(reader: TextReader, output: Output) -> Steps[None]:
-        yield from reader.space()
-        if not (yield from reader.peek()):
+        output.content((yield from reader.space()))
+        if (yield from reader.peek()) != "{":
             return
         output.begin_call(name)
         yield from copy_value(reader, output.arguments)

@@ -40,9 +40,10 @@ class ThinkFormat:
     def markers(self) -> tuple[str, ...]:
         return self.starts + self.ends
 
-    def thought_after(self, prompt: str, *, continues: bool = False) -> Thought:
+    def thought_after(self, prompt: str, *, continues: bool = False, is_held: bool = False) -> Thought:
         """Where the end of a prompt leaves the model. continues: the prompt ends in the midst of an answer, which may
-        stand anywhere behind its mark; else the mark is the last thing of the prompt."""
+        stand anywhere behind its mark; else the mark is the last thing of the prompt. is_held: a constraint allows no
+        thoughts but behind a mark, in the prompt or the output."""
         if continues:
             start, end = (max(map(prompt.rfind, marks)) for marks in (self.starts, self.ends))
             if start != end:
@@ -52,7 +53,7 @@ class ThinkFormat:
             return Thought.OPEN
         if tail.endswith(self.ends):
             return Thought.CLOSED
-        return Thought.OPEN if self.is_open else Thought.FREE
+        return Thought.OPEN if self.is_open and not is_held else Thought.FREE
 
     def parse(self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break] = ()) -> Steps[None]:
         """Reads up to the end of the reasoning."""

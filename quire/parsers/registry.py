@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, nearest_name
-from quire.parsers.call_forms import Form, Schemas, harmony_calls, mistral_calls
+from quire.parsers.call_forms import ANY_TEXT, HARMONY_PREAMBLE, Form, Schemas, calls_or, harmony_calls, mistral_calls
 from quire.parsers.harmony import MARKERS as HARMONY_MARKERS
 from quire.parsers.harmony import parse_harmony
 from quire.parsers.json_calls import JsonFormat, SectionFormat, parse_mistral
@@ -18,26 +18,39 @@ from quire.parsers.xml_calls import PairFormat, TagFormat
 
 NONE = "none"
 """Name of no parser: the text stays as it is."""
+AUTO = "auto"
+"""Name of the parser that the model's chat templates show."""
+
+HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"
+"""Names of the two parsers of GPT-OSS."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes calls.
 
-    markers: texts of the format, which may be special tokens. has_reasoning: the format has reasoning of its own.
+    markers: texts of the format, which may be special tokens.
     breaks: what ends reasoning that the model left open.
     held: the constraint of an answer that may call tools with these schemas, several or one at most
-    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. forced: the same of an
-    answer that is a call, in a format with channels.
+    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. channels: the same in a
+    format with channels, where all but calls is the given answer; None: there is none. preamble: what stands before an
+    answer in such a format.
     """
 
     parse: Callable[[TextReader, Output], Steps[None]]
     markers: tuple[str, ...]
     new_id: Callable[[], str] = call_id
-    has_reasoning: bool = False
     breaks: tuple[Break, ...] = ()
     held: Callable[[Schemas, bool], Form] | None = None
-    forced: Callable[[Schemas], Form] | None = None
+    channels: Callable[[Schemas, Form | None], Form] | None = None
+    preamble: Form | None = None
+
+    def calls_or(self, schemas: Schemas, parallel: bool, answer: Form) -> Form:
+        """The constraint of an answer that is calls, or of the form `answer`. Only for formats with `held`."""
+        assert self.held is not None
+        if self.channels is not None:
+            return self.channels(schemas, answer)
+        return calls_or(self.held(schemas, parallel), answer)
 
 
 def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat) -> ToolFormat:
@@ -127,12 +140,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         held=mistral_calls,
     ),
     "olmo3": _of(PythonicFormat("<function_calls>", "</function_calls>", is_bare=False, has_brackets=False)),
-    "openai": ToolFormat(
+    HARMONY_CALLS: ToolFormat(
         parse_harmony,
         HARMONY_MARKERS,
-        has_reasoning=True,
-        held=lambda schemas, _: harmony_calls(schemas, is_forced=False),
-        forced=lambda schemas: harmony_calls(schemas, is_forced=True),
+        held=lambda schemas, _: harmony_calls(schemas, ANY_TEXT),
+        channels=harmony_calls,
+        preamble=HARMONY_PREAMBLE,
     ),
     "phi4_mini_json": _of(JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
     "pythonic": _of(PythonicFormat()),
@@ -164,7 +177,7 @@ REASONING_FORMATS: dict[str, ThinkFormat] = {
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "nemotron_v3": _THINK,
     "olmo3": _THINK,
-    "openai_gptoss": HARMONY_REASONING,
+    HARMONY: HARMONY_REASONING,
     "qwen3": _THINK,
     "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",), is_open=True),
     "step3": _THINK_OPEN,
@@ -215,7 +228,7 @@ def detect_tool_parser(templates: Iterable[str]) -> str | None:
     """Name of the parser for models with these chat templates; None: they show no way to write calls."""
     source = "\n".join(templates)
     if _is_harmony(source):
-        return "openai"
+        return HARMONY_CALLS
     return next((name for sign, name in _TOOL_SIGNS if sign in source), None)
 
 
@@ -223,7 +236,7 @@ def detect_reasoning_parser(templates: Iterable[str]) -> str | None:
     """Name of the reasoning parser for models with these chat templates; None: they show no reasoning."""
     source = "\n".join(templates)
     if _is_harmony(source):
-        return "openai_gptoss"
+        return HARMONY
     if not any(mark in source for mark in ("think>", "[THINK]", "thought process:")):
         return None
     return next((name for sign, name in _REASONING_SIGNS if sign in source), None)
@@ -248,6 +261,6 @@ def reasoning_format(name: str) -> ThinkFormat:
 
 
 def _unknown(param: str, name: str, known: Iterable[str]) -> ConfigError:
-    known = (*known, NONE)
+    known = (*known, AUTO, NONE)
     listed = ", ".join(sorted(known))
     return ConfigError(f"{param}: unknown parser {name!r}{nearest_name(name, known)} (known: {listed})", param=param)
