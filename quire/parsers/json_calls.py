@@ -216,7 +216,8 @@ class JsonFormat:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return tuple(Break(start, ("{", "[")) for start in self.starts)
+        bare = (Break("{", (('"name"',), (":",)), '"{}"'),) if self.is_anywhere else ()
+        return (*(Break(start, (("{", "["),)) for start in self.starts), *bare)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -228,13 +229,13 @@ class JsonFormat:
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
         is_anywhere = self.is_anywhere and bool(output.schemas)
-        if self.is_bare:
+        if self.is_bare and not output.ends:
             output.content((yield from reader.space()))
             if not is_anywhere or (yield from reader.peek()) != "{":
                 yield from self._block(reader, output, "")
         starts = Markers(*self.starts, "{") if is_anywhere else Markers(*self.starts)
         while True:
-            start = yield from reader.until(starts, output.content)
+            start = yield from output.until(reader, starts)
             if start is None:
                 return
             if start == "{":
@@ -269,32 +270,32 @@ class JsonFormat:
 def parse_mistral(reader: TextReader, output: Output) -> Steps[None]:
     """`[TOOL_CALLS]` before a list of call objects, or before each `name[CALL_ID]id[ARGS]{...}`; id and `[ARGS]` may be
     missing."""
-    starts, arguments = Markers("[TOOL_CALLS]"), Markers("[ARGS]", "[CALL_ID]", "[TOOL_CALLS]", "{")
-    start = yield from reader.until(starts, output.content)
-    while start is not None:
+    start = "[TOOL_CALLS]"
+    arguments = Markers("[ARGS]", "[CALL_ID]", start, "{", *output.ends)
+    while (yield from output.until(reader, Markers(start))) is not None:
         space = yield from reader.space()
         if (yield from reader.peek()) in ("[", "{"):
             before = output.num_calls
             left = yield from copy_calls(reader, output)
             output.content(left if output.num_calls > before else start + space + left)
-        else:
-            parts: list[str] = []
+            continue
+        parts: list[str] = []
+        mark = yield from reader.until(arguments, parts.append)
+        name, identifier = "".join(parts), None
+        if mark not in ("[ARGS]", "[CALL_ID]", "{") or not output.may_call(name.strip()):
+            output.content(start + space + name)
+            reader.unread(mark or "")
+            continue
+        if mark == "[CALL_ID]":
+            parts = []
             mark = yield from reader.until(arguments, parts.append)
-            name, identifier = "".join(parts), None
-            if mark == "[CALL_ID]":
-                parts = []
-                mark = yield from reader.until(arguments, parts.append)
-                identifier = "".join(parts).strip()
-            if mark in (None, "[TOOL_CALLS]") or not name.strip():
-                output.content(start + space + name + (mark or "" if mark != "[TOOL_CALLS]" else ""))
-                start = mark if mark == "[TOOL_CALLS]" else (yield from reader.until(starts, output.content))
-                continue
-            if mark == "{":
-                reader.unread(mark)
-            output.begin_call(name.strip(), identifier)
-            yield from reader.space()
+            identifier = "".join(parts).strip()
+        if mark != "[ARGS]":
+            reader.unread(mark or "")
+        output.begin_call(name.strip(), identifier)
+        yield from reader.space()
+        if mark in ("[ARGS]", "{"):
             yield from copy_arguments(reader, output)
-        start = yield from reader.until(starts, output.content)
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class SectionFormat:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return (Break(self.section, (self.call,)),)
+        return (Break(self.section, ((self.call,),)),)
 
     @property
     def markers(self) -> tuple[str, str, str, str, str]:
@@ -319,23 +320,22 @@ class SectionFormat:
         return section_calls(self.markers, schemas, parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
-        outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call)
-        while True:
-            mark = yield from reader.until(outside, output.content)
-            while mark is not None and mark != self.section_end:
+        outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call, *output.ends)
+        while (mark := (yield from output.until(reader, outside))) is not None:
+            while mark in (self.section, self.call):
                 if mark == self.call:
                     yield from self._call(reader, output)
                 mark = yield from reader.until(inside, discard)
-            if mark is None:
-                return
+            if mark in output.ends:
+                reader.unread(mark)
 
     def _call(self, reader: TextReader, output: Output) -> Steps[None]:
         header: list[str] = []
-        ends = Markers(self.separator, self.call_end, self.section_end, self.call)
+        ends = Markers(self.separator, self.call_end, self.section_end, self.call, *output.ends)
         mark = yield from reader.until(ends, header.append)
         if mark != self.separator:
             output.content(self.call + "".join(header))
-            if mark in (self.section_end, self.call):
+            if mark is not None and mark != self.call_end:
                 reader.unread(mark)
             return
         name, identifier = _header_name("".join(header))
@@ -343,9 +343,9 @@ class SectionFormat:
         if (yield from reader.peek()) != "{" and name == "function":
             # DeepSeek-V3: the kind, the separator, the name, and JSON in a code block.
             parts: list[str] = []
-            fence = yield from reader.until(Markers("```json", "{", self.call_end), parts.append)
-            name = "".join(parts).strip()
-            if fence == "{" or fence == self.call_end:
+            fence = yield from reader.until(Markers("```json", "{", self.call_end, *output.ends), parts.append)
+            name = "".join("".join(parts).split()[:1])
+            if fence is not None and fence != "```json":
                 reader.unread(fence)
             yield from reader.space()
         if not name:

@@ -8,10 +8,7 @@ from typing import Any
 from quire.parsers.json_calls import copy_calls, copy_value
 from quire.parsers.output import Output, OutputDelta, call_id
 from quire.parsers.reader import Steps, TextReader
-from quire.parsers.reasoning import Break, ThinkFormat, Thought
-
-Program = Callable[[TextReader, Output], Steps[None]]
-"""Reads an output from behind its reasoning to its end."""
+from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 
 
 class OutputParser:
@@ -19,7 +16,7 @@ class OutputParser:
     text was cut into pieces, so the parse of a whole output is one piece and `finish`.
 
     answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
-    breaks: what ends reasoning, too. thought: where the prompt left the model. schemas: tool name ->
+    breaks: what begins calls inside reasoning. thought: where the prompt left the model. schemas: tool name ->
     JSON schema of its parameters. max_calls: None: any number of them.
     """
 
@@ -36,7 +33,7 @@ class OutputParser:
     ) -> None:
         self._reader = TextReader()
         self._output = Output(schemas, new_id, max_calls)
-        thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks)
+        thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks, answer)
         self._steps = self._read(answer, thoughts)
         self._is_done = False
         self._advance()

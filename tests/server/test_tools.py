@@ -520,6 +520,16 @@ async def test_calls_of_gpt_oss(tmp_path: Path) -> None:
             message = (await ask(served, answer, max_tokens=150, **more))["choices"][0]["message"]
             assert (message["content"] == "It rains.") == ("tools" in more)
         assert call_of((await ask(served, wrong))["choices"][0]["message"]) == ("get_weather", {"town": "Rom"})
+        number = {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBER}}
+        for kind in ("", " <|constrain|>json"):  # the model writes either before an answer that is JSON
+            says = f'{head}<|channel|>final{kind}<|message|>{{"n": 7}}'
+            for tools in (None, [WEATHER]):
+                message = (await ask(served, says, response_format=number, tools=tools))["choices"][0]["message"]
+                assert (message["reasoning"], message["content"]) == ("hm", '{"n": 7}')
+        message = (await ask(served, right, response_format=number))["choices"][0]["message"]
+        assert call_of(message) == ("get_weather", {"city": "Rom"})
+        message = (await ask(served, "no channel", response_format=number, tools=None))["choices"][0]["message"]
+        assert "no channel" not in (message["content"] or "")
 
 
 async def test_functions_instead_of_tools(served: Served) -> None:
