@@ -108,7 +108,9 @@ def test_the_end_mark_ends_a_call_that_lacks_its_own(name: str, writer: Writer) 
     for end in range(len(call)):
         if call[:end].count('"') % 2 or call[:end].count("(") > call[:end].count(")"):
             continue
-        found = read(name, "qwen3", f"<think>plan {call[:end]}</think>Done.")
+        text = f"<think>plan {call[:end]}</think>Done."
+        found = parse(make_parser(name, "qwen3", schemas=SCHEMAS), [text])
+        assert parse(make_parser(name, "qwen3", schemas=SCHEMAS), text) == found
         assert (found.content, [name for name, _ in found.pairs]) in (("Done.", []), ("Done.", ["f"])), call[:end]
 
 
