@@ -258,7 +258,7 @@ HELD: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_r1", "qwen3 with tokens of its own", "granite"])
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "granite"])
 def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A model directory and the name of its reasoning parser."""
     name = request.param.partition(" ")[0]
@@ -266,7 +266,7 @@ def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     template = TEMPLATE.replace("</think>", end).replace("'<think>", f"'{start}")
     path = write_model(tmp_path_factory.mktemp("models") / "thinker", template, 512)
     if name != request.param:
-        rename_tokens(path, 2, [start, end])
+        rename_tokens(path, 2, [start, end], are_special=request.param.endswith("special"))
     return path, name
 
 
@@ -300,6 +300,7 @@ async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
         assert (await said(served, f"{start}hm{end}{right}"))[:2] == ("hm", held)
         assert (await said(served, right, thinking=False))[1] == held
         assert (await said(served, f"hm{end}{right}", thinking=True))[:2] == ("hm", held)
+        assert (await said(served, f"{start}hm{end}nothing"))[0] == "hm"
         for says in ("I would rather say something else.", f"{start}I end here."):
             thoughts, text, reason = await said(served, says)
             assert not says.startswith(start) or thoughts.startswith("I end here.")
@@ -486,11 +487,11 @@ async def test_where_strict_has_no_effect(served: Served, tool_model: Path) -> N
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), response.text
 
 
-def rename_tokens(path: Path, first: int, texts: list[str]) -> None:
-    """Give the added tokens from number `first` on these texts, as special tokens."""
+def rename_tokens(path: Path, first: int, texts: list[str], *, are_special: bool = True) -> None:
+    """Give the added tokens from number `first` on these texts."""
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     for token, text in zip(tokenizer["added_tokens"][first:], texts, strict=False):
-        token["content"], token["special"] = text, True
+        token["content"], token["special"] = text, are_special
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
