@@ -31,8 +31,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_any_whitespace: JSON without blanks between its parts. whitespace_pattern: a regular expression for those
     blanks. disable_additional_properties: objects have no properties but those that the schema names.
     start_after_token_ids: the constraint begins behind these tokens, when the model has generated them in this order
-    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once. preamble: a text of this form comes first (thoughts
-    and the mark of their end, or nothing).
+    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once. preamble: a text of
+    this form comes first (thoughts and the mark of their end, or nothing).
     """
 
     json: str | dict[str, Any] | None = None

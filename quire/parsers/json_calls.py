@@ -6,14 +6,15 @@ import json
 import re
 from dataclasses import dataclass
 
-from quire.parsers.call_forms import Form, Schemas, call_objects, in_text, section_calls, tag
+from quire.parsers.call_forms import CallKeys, Form, Schemas, call_objects, in_text, section_calls, tag
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Sink, Steps, TextReader, discard
 from quire.parsers.reasoning import Break
 
-NAME_KEYS = frozenset({"name"})
+NAME_KEYS = frozenset({"name", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "type"}
+ID_KEYS = frozenset({"id", "tool_call_id"})
+CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | ID_KEYS | {"type"}
 """Keys of a call object. An object with others before its name is no call."""
 # "<" ends a broken value: outside strings it is no JSON, and markers begin with it.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -166,7 +167,7 @@ class _CallObject:
                 output.arguments(_plain_arguments(self._early))
         elif key in ARGUMENT_KEYS and not self._is_begun:
             self._early = value
-        elif key == "id" and text and _is_unicode(text):
+        elif key in ID_KEYS and text and _is_unicode(text):
             self._identifier = text
 
     def finish(self) -> str | None:
@@ -205,34 +206,39 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
-    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. arguments: the
-    key under which models write them; both are read."""
+    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. knows: between
+    the markers, which stand around other text too, only objects that name a known tool are calls. name, arguments,
+    identifier: the keys that models write ("": no id); the other ones are read as well. around: marks of content."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     is_anywhere: bool = False
+    knows: bool = False
+    name: str = "name"
     arguments: str = "arguments"
+    identifier: str = ""
+    around: tuple[str, ...] = ()
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        bare = (Break("{", (('"name"',), (":",)), '"{}"'),) if self.is_anywhere else ()
-        return (*(Break(start, (("{", "["),)) for start in self.starts), *bare)
+        named = ("{",), ('"name"',), (":",)
+        listed = (Break("[", named, '"{}"'),) if self.is_bare else ()
+        bare = (Break("{", named[1:], '"{}"'),) if self.is_anywhere else ()
+        return (*(Break(start, (("{", "["),)) for start in self.starts), *listed, *bare)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.starts + self.ends
+        return self.starts + self.ends + self.around
 
     def held(self, schemas: Schemas, parallel: bool) -> Form:
-        content = call_objects(schemas, self.arguments, parallel)
+        content = call_objects(schemas, CallKeys(self.name, self.arguments, self.identifier), parallel)
         return in_text([tag(start, content, (*self.ends, "")) for start in self.starts], parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
         is_anywhere = self.is_anywhere and bool(output.schemas)
-        if self.is_bare and not output.ends:
-            output.content((yield from reader.space()))
-            if not is_anywhere or (yield from reader.peek()) != "{":
-                yield from self._block(reader, output, "")
+        if self.is_bare and (yield from self._begins_bare(reader, output, is_anywhere)):
+            yield from self._block(reader, output, "")
         starts = Markers(*self.starts, "{") if is_anywhere else Markers(*self.starts)
         while True:
             start = yield from output.until(reader, starts)
@@ -244,6 +250,15 @@ class JsonFormat:
             else:
                 yield from self._block(reader, output, start)
 
+    def _begins_bare(self, reader: TextReader, output: Output, is_anywhere: bool) -> Steps[bool]:
+        """Whether what comes first may be calls without a marker."""
+        output.content((yield from reader.space()))
+        for start in self.starts:
+            if (yield from reader.sees(start)):
+                return False
+        first = yield from reader.peek()
+        return first == "[" if output.ends or is_anywhere else True
+
     def _object(self, reader: TextReader, output: Output) -> Steps[None]:
         """An object in the midst of text: calls, or all of it as content."""
         before = output.num_calls
@@ -254,7 +269,7 @@ class JsonFormat:
 
     def _block(self, reader: TextReader, output: Output, start: str) -> Steps[None]:
         before = output.num_calls
-        left = yield from copy_calls(reader, output, not start)
+        left = yield from copy_calls(reader, output, self.knows or not start)
         is_empty = bool(start) and "".join(left.split()) == "[]"
         if output.num_calls == before and not is_empty:
             output.content(start + left)

@@ -50,18 +50,31 @@ class Output:
 
     White space at the beginning of content, or between calls, is held back until something else comes: it is part of
     the content before a word, and dropped before and behind a call. schemas: name -> JSON schema of the parameters of
-    each tool. max_calls: calls after that many are dropped.
+    each tool. max_calls: calls after that many are dropped. drops: marks around content that are no part of it.
     """
 
-    __slots__ = ("_content", "_held", "_max_calls", "_new_id", "_pieces", "_reasoning", "ends", "num_calls", "schemas")
+    __slots__ = (
+        "_content",
+        "_drops",
+        "_held",
+        "_max_calls",
+        "_new_id",
+        "_pieces",
+        "_reasoning",
+        "ends",
+        "num_calls",
+        "schemas",
+    )
 
     def __init__(
         self,
         schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = call_id,
         max_calls: int | None = None,
+        drops: tuple[str, ...] = (),
     ) -> None:
         self.schemas = schemas or {}
+        self._drops = drops
         self._new_id = new_id
         self._max_calls = max_calls
         self._reasoning: list[str] = []
@@ -84,11 +97,26 @@ class Output:
         """Read up to the first marker, as content, and the marker. Inside thoughts no further than a marker that comes
         next: what else is in them is not for the reader of calls. Returns the marker, None where there is none."""
         if not self.ends:
-            return (yield from reader.until(markers, self.content))
+            return (yield from self._content_until(reader, markers))
         for text in markers.texts:
             if (yield from reader.sees(text)):
                 return (yield from reader.take(len(text)))
         return None
+
+    def rest(self, reader: TextReader) -> Steps[None]:
+        """Read all that comes as content."""
+        if self._drops:
+            yield from self._content_until(reader, Markers(*self._drops))
+        else:
+            yield from reader.rest(self.content)
+
+    def _content_until(self, reader: TextReader, markers: Markers) -> Steps[str | None]:
+        if not self._drops:
+            return (yield from reader.until(markers, self.content))
+        all_marks = Markers(*markers.texts, *self._drops)
+        while (mark := (yield from reader.until(all_marks, self.content))) in self._drops:
+            self._held = self._held or []  # white space on either side belongs to the mark, if nothing else comes
+        return mark
 
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)

@@ -17,7 +17,7 @@ class OutputParser:
 
     answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
     breaks: what begins calls inside reasoning. thought: where the prompt left the model. schemas: tool name ->
-    JSON schema of its parameters. max_calls: None: any number of them.
+    JSON schema of its parameters. max_calls: None: any number of them. drops: marks around content.
     """
 
     def __init__(
@@ -30,9 +30,10 @@ class OutputParser:
         schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = call_id,
         max_calls: int | None = None,
+        drops: Sequence[str] = (),
     ) -> None:
         self._reader = TextReader()
-        self._output = Output(schemas, new_id, max_calls)
+        self._output = Output(schemas, new_id, max_calls, (*drops, *(reasoning.around if reasoning else ())))
         thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks, answer)
         self._steps = self._read(answer, thoughts)
         self._is_done = False
@@ -62,7 +63,7 @@ class OutputParser:
         if thoughts is not None:
             yield from thoughts
         yield from answer(self._reader, self._output)
-        yield from self._reader.rest(self._output.content)
+        yield from self._output.rest(self._reader)
 
     def _advance(self) -> None:
         if not self._is_done:
@@ -71,7 +72,7 @@ class OutputParser:
 
 def plain(reader: TextReader, output: Output) -> Steps[None]:
     """An answer without tool calls."""
-    yield from reader.rest(output.content)
+    yield from output.rest(reader)
 
 
 def call_list(reader: TextReader, output: Output) -> Steps[None]:

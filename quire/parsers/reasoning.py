@@ -40,15 +40,19 @@ class Break:
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so."""
+    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so.
+    around: marks before and behind the answer, which are no part of it. stays: the thoughts stay in the content, behind
+    the mark of their start."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     is_open: bool = False
+    around: tuple[str, ...] = ()
+    stays: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.starts + self.ends
+        return self.starts + self.ends + self.around
 
     def thought_after(self, prompt: str, *, continues: bool = False, is_held: bool = False) -> Thought:
         """Where the end of a prompt leaves the model. continues: the prompt ends in the midst of an answer, which may
@@ -59,7 +63,7 @@ class ThinkFormat:
             if start != end:
                 return Thought.OPEN if start > end else Thought.CLOSED
         tail = prompt[-256:].rstrip()
-        if tail.endswith(self.starts):
+        if tail.endswith(tuple(start.rstrip() for start in self.starts)):
             return Thought.OPEN
         if tail.endswith(self.ends):
             return Thought.CLOSED
@@ -69,7 +73,9 @@ class ThinkFormat:
         self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break], calls: Program
     ) -> Steps[None]:
         """Reads up to the end of the reasoning. calls: reads a call inside it, where one of `breaks` comes."""
-        if thought is Thought.CLOSED:
+        if self.stays and thought is Thought.OPEN:
+            output.content(self.starts[0])
+        if self.stays or thought is Thought.CLOSED:
             return
         space = yield from reader.space()
         for start in self.starts:

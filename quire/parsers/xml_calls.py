@@ -88,7 +88,8 @@ class _StringValue:
 
 @dataclass(frozen=True)
 class TagFormat:
-    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare."""
+    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare. section,
+    section_end: "": the format has none."""
 
     section: str
     section_end: str
@@ -102,25 +103,23 @@ class TagFormat:
     """Values stand on lines of their own."""
     wrappers: frozenset[str] = frozenset()
     """Names of a parameter that models put all arguments into, as an object, where the tool has no such parameter."""
+    quotes: tuple[str, str] | None = None
+    """Marks that may stand around a value."""
 
     @property
     def breaks(self) -> tuple[Break, ...]:
+        if not self.section:
+            return (Break(self.call, named='"{}"'),)
         return (Break(self.section, ((self.call,),)),)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (
-            self.section,
-            self.section_end,
-            self.call,
-            self.call_end,
-            self.parameter,
-            self.parameter_end,
-        )
+        sections = (self.section, self.section_end) if self.section else ()
+        return (*sections, self.call, self.call_end, self.parameter, self.parameter_end, *(self.quotes or ()))
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
-        outside = Markers(self.section, self.call) if self.is_bare else Markers(self.section)
-        inside = Markers(self.section_end, self.call, *output.ends)
+        outside = Markers(*filter(None, (self.section, self.call if self.is_bare else "")))
+        inside = Markers(*filter(None, (self.section_end, self.call, *output.ends)))
         while (mark := (yield from output.until(reader, outside))) is not None:
             if mark == self.call:
                 yield from self._call(reader, output)
@@ -158,7 +157,8 @@ class TagFormat:
             mark = yield from reader.until(Markers(self.call_end, *output.ends), discard)
             reader.unread("" if mark is None or mark == self.call_end else mark)
             return
-        ends = (self.section_end, self.section, *output.ends)
+        sections = (self.section_end, self.section) if self.section else (self.call,)
+        ends = (*sections, *output.ends)
         marks = Markers(self.parameter, self.call_end, *ends)
         while True:
             mark = yield from reader.until(marks, discard)
@@ -193,6 +193,9 @@ class TagFormat:
         name, is_string = header
         schema = arguments.schema(name)
         ends = Markers(self.parameter_end, self.parameter, self.call_end)
+        is_quoted = self.quotes is not None and (yield from reader.take_if(self.quotes[0]))
+        if self.quotes is not None and is_quoted:
+            ends = Markers(self.quotes[1])
         wraps = name in self.wrappers and arguments.lacks(name)
         if not wraps:
             arguments.key(name)
@@ -201,7 +204,7 @@ class TagFormat:
             mark = yield from reader.until(ends, value.add, drops_part=True)
             if mark is not None:
                 value.close()
-            return mark
+            return (yield from self._end(reader, mark))
         parts: list[str] = []
         mark = yield from reader.until(ends, parts.append)
         text = "".join(parts)
@@ -211,7 +214,13 @@ class TagFormat:
             arguments.unwrap(name, text)
         elif mark is not None:
             output.arguments(coerced(text, schema))
-        return mark
+        return (yield from self._end(reader, mark))
+
+    def _end(self, reader: TextReader, mark: str | None) -> Steps[str | None]:
+        """The tag that ends a value, behind the mark that does."""
+        if self.quotes is None or mark != self.quotes[1]:
+            return mark
+        return (yield from reader.until(Markers(self.parameter_end, self.parameter, self.call_end), discard))
 
 
 def _comes_as_text(is_string: str | None, schema: Any) -> bool:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput
-from quire.parsers.call_forms import Form, calls_schema, schema_form, thoughts
+from quire.parsers.call_forms import CallKeys, Form, calls_schema, schema_form, thoughts
 from quire.parsers.output import OutputDelta, call_id
 from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
 from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
@@ -42,6 +42,8 @@ NO_PARSER = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set: '
     "the model's chat template shows none of the known ways to write tool calls"
 )
+
+_FORCED = CallKeys(arguments="parameters")
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class AnswerFormat:
             schemas={tool.function.name: tool.function.parameters for tool in self._tools},
             new_id=tools.new_id if tools is not None else call_id,
             max_calls=None if self._body.parallel_tool_calls else 1,
+            drops=tools.around if tools is not None and self._mode == "auto" else (),
         )
 
     def _new_counter(self) -> ReasoningCounter:
@@ -246,7 +249,7 @@ class AnswerFormat:
                 found = _held(tools.calls_or(self._schemas(), parallel, answer), found)
             return found if channels is not None else self._behind_thoughts(found)
         if self._mode == "required":
-            found = StructuredOutputsParams(json=calls_schema(self._schemas(), "parameters", parallel=parallel))
+            found = StructuredOutputsParams(json=calls_schema(self._schemas(), _FORCED, parallel=parallel))
         elif self._mode == "function":
             found = StructuredOutputsParams(json=self._schemas()[self._tools[0].function.name])
         return self._behind_thoughts(found)
@@ -265,7 +268,7 @@ class AnswerFormat:
         tokens = {mark: ids[0] for mark in reasoning.markers if len(ids := self._ids(mark)) == 1}
         is_open = thought is Thought.OPEN
         starts = [mark for mark in reasoning.starts if mark in tokens] if is_open else reasoning.starts
-        form = thoughts(starts, reasoning.ends, is_open=is_open)
+        form = thoughts(starts, reasoning.ends, reasoning.around[:1], is_open=is_open)
         return msgspec.structs.replace(found, preamble=Preamble(form, tokens))
 
     def _schemas(self) -> dict[str, dict[str, Any]]:

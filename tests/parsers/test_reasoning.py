@@ -25,7 +25,7 @@ from tests.parsers.driver import Joined, counting_ids, cut, make_parser, parse
 from tests.parsers.writers import WRITERS, Writer
 
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<[H"), max_size=30)
-THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING)
+THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING and not form.stays)
 
 
 @settings(max_examples=12, deadline=None)
@@ -39,6 +39,41 @@ def test_reasoning_and_answer(thought: str, answer: str, opened: bool, places: l
         assert (whole.reasoning, whole.content) == (thought, answer), name
         assert parse(make_parser(None, name, state), cut(text, places)) == whole, name
         assert parse(make_parser(None, name, state), text) == whole, name
+
+
+def test_thoughts_that_stay_in_the_content() -> None:
+    """MiniMax-M2's second parser: behind the mark that the prompt has."""
+    text = "I call.</think>\n\n" + dict(WRITERS)["minimax_m2"]([("f", {})])
+    found = read("minimax_m2", "minimax_m2_append_think", text, Thought.OPEN)
+    assert (found.reasoning, found.content, found.pairs) == ("", "<think>I call.</think>\n\n", [("f", "{}")])
+    assert parse(make_parser(None, "minimax_m2_append_think", Thought.FREE), "[1]").content == "[1]", "a constraint's"
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "text"),
+    [
+        (
+            "cohere_command3",
+            "cohere_command3",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        (None, "cohere_command3", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+        ("hermes", "cohere_command4", "<|START_THINKING|>hm<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        (None, "hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes.\n</answer>"),
+        ("ernie45", "ernie45", "hm</think>\n\n<response>Yes.</response>\n"),
+        ("gigachat3", "qwen3", "<think>hm</think>Yes.<|message_sep|>\n\n"),
+        ("gemma4", "gemma4", "<|channel>thought\nhm<channel|>Yes."),
+        ("gemma4", "gemma4", "<|channel>hm<channel|>Yes."),
+    ],
+)
+def test_marks_around_answers(tools: str | None, reasoning: str, text: str) -> None:
+    thought = Thought.OPEN if text.startswith("hm") else Thought.FREE
+    if tools is None:
+        whole = parse(make_parser(None, reasoning, thought), [text])
+        assert parse(make_parser(None, reasoning, thought), text) == whole
+    else:
+        whole = read(tools, reasoning, text, thought)
+    assert (whole.reasoning, whole.content.strip()) == ("hm", "Yes.")
 
 
 def test_no_reasoning() -> None:
@@ -165,6 +200,12 @@ def test_forced_calls() -> None:
         ("<|start|>assistant<|channel|>final<|message|> <|call|>", "openai", "openai_gptoss"),
         ("<|start_of_role|> <|tool_call|> Here is my thought process: ", "granite", "granite"),
         ("<minimax:tool_call> <think>", "minimax_m2", "minimax_m2"),
+        ("<|tool_call>call: <|channel>thought", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<|START_THINKING|> <|START_ACTION|> <|START_RESPONSE|>", "cohere_command3", "cohere_command3"),
+        ("<|START_THINKING|> <|START_ACTION|> <|START_TEXT|>", "cohere_command4", "cohere_command4"),
+        ("<|function_call|>", "gigachat3", None),
+        ('<function name="', "minicpm5", None),
     ],
 )
 def test_parsers_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:

@@ -289,7 +289,9 @@ async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
             message, [*calls] = choice["message"], found[index]["calls"]
             assert found[index]["reasoning"] == (message["reasoning"] or "")
             assert found[index]["content"] == (message["content"] or "")
-            assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == [each[1] for each in calls]
+            assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == [
+                each[1] for each in calls
+            ]
         [text] = [each[1] for each in found[0]["calls"]] or [found[0]["content"]]
         assert found[0] == found[1]
         return found[0]["reasoning"], text, found[0]["finish_reason"]
