@@ -1,4 +1,5 @@
-"""What a request's output must look like. Names and meanings are vLLM's, but for `start_after_token_ids`."""
+"""What a request's output must look like. Names and meanings are vLLM's, but for `start_after_token_ids` and
+`preamble`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,14 @@ MAX_START_TOKENS = 64
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class Preamble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the text before the constrained one. format: in the forms of structural tags. tokens: ids of the marks
+    in it that the model writes as one token, besides special tokens."""
+
+    format: dict[str, Any]
+    tokens: dict[str, int] = {}
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The constraint on a request's text: exactly one of the first six fields. Invalid values raise UserError.
 
@@ -22,7 +31,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_any_whitespace: JSON without blanks between its parts. whitespace_pattern: a regular expression for those
     blanks. disable_additional_properties: objects have no properties but those that the schema names.
     start_after_token_ids: the constraint begins behind these tokens, when the model has generated them in this order
-    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once.
+    (the end of its reasoning); before, every token is allowed. Empty or None: it begins at once. preamble: a text of
+    this form comes first (thoughts and the mark of their end, or nothing).
     """
 
     json: str | dict[str, Any] | None = None
@@ -35,6 +45,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     start_after_token_ids: list[int] | None = None
+    preamble: Preamble | None = None
 
     @property
     def size(self) -> int:
@@ -68,6 +79,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
         if self.choice is not None:
             _check_choice(self.choice)
         _check_start(self.start_after_token_ids)
+        if not isinstance(self.preamble, Preamble | None):
+            raise _error(f"preamble must be a Preamble, not {type(self.preamble).__name__}")
 
 
 def _check_choice(choice: object) -> None:

@@ -73,7 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-clients-") as directory:
         path = write_model(Path(directory), TEMPLATE, MAX_MODEL_LEN)
         options = EngineOptions(model=str(path), num_blocks_override=8192, max_num_seqs=16)
-        settings = ServerSettings(port=0, served_model_name=[MODEL], api_key=[API_KEY])
+        settings = ServerSettings(port=0, served_model_name=[MODEL], api_key=[API_KEY], reasoning_parser="auto")
         return serve(options, settings, executor="benchmarks.clients.scripted:executor")
 
 

@@ -8,7 +8,7 @@ answer may have several calls; without, it ends with the first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Form = dict[str, Any]
 Schemas = Mapping[str, Any]
@@ -70,8 +70,17 @@ def _ends(form: Form) -> list[str]:
     return [end] if isinstance(end, str) else list(end)
 
 
-def calls_schema(schemas: Schemas, key: str, *, parallel: bool) -> dict[str, Any]:
-    """Of a list of objects with the name of a tool and, under `key`, its arguments."""
+class CallKeys(NamedTuple):
+    """Keys of an object that is a call. identifier: "": it has none."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    identifier: str = ""
+
+
+def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[str, Any]:
+    """Of a list of objects that are calls."""
+    identifier = {keys.identifier: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if keys.identifier else {}
     calls, definitions = [], dict[str, Any]()
     for number, (name, schema) in enumerate(schemas.items()):
         place = f"tool_{number}"
@@ -79,8 +88,8 @@ def calls_schema(schemas: Schemas, key: str, *, parallel: bool) -> dict[str, Any
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{place}"}},
-                "required": ["name", key],
+                "properties": identifier | {keys.name: {"const": name}, keys.arguments: {"$ref": f"#/$defs/{place}"}},
+                "required": [*identifier, keys.name, keys.arguments],
                 "additionalProperties": False,
             }
         )
@@ -103,9 +112,9 @@ def _moved(schema: Any, place: str) -> Any:
     }
 
 
-def call_objects(schemas: Schemas, key: str, parallel: bool) -> Form:
+def call_objects(schemas: Schemas, keys: CallKeys, parallel: bool) -> Form:
     """An object, or a list of them."""
-    several = calls_schema(schemas, key, parallel=parallel)
+    several = calls_schema(schemas, keys, parallel=parallel)
     definitions = several.pop("$defs")
     return in_order(SPACE, schema_form({"anyOf": [{"$ref": "#/$defs/call"}, several], "$defs": definitions}), SPACE)
 
@@ -132,12 +141,12 @@ def mistral_calls(schemas: Schemas, parallel: bool) -> Form:
     identifier = one_of([literal(""), in_order(literal("[CALL_ID]"), matching("[A-Za-z0-9]{9}"))])
     mark = one_of([literal(""), literal("[ARGS]")])
     forms = [in_order(literal(name), identifier, mark, schema_form(schema)) for name, schema in schemas.items()]
-    objects = in_order(SPACE, schema_form(calls_schema(schemas, "arguments", parallel=parallel)))
+    objects = in_order(SPACE, schema_form(calls_schema(schemas, CallKeys(), parallel=parallel)))
     return in_text([tag("[TOOL_CALLS]", one_of([objects, *forms]))], parallel)
 
 
-def harmony_calls(schemas: Schemas, *, is_forced: bool) -> Form:
-    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, unless is_forced."""
+def harmony_calls(schemas: Schemas, answer: Form | None) -> Form:
+    """GPT-OSS: thoughts and preambles, then one call, which ends the turn; or the final message, if it may have one."""
     ends = []
     for name, schema in schemas.items():
         kind = " <|constrain|>json<|message|>"
@@ -145,16 +154,29 @@ def harmony_calls(schemas: Schemas, *, is_forced: bool) -> Form:
             tag(f"<|channel|>commentary to=functions.{name}{kind}", schema_form(schema)),
             tag(f" to=functions.{name}<|channel|>commentary{kind}", schema_form(schema)),
         ]
-    if not is_forced:
-        ends.append(tag("<|channel|>final<|message|>", ANY_TEXT))
-    before = [
+    if answer is not None:
+        ends.append(in_order(_HARMONY_FINAL, answer))
+    return in_order(_HARMONY_THOUGHTS, one_of(ends))
+
+
+_HARMONY_THOUGHTS = repeated(
+    [
         tag(f"<|channel|>{channel}<|message|>", ANY_TEXT, "<|end|><|start|>assistant")
         for channel in ("analysis", "commentary")
-    ]
-    return in_order(repeated(before, at_least_one=False), one_of(ends))
+    ],
+    at_least_one=False,
+)
+_HARMONY_FINAL = one_of(
+    [literal(f"<|channel|>final{kind}<|message|>") for kind in ("", " <|constrain|>json", "<|constrain|>json")]
+)
+HARMONY_PREAMBLE = in_order(_HARMONY_THOUGHTS, _HARMONY_FINAL)
+"""GPT-OSS: what stands before the text of an answer."""
 
 
-def behind_thoughts(form: Form, starts: Sequence[str], ends: Sequence[str]) -> Form:
-    """The form, behind thoughts between marks or at once."""
-    thoughts = [in_order(SPACE, tag(start, ANY_TEXT, ends)) for start in starts]
-    return in_order(one_of([literal(""), *thoughts]), form)
+def thoughts(starts: Sequence[str], ends: Sequence[str], before: Sequence[str] = (), *, is_open: bool) -> Form:
+    """Thoughts up to their end mark, or nothing. before: marks of which one may follow. is_open: the prompt has opened
+    the thoughts, so they must end."""
+    shortest = [each for each in starts if not any(each != other and each.startswith(other) for other in starts)]
+    opened = [tag(start, ANY_TEXT, ends) for start in shortest]
+    form = one_of([tag("", ANY_TEXT, ends), *opened] if is_open else [literal(""), *opened])
+    return in_order(form, one_of([literal(""), *map(literal, before)])) if before else form

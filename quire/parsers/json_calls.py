@@ -6,14 +6,15 @@ import json
 import re
 from dataclasses import dataclass
 
-from quire.parsers.call_forms import Form, Schemas, call_objects, in_text, section_calls, tag
+from quire.parsers.call_forms import CallKeys, Form, Schemas, call_objects, in_text, section_calls, tag
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Sink, Steps, TextReader, discard
 from quire.parsers.reasoning import Break
 
-NAME_KEYS = frozenset({"name"})
+NAME_KEYS = frozenset({"name", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "type"}
+ID_KEYS = frozenset({"id", "tool_call_id"})
+CALL_KEYS = NAME_KEYS | ARGUMENT_KEYS | ID_KEYS | {"type"}
 """Keys of a call object. An object with others before its name is no call."""
 # "<" ends a broken value: outside strings it is no JSON, and markers begin with it.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -166,7 +167,7 @@ class _CallObject:
                 output.arguments(_plain_arguments(self._early))
         elif key in ARGUMENT_KEYS and not self._is_begun:
             self._early = value
-        elif key == "id" and text and _is_unicode(text):
+        elif key in ID_KEYS and text and _is_unicode(text):
             self._identifier = text
 
     def finish(self) -> str | None:
@@ -205,36 +206,42 @@ def copy_calls(reader: TextReader, output: Output, is_bare: bool = False) -> Ste
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls between markers. starts, ends: either of them; an end may be missing. is_bare: an output that begins with a
-    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. arguments: the
-    key under which models write them; both are read."""
+    call needs no marker. is_anywhere: nor does an object in the midst of text that names a known tool. knows: between
+    the markers, which stand around other text too, only objects that name a known tool are calls. name, arguments,
+    identifier: the keys that models write ("": no id); the other ones are read as well. around: marks of content."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     is_anywhere: bool = False
+    knows: bool = False
+    name: str = "name"
     arguments: str = "arguments"
+    identifier: str = ""
+    around: tuple[str, ...] = ()
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return tuple(Break(start, ("{", "[")) for start in self.starts)
+        named = ("{",), ('"name"',), (":",)
+        listed = (Break("[", named, '"{}"'),) if self.is_bare else ()
+        bare = (Break("{", named[1:], '"{}"'),) if self.is_anywhere else ()
+        return (*(Break(start, (("{", "["),)) for start in self.starts), *listed, *bare)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.starts + self.ends
+        return self.starts + self.ends + self.around
 
     def held(self, schemas: Schemas, parallel: bool) -> Form:
-        content = call_objects(schemas, self.arguments, parallel)
+        content = call_objects(schemas, CallKeys(self.name, self.arguments, self.identifier), parallel)
         return in_text([tag(start, content, (*self.ends, "")) for start in self.starts], parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
         is_anywhere = self.is_anywhere and bool(output.schemas)
-        if self.is_bare:
-            output.content((yield from reader.space()))
-            if not is_anywhere or (yield from reader.peek()) != "{":
-                yield from self._block(reader, output, "")
+        if self.is_bare and (yield from self._begins_bare(reader, output, is_anywhere)):
+            yield from self._block(reader, output, "")
         starts = Markers(*self.starts, "{") if is_anywhere else Markers(*self.starts)
         while True:
-            start = yield from reader.until(starts, output.content)
+            start = yield from output.until(reader, starts)
             if start is None:
                 return
             if start == "{":
@@ -242,6 +249,15 @@ class JsonFormat:
                 yield from self._object(reader, output)
             else:
                 yield from self._block(reader, output, start)
+
+    def _begins_bare(self, reader: TextReader, output: Output, is_anywhere: bool) -> Steps[bool]:
+        """Whether what comes first may be calls without a marker."""
+        output.content((yield from reader.space()))
+        for start in self.starts:
+            if (yield from reader.sees(start)):
+                return False
+        first = yield from reader.peek()
+        return first == "[" if output.ends or is_anywhere else True
 
     def _object(self, reader: TextReader, output: Output) -> Steps[None]:
         """An object in the midst of text: calls, or all of it as content."""
@@ -253,7 +269,7 @@ class JsonFormat:
 
     def _block(self, reader: TextReader, output: Output, start: str) -> Steps[None]:
         before = output.num_calls
-        left = yield from copy_calls(reader, output, not start)
+        left = yield from copy_calls(reader, output, self.knows or not start)
         is_empty = bool(start) and "".join(left.split()) == "[]"
         if output.num_calls == before and not is_empty:
             output.content(start + left)
@@ -269,32 +285,32 @@ class JsonFormat:
 def parse_mistral(reader: TextReader, output: Output) -> Steps[None]:
     """`[TOOL_CALLS]` before a list of call objects, or before each `name[CALL_ID]id[ARGS]{...}`; id and `[ARGS]` may be
     missing."""
-    starts, arguments = Markers("[TOOL_CALLS]"), Markers("[ARGS]", "[CALL_ID]", "[TOOL_CALLS]", "{")
-    start = yield from reader.until(starts, output.content)
-    while start is not None:
+    start = "[TOOL_CALLS]"
+    arguments = Markers("[ARGS]", "[CALL_ID]", start, "{", *output.ends)
+    while (yield from output.until(reader, Markers(start))) is not None:
         space = yield from reader.space()
         if (yield from reader.peek()) in ("[", "{"):
             before = output.num_calls
             left = yield from copy_calls(reader, output)
             output.content(left if output.num_calls > before else start + space + left)
-        else:
-            parts: list[str] = []
+            continue
+        parts: list[str] = []
+        mark = yield from reader.until(arguments, parts.append)
+        name, identifier = "".join(parts), None
+        if mark not in ("[ARGS]", "[CALL_ID]", "{") or not output.may_call(name.strip()):
+            output.content(start + space + name)
+            reader.unread(mark or "")
+            continue
+        if mark == "[CALL_ID]":
+            parts = []
             mark = yield from reader.until(arguments, parts.append)
-            name, identifier = "".join(parts), None
-            if mark == "[CALL_ID]":
-                parts = []
-                mark = yield from reader.until(arguments, parts.append)
-                identifier = "".join(parts).strip()
-            if mark in (None, "[TOOL_CALLS]") or not name.strip():
-                output.content(start + space + name + (mark or "" if mark != "[TOOL_CALLS]" else ""))
-                start = mark if mark == "[TOOL_CALLS]" else (yield from reader.until(starts, output.content))
-                continue
-            if mark == "{":
-                reader.unread(mark)
-            output.begin_call(name.strip(), identifier)
-            yield from reader.space()
+            identifier = "".join(parts).strip()
+        if mark != "[ARGS]":
+            reader.unread(mark or "")
+        output.begin_call(name.strip(), identifier)
+        yield from reader.space()
+        if mark in ("[ARGS]", "{"):
             yield from copy_arguments(reader, output)
-        start = yield from reader.until(starts, output.content)
 
 
 @dataclass(frozen=True)
@@ -309,7 +325,7 @@ class SectionFormat:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return (Break(self.section, (self.call,)),)
+        return (Break(self.section, ((self.call,),)),)
 
     @property
     def markers(self) -> tuple[str, str, str, str, str]:
@@ -319,23 +335,22 @@ class SectionFormat:
         return section_calls(self.markers, schemas, parallel)
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
-        outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call)
-        while True:
-            mark = yield from reader.until(outside, output.content)
-            while mark is not None and mark != self.section_end:
+        outside, inside = Markers(self.section, self.call), Markers(self.section_end, self.call, *output.ends)
+        while (mark := (yield from output.until(reader, outside))) is not None:
+            while mark in (self.section, self.call):
                 if mark == self.call:
                     yield from self._call(reader, output)
                 mark = yield from reader.until(inside, discard)
-            if mark is None:
-                return
+            if mark in output.ends:
+                reader.unread(mark)
 
     def _call(self, reader: TextReader, output: Output) -> Steps[None]:
         header: list[str] = []
-        ends = Markers(self.separator, self.call_end, self.section_end, self.call)
+        ends = Markers(self.separator, self.call_end, self.section_end, self.call, *output.ends)
         mark = yield from reader.until(ends, header.append)
         if mark != self.separator:
             output.content(self.call + "".join(header))
-            if mark in (self.section_end, self.call):
+            if mark is not None and mark != self.call_end:
                 reader.unread(mark)
             return
         name, identifier = _header_name("".join(header))
@@ -343,9 +358,9 @@ class SectionFormat:
         if (yield from reader.peek()) != "{" and name == "function":
             # DeepSeek-V3: the kind, the separator, the name, and JSON in a code block.
             parts: list[str] = []
-            fence = yield from reader.until(Markers("```json", "{", self.call_end), parts.append)
-            name = "".join(parts).strip()
-            if fence == "{" or fence == self.call_end:
+            fence = yield from reader.until(Markers("```json", "{", self.call_end, *output.ends), parts.append)
+            name = "".join("".join(parts).split()[:1])
+            if fence is not None and fence != "```json":
                 reader.unread(fence)
             yield from reader.space()
         if not name:

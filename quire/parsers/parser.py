@@ -8,10 +8,7 @@ from typing import Any
 from quire.parsers.json_calls import copy_calls, copy_value
 from quire.parsers.output import Output, OutputDelta, call_id
 from quire.parsers.reader import Steps, TextReader
-from quire.parsers.reasoning import Break, ThinkFormat, Thought
-
-Program = Callable[[TextReader, Output], Steps[None]]
-"""Reads an output from behind its reasoning to its end."""
+from quire.parsers.reasoning import Break, Program, ThinkFormat, Thought
 
 
 class OutputParser:
@@ -19,8 +16,8 @@ class OutputParser:
     text was cut into pieces, so the parse of a whole output is one piece and `finish`.
 
     answer: reads what follows the reasoning. reasoning: None where the model has none, or where `answer` reads it.
-    breaks: what ends reasoning, too. thought: where the prompt left the model. schemas: tool name ->
-    JSON schema of its parameters. max_calls: None: any number of them.
+    breaks: what begins calls inside reasoning. thought: where the prompt left the model. schemas: tool name ->
+    JSON schema of its parameters. max_calls: None: any number of them. drops: marks around content.
     """
 
     def __init__(
@@ -33,10 +30,11 @@ class OutputParser:
         schemas: Mapping[str, Any] | None = None,
         new_id: Callable[[], str] = call_id,
         max_calls: int | None = None,
+        drops: Sequence[str] = (),
     ) -> None:
         self._reader = TextReader()
-        self._output = Output(schemas, new_id, max_calls)
-        thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks)
+        self._output = Output(schemas, new_id, max_calls, (*drops, *(reasoning.around if reasoning else ())))
+        thoughts = None if reasoning is None else reasoning.parse(self._reader, self._output, thought, breaks, answer)
         self._steps = self._read(answer, thoughts)
         self._is_done = False
         self._advance()
@@ -65,7 +63,7 @@ class OutputParser:
         if thoughts is not None:
             yield from thoughts
         yield from answer(self._reader, self._output)
-        yield from self._reader.rest(self._output.content)
+        yield from self._output.rest(self._reader)
 
     def _advance(self) -> None:
         if not self._is_done:
@@ -74,7 +72,7 @@ class OutputParser:
 
 def plain(reader: TextReader, output: Output) -> Steps[None]:
     """An answer without tool calls."""
-    yield from reader.rest(output.content)
+    yield from output.rest(reader)
 
 
 def call_list(reader: TextReader, output: Output) -> Steps[None]:
@@ -83,11 +81,11 @@ def call_list(reader: TextReader, output: Output) -> Steps[None]:
 
 
 def named_call(name: str) -> Program:
-    """What a constraint to one tool makes: its arguments."""
+    """What a constraint to one tool makes: its arguments. Any other text is content."""
 
     def parse(reader: TextReader, output: Output) -> Steps[None]:
-        yield from reader.space()
-        if not (yield from reader.peek()):
+        output.content((yield from reader.space()))
+        if (yield from reader.peek()) != "{":
             return
         output.begin_call(name)
         yield from copy_value(reader, output.arguments)

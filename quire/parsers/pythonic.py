@@ -34,7 +34,8 @@ class PythonicFormat:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return (Break(self.start, ("[",) if self.has_brackets else ()),) if self.start else ()
+        marked = (Break(self.start, (("[",),) if self.has_brackets else ()),) if self.start else ()
+        return (*marked, Break("[", named="{}(")) if self.is_bare else marked
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -48,10 +49,9 @@ class PythonicFormat:
             else:
                 output.content(space)
         if not self.start:
-            yield from reader.rest(output.content)
             return
         starts = Markers(self.start)
-        while (yield from reader.until(starts, output.content)) is not None:
+        while (yield from output.until(reader, starts)) is not None:
             yield from self._block(reader, output, self.start)
 
     def _block(self, reader: TextReader, output: Output, start: str) -> Steps[None]:

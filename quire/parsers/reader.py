@@ -16,23 +16,28 @@ Steps = Generator[None, None, T]
 """Pauses at each yield until the reader has more text, or its end; returns T."""
 Sink = Callable[[str], None]
 
-MAX_PEEK = 128
-"""Characters that `sees_behind` looks at."""
+MAX_PEEK = 256
+"""Characters that `sees_in_turn` looks at."""
 _SPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Texts to look for. None may begin another: which of them is found would depend on the pieces of the text."""
+    """Texts to look for. Where one begins another, the longest that comes is found."""
 
-    __slots__ = ("_firsts", "_longest", "search", "texts")
+    __slots__ = ("_firsts", "_longer", "_longest", "search", "texts")
 
     def __init__(self, *texts: str) -> None:
         assert all(texts), "a marker needs a text"
-        assert not any(a != b and b.startswith(a) for a in texts for b in texts), "a marker begins another"
-        self.texts = texts
-        self.search = re.compile("|".join(map(re.escape, texts))).search
+        self.texts = tuple(sorted(texts, key=len, reverse=True))
+        self.search = re.compile("|".join(map(re.escape, self.texts))).search
         self._firsts = frozenset(text[0] for text in texts)
-        self._longest = max(map(len, texts))
+        self._longest = len(self.texts[0])
+        self._longer = [b for b in texts if any(a != b and b.startswith(a) for a in texts)]
+
+    def may_grow(self, text: str, start: int) -> bool:
+        """Whether text[start:] may become a longer marker than the one that it begins with."""
+        rest = len(text) - start
+        return any(len(each) > rest and text.startswith(each[:rest], start) for each in self._longer)
 
     def safe_end(self, text: str, start: int) -> int:
         """Where text[start:], which holds no marker, may begin one with its last characters; else its end."""
@@ -66,6 +71,9 @@ class TextReader:
             found = markers.search(self._text, self._position)
             if found is not None:
                 self._give(found.start(), sink)
+                if not self.is_ended and markers.may_grow(self._text, found.start()):
+                    yield
+                    continue
                 self._position = found.end()
                 return found[0]
             is_whole = self.is_ended and not drops_part
@@ -114,19 +122,16 @@ class TextReader:
                 return there == literal
             yield
 
-    def sees_behind(self, literal: str, follows: Sequence[str]) -> Steps[bool]:
-        """Whether `literal`, which comes next, has one of `follows` behind it and some white space; all stay unread."""
-        count = len(literal)
+    def sees_in_turn(self, *parts: Sequence[str]) -> Steps[bool]:
+        """Whether one text of each part comes next, in turn, with or without white space between them; all stay
+        unread."""
+        count = 0
         while True:
             count += 1
             text = yield from self.peek(count)
-            there = text[len(literal) :].lstrip()
-            if there.startswith(tuple(follows)):
-                return True
-            if len(text) < count or count > len(literal) + MAX_PEEK:
-                return False
-            if there and not any(each.startswith(there) for each in follows):
-                return False
+            found = _in_turn(text, parts)
+            if found is not None or len(text) < count or count >= MAX_PEEK:
+                return found is True
 
     def space(self) -> Steps[str]:
         """Read white space; return it."""
@@ -166,6 +171,17 @@ class TextReader:
         if end > self._position:
             sink(self._text[self._position : end])
             self._position = end
+
+
+def _in_turn(text: str, parts: Sequence[Sequence[str]]) -> bool | None:
+    """Whether a text begins with these parts; None: it may when more of it comes."""
+    for part in parts:
+        text = text.lstrip()
+        found = next((each for each in part if text.startswith(each)), None)
+        if found is None:
+            return None if any(each.startswith(text) for each in part) else False
+        text = text[len(found) :]
+    return True
 
 
 def discard(text: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from quire.parsers.output import Output
 from quire.parsers.reader import Markers, Steps, TextReader
+
+Program = Callable[[TextReader, Output], Steps[None]]
+"""Reads an output from behind its reasoning to its end; inside reasoning, one call and those right behind it."""
 
 
 class Thought(Enum):
@@ -21,61 +24,82 @@ class Thought(Enum):
 
 @dataclass(frozen=True)
 class Break:
-    """A mark that begins calls, which ends reasoning that the model left open, if one of `follows` stands behind it
-    (and white space); (): whatever follows. A model may speak of the mark in its thoughts."""
+    """A mark that begins a call inside thoughts, if one text of each of `follows` stands behind it, in turn, and then
+    the name of a known tool as `named` (a format) writes it; "": whatever comes. A model may speak of the mark in its
+    thoughts."""
 
     mark: str
-    follows: tuple[str, ...] = ()
+    follows: tuple[tuple[str, ...], ...] = ()
+    named: str = ""
+
+    def parts(self, tools: Iterable[str]) -> list[tuple[str, ...]]:
+        """As `TextReader.sees_in_turn` takes them."""
+        names = [tuple(self.named.format(tool) for tool in tools)] if self.named else []
+        return [(self.mark,), *self.follows, *names]
 
 
 @dataclass(frozen=True)
 class ThinkFormat:
-    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so."""
+    """starts, ends: any of them. is_open: an output reasons from its first word even if the prompt does not say so.
+    around: marks before and behind the answer, which are no part of it. stays: the thoughts stay in the content, behind
+    the mark of their start."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     is_open: bool = False
+    around: tuple[str, ...] = ()
+    stays: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.starts + self.ends
+        return self.starts + self.ends + self.around
 
-    def thought_after(self, prompt: str, *, continues: bool = False) -> Thought:
+    def thought_after(self, prompt: str, *, continues: bool = False, is_held: bool = False) -> Thought:
         """Where the end of a prompt leaves the model. continues: the prompt ends in the midst of an answer, which may
-        stand anywhere behind its mark; else the mark is the last thing of the prompt."""
+        stand anywhere behind its mark; else the mark is the last thing of the prompt. is_held: a constraint allows no
+        thoughts but behind a mark, in the prompt or the output."""
         if continues:
             start, end = (max(map(prompt.rfind, marks)) for marks in (self.starts, self.ends))
             if start != end:
                 return Thought.OPEN if start > end else Thought.CLOSED
         tail = prompt[-256:].rstrip()
-        if tail.endswith(self.starts):
+        if tail.endswith(tuple(start.rstrip() for start in self.starts)):
             return Thought.OPEN
         if tail.endswith(self.ends):
             return Thought.CLOSED
-        return Thought.OPEN if self.is_open else Thought.FREE
+        return Thought.OPEN if self.is_open and not is_held else Thought.FREE
 
-    def parse(self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break] = ()) -> Steps[None]:
-        """Reads up to the end of the reasoning."""
-        if thought is Thought.CLOSED:
+    def parse(
+        self, reader: TextReader, output: Output, thought: Thought, breaks: Sequence[Break], calls: Program
+    ) -> Steps[None]:
+        """Reads up to the end of the reasoning. calls: reads a call inside it, where one of `breaks` comes."""
+        if self.stays and thought is Thought.OPEN:
+            output.content(self.starts[0])
+        if self.stays or thought is Thought.CLOSED:
             return
         space = yield from reader.space()
         for start in self.starts:
             if (yield from reader.sees(start)):
                 yield from reader.take(len(start))
+                output.begin_thoughts(self.ends)
                 break
         else:
+            if thought is Thought.OPEN:
+                output.begin_thoughts(self.ends)
+            output.content(space)
             if thought is Thought.FREE:
-                output.content(space)
                 return
-            output.reasoning(space)
-        follows = {each.mark: each.follows for each in breaks}
-        marks = Markers(*self.ends, *follows)
-        while (mark := (yield from reader.until(marks, output.reasoning))) in follows:
+        parts = {each.mark: each.parts(output.schemas) for each in breaks}
+        marks = Markers(*self.ends, *parts)
+        while (mark := (yield from reader.until(marks, output.content))) in parts:
             assert mark is not None
             reader.unread(mark)
-            if not follows[mark] or (yield from reader.sees_behind(mark, follows[mark])):
-                return
-            output.reasoning((yield from reader.take(len(mark))))
+            if (yield from reader.sees_in_turn(*parts[mark])):
+                yield from calls(reader, output)
+            else:
+                output.content((yield from reader.take(len(mark))))
+        if mark is not None:
+            output.end_thoughts()
 
 
 class ReasoningCounter:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, nearest_name
-from quire.parsers.call_forms import Form, Schemas, harmony_calls, mistral_calls
+from quire.parsers.brace_calls import BraceFormat
+from quire.parsers.call_forms import ANY_TEXT, HARMONY_PREAMBLE, Form, Schemas, calls_or, harmony_calls, mistral_calls
 from quire.parsers.harmony import MARKERS as HARMONY_MARKERS
 from quire.parsers.harmony import parse_harmony
 from quire.parsers.json_calls import JsonFormat, SectionFormat, parse_mistral
@@ -18,33 +19,48 @@ from quire.parsers.xml_calls import PairFormat, TagFormat
 
 NONE = "none"
 """Name of no parser: the text stays as it is."""
+AUTO = "auto"
+"""Name of the parser that the model's chat templates show."""
+
+HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"
+"""Names of the two parsers of GPT-OSS."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes calls.
 
-    markers: texts of the format, which may be special tokens. has_reasoning: the format has reasoning of its own.
+    markers: texts of the format, which may be special tokens.
     breaks: what ends reasoning that the model left open.
     held: the constraint of an answer that may call tools with these schemas, several or one at most
-    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. forced: the same of an
-    answer that is a call, in a format with channels.
+    (quire/parsers/call_forms.py); None: calls need no mark, or their arguments are not JSON. channels: the same in a
+    format with channels, where all but calls is the given answer; None: there is none. preamble: what stands before an
+    answer in such a format. around: marks around content, which are no part of it.
     """
 
     parse: Callable[[TextReader, Output], Steps[None]]
     markers: tuple[str, ...]
     new_id: Callable[[], str] = call_id
-    has_reasoning: bool = False
     breaks: tuple[Break, ...] = ()
     held: Callable[[Schemas, bool], Form] | None = None
-    forced: Callable[[Schemas], Form] | None = None
+    channels: Callable[[Schemas, Form | None], Form] | None = None
+    preamble: Form | None = None
+    around: tuple[str, ...] = ()
+
+    def calls_or(self, schemas: Schemas, parallel: bool, answer: Form) -> Form:
+        """The constraint of an answer that is calls, or of the form `answer`. Only for formats with `held`."""
+        assert self.held is not None
+        if self.channels is not None:
+            return self.channels(schemas, answer)
+        return calls_or(self.held(schemas, parallel), answer)
 
 
-def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat) -> ToolFormat:
+def _of(form: JsonFormat | SectionFormat | TagFormat | PairFormat | PythonicFormat | BraceFormat) -> ToolFormat:
     held = None
     if isinstance(form, SectionFormat) or (isinstance(form, JsonFormat) and not form.is_bare):
         held = form.held
-    return ToolFormat(form.parse, form.markers, breaks=form.breaks, held=held)
+    around = form.around if isinstance(form, JsonFormat) else ()
+    return ToolFormat(form.parse, form.markers, breaks=form.breaks, held=held, around=around)
 
 
 _WRAPPERS = frozenset({"arguments", "input"})
@@ -55,6 +71,13 @@ def _dsml(section: str) -> ToolFormat:
     names = f"<{bar}{section}>", f"</{bar}{section}>", f"<{bar}invoke name=", f"</{bar}invoke>"
     form = TagFormat(*names, f"<{bar}parameter name=", f"</{bar}parameter>", is_bare=True, wrappers=_WRAPPERS)
     return ToolFormat(form.parse, (*form.markers, bar), breaks=form.breaks)
+
+
+def _cohere(begin: str, end: str) -> ToolFormat:
+    """begin, end: marks around an answer."""
+    marks = ("<|START_ACTION|>",), ("<|END_ACTION|>",)
+    keys = {"name": "tool_name", "arguments": "parameters", "identifier": "tool_call_id"}
+    return _of(JsonFormat(*marks, **keys, around=(begin, end)))
 
 
 def _functions(section: str) -> ToolFormat:
@@ -78,13 +101,23 @@ _DEEPSEEK = _of(
 _GLM = _of(PairFormat())
 _QWEN_CODER = _functions("tool_call")
 
+_COMMAND3 = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+_COMMAND4 = "<|START_TEXT|>", "<|END_TEXT|>"
+
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    "cohere_command3": _cohere(*_COMMAND3),
+    "cohere_command4": _cohere(*_COMMAND4),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
+    "ernie45": _of(JsonFormat(("<tool_call>",), ("</tool_call>",), around=("<response>", "</response>"))),
+    "functiongemma": _of(BraceFormat("<start_function_call>", "<end_function_call>", "<escape>")),
+    "gemma4": _of(BraceFormat("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "gigachat3": _of(JsonFormat(("<|function_call|>", "function call<|role_sep|>"), around=("<|message_sep|>",))),
     "glm45": _GLM,
     "glm47": _GLM,
+    "granite-20b-fc": _of(JsonFormat(("<function_call>",))),
     "granite": _of(JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",), is_bare=True)),
     "granite4": _HERMES,
     "hermes": _HERMES,
@@ -109,6 +142,19 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama4_json": _LLAMA_JSON,
     "llama4_pythonic": _of(PythonicFormat("<|python_start|>", "<|python_end|>")),
     "longcat": _of(JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",))),
+    "mimo": _QWEN_CODER,
+    "minicpm5": _of(
+        TagFormat(
+            "",
+            "",
+            "<function name=",
+            "</function>",
+            "<param name=",
+            "</param>",
+            is_bare=True,
+            quotes=("<![CDATA[", "]]>"),
+        )
+    ),
     "minimax_m2": _of(
         TagFormat(
             "<minimax:tool_call>",
@@ -127,12 +173,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         held=mistral_calls,
     ),
     "olmo3": _of(PythonicFormat("<function_calls>", "</function_calls>", is_bare=False, has_brackets=False)),
-    "openai": ToolFormat(
+    HARMONY_CALLS: ToolFormat(
         parse_harmony,
         HARMONY_MARKERS,
-        has_reasoning=True,
-        held=lambda schemas, _: harmony_calls(schemas, is_forced=False),
-        forced=lambda schemas: harmony_calls(schemas, is_forced=True),
+        held=lambda schemas, _: harmony_calls(schemas, ANY_TEXT),
+        channels=harmony_calls,
+        preamble=HARMONY_PREAMBLE,
     ),
     "phi4_mini_json": _of(JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
     "pythonic": _of(PythonicFormat()),
@@ -140,6 +186,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3_xml": _QWEN_CODER,
     "seed_oss": _functions("seed:tool_call"),
     "step3p5": _QWEN_CODER,
+    "xlam": _of(
+        JsonFormat(("```json", "```", "[TOOL_CALLS]", "<tool_call>"), ("```", "</tool_call>"), is_bare=True, knows=True)
+    ),
 }
 
 _THINK = ThinkFormat()
@@ -147,11 +196,19 @@ _THINK_OPEN = ThinkFormat(is_open=True)
 HARMONY_REASONING = ThinkFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))
 """Marks of GPT-OSS's reasoning, for what counts tokens; its text is split by `parse_harmony`."""
 
+
+def _cohere_thoughts(begin: str, end: str) -> ThinkFormat:
+    return ThinkFormat(("<|START_THINKING|>",), ("<|END_THINKING|>",), around=(begin, end))
+
+
 REASONING_FORMATS: dict[str, ThinkFormat] = {
+    "cohere_command3": _cohere_thoughts(*_COMMAND3),
+    "cohere_command4": _cohere_thoughts(*_COMMAND4),
     "deepseek_r1": _THINK_OPEN,
     "deepseek_v3": _THINK,
     "deepseek_v4": _THINK,
     "ernie45": _THINK_OPEN,
+    "gemma4": ThinkFormat(("<|channel>thought\n", "<|channel>"), ("<channel|>",)),
     "glm45": _THINK,
     "glm47": _THINK,
     "granite": ThinkFormat(
@@ -159,12 +216,17 @@ REASONING_FORMATS: dict[str, ThinkFormat] = {
         ("Here is my response:", "Here's my response:"),
     ),
     "holo2": _THINK,
+    "hunyuan_a13b": ThinkFormat(
+        ("<think>\n", "<think>"), ("\n</think>", "</think>"), around=("\n<answer>\n", "\n</answer>")
+    ),
     "kimi_k2": _THINK,
+    "mimo": _THINK,
     "minimax_m2": _THINK_OPEN,
+    "minimax_m2_append_think": ThinkFormat(is_open=True, stays=True),
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "nemotron_v3": _THINK,
     "olmo3": _THINK,
-    "openai_gptoss": HARMONY_REASONING,
+    HARMONY: HARMONY_REASONING,
     "qwen3": _THINK,
     "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",), is_open=True),
     "step3": _THINK_OPEN,
@@ -184,6 +246,13 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
     ("<function_calls>", "olmo3"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|START_TEXT|>", "cohere_command4"),
+    ("<|START_ACTION|>", "cohere_command3"),
+    ("<|function_call|>", "gigachat3"),
+    ("<function_call>", "granite-20b-fc"),
+    ("<function name=", "minicpm5"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "llama4_pythonic"),
     ("<|tool_call_start|>", "lfm2"),
@@ -201,6 +270,9 @@ _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
 """(text in a chat template, the parser of the models that have it or None), the most certain first."""
 _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
+    ("<|channel>", "gemma4"),
+    ("<|START_TEXT|>", "cohere_command4"),
+    ("<|START_THINKING|>", "cohere_command3"),
     ("<seed:think>", "seed_oss"),
     ("Here is my thought process:", "granite"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -210,12 +282,15 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("</think>", "qwen3"),
 )
 
+_THINKING = ("think>", "[THINK]", "thought process:", "<|channel>", "<|START_THINKING|>")
+"""Texts of which templates have one where the model reasons."""
+
 
 def detect_tool_parser(templates: Iterable[str]) -> str | None:
     """Name of the parser for models with these chat templates; None: they show no way to write calls."""
     source = "\n".join(templates)
     if _is_harmony(source):
-        return "openai"
+        return HARMONY_CALLS
     return next((name for sign, name in _TOOL_SIGNS if sign in source), None)
 
 
@@ -223,8 +298,8 @@ def detect_reasoning_parser(templates: Iterable[str]) -> str | None:
     """Name of the reasoning parser for models with these chat templates; None: they show no reasoning."""
     source = "\n".join(templates)
     if _is_harmony(source):
-        return "openai_gptoss"
-    if not any(mark in source for mark in ("think>", "[THINK]", "thought process:")):
+        return HARMONY
+    if not any(mark in source for mark in _THINKING):
         return None
     return next((name for sign, name in _REASONING_SIGNS if sign in source), None)
 
@@ -248,6 +323,6 @@ def reasoning_format(name: str) -> ThinkFormat:
 
 
 def _unknown(param: str, name: str, known: Iterable[str]) -> ConfigError:
-    known = (*known, NONE)
+    known = (*known, AUTO, NONE)
     listed = ", ".join(sorted(known))
     return ConfigError(f"{param}: unknown parser {name!r}{nearest_name(name, known)} (known: {listed})", param=param)

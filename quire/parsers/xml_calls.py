@@ -88,7 +88,8 @@ class _StringValue:
 
 @dataclass(frozen=True)
 class TagFormat:
-    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare."""
+    """`<call=NAME>` or `<call name="NAME">` around `<parameter=KEY>VALUE</parameter>`, in a section or bare. section,
+    section_end: "": the format has none."""
 
     section: str
     section_end: str
@@ -102,29 +103,24 @@ class TagFormat:
     """Values stand on lines of their own."""
     wrappers: frozenset[str] = frozenset()
     """Names of a parameter that models put all arguments into, as an object, where the tool has no such parameter."""
+    quotes: tuple[str, str] | None = None
+    """Marks that may stand around a value."""
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        return (Break(self.section, (self.call,)),)
+        if not self.section:
+            return (Break(self.call, named='"{}"'),)
+        return (Break(self.section, ((self.call,),)),)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (
-            self.section,
-            self.section_end,
-            self.call,
-            self.call_end,
-            self.parameter,
-            self.parameter_end,
-        )
+        sections = (self.section, self.section_end) if self.section else ()
+        return (*sections, self.call, self.call_end, self.parameter, self.parameter_end, *(self.quotes or ()))
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
-        outside = Markers(self.section, self.call) if self.is_bare else Markers(self.section)
-        inside = Markers(self.section_end, self.call)
-        while True:
-            mark = yield from reader.until(outside, output.content)
-            if mark is None:
-                return
+        outside = Markers(*filter(None, (self.section, self.call if self.is_bare else "")))
+        inside = Markers(*filter(None, (self.section_end, self.call, *output.ends)))
+        while (mark := (yield from output.until(reader, outside))) is not None:
             if mark == self.call:
                 yield from self._call(reader, output)
                 yield from reader.space()
@@ -136,6 +132,8 @@ class TagFormat:
                 if (yield from reader.sees(self.section)):
                     break
                 mark = yield from reader.until(inside, discard)
+            if mark in output.ends:
+                reader.unread(mark)
 
     def _enter(self, reader: TextReader, output: Output) -> Steps[str | None]:
         """Behind the section's beginning: its first call's, or what stands there instead, as content."""
@@ -146,7 +144,7 @@ class TagFormat:
         return None
 
     def _call(self, reader: TextReader, output: Output) -> Steps[None]:
-        header = yield from self._header(reader, broken := [self.call])
+        header = yield from self._header(reader, output, broken := [self.call])
         if header is None:
             output.content("".join(broken))
             return
@@ -156,26 +154,31 @@ class TagFormat:
         yield from reader.space()
         if (yield from reader.peek()) == "{":  # DSML has JSON instead of tags, too
             yield from copy_value(reader, output.arguments)
-            yield from reader.until(Markers(self.call_end), discard)
+            mark = yield from reader.until(Markers(self.call_end, *output.ends), discard)
+            reader.unread("" if mark is None or mark == self.call_end else mark)
             return
-        marks = Markers(self.parameter, self.call_end, self.section_end, self.section)
+        sections = (self.section_end, self.section) if self.section else (self.call,)
+        ends = (*sections, *output.ends)
+        marks = Markers(self.parameter, self.call_end, *ends)
         while True:
             mark = yield from reader.until(marks, discard)
             if mark == self.parameter:
                 mark = yield from self._parameter(reader, output, arguments)
             if mark is None:
                 return
-            if mark in (self.section_end, self.section, self.parameter):
+            if mark in (*ends, self.parameter):
                 reader.unread(mark)
-            if mark in (self.call_end, self.section_end, self.section):
+            if mark in (*ends, self.call_end):
                 arguments.close()
                 return
 
-    def _header(self, reader: TextReader, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
+    def _header(self, reader: TextReader, output: Output, parts: list[str]) -> Steps[tuple[str, str | None] | None]:
         """(name, whether it is a string, if that is said) of a tag up to its ">", which is added to `parts`; None where
-        the text ends before."""
+        the text, or the thoughts that it stands in, end before."""
         num_before = len(parts)
-        if (yield from reader.until(Markers(">"), parts.append)) is None:
+        mark = yield from reader.until(Markers(">", *output.ends), parts.append)
+        if mark != ">":
+            reader.unread(mark or "")
             return None
         found = _HEADER.match("".join(parts[num_before:]))
         assert found is not None, "every part of the pattern is optional"
@@ -184,12 +187,15 @@ class TagFormat:
     def _parameter(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[str | None]:
         """Returns the tag that ended the value (the next parameter's, where its own is missing), None at the end of the
         text."""
-        header = yield from self._header(reader, [])
+        header = yield from self._header(reader, output, [])
         if header is None:
             return None
         name, is_string = header
         schema = arguments.schema(name)
         ends = Markers(self.parameter_end, self.parameter, self.call_end)
+        is_quoted = self.quotes is not None and (yield from reader.take_if(self.quotes[0]))
+        if self.quotes is not None and is_quoted:
+            ends = Markers(self.quotes[1])
         wraps = name in self.wrappers and arguments.lacks(name)
         if not wraps:
             arguments.key(name)
@@ -198,7 +204,7 @@ class TagFormat:
             mark = yield from reader.until(ends, value.add, drops_part=True)
             if mark is not None:
                 value.close()
-            return mark
+            return (yield from self._end(reader, mark))
         parts: list[str] = []
         mark = yield from reader.until(ends, parts.append)
         text = "".join(parts)
@@ -208,7 +214,13 @@ class TagFormat:
             arguments.unwrap(name, text)
         elif mark is not None:
             output.arguments(coerced(text, schema))
-        return mark
+        return (yield from self._end(reader, mark))
+
+    def _end(self, reader: TextReader, mark: str | None) -> Steps[str | None]:
+        """The tag that ends a value, behind the mark that does."""
+        if self.quotes is None or mark != self.quotes[1]:
+            return mark
+        return (yield from reader.until(Markers(self.parameter_end, self.parameter, self.call_end), discard))
 
 
 def _comes_as_text(is_string: str | None, schema: Any) -> bool:
@@ -240,13 +252,14 @@ class PairFormat:
         return self.start, self.end, self.key, self.key_end, self.value, self.value_end
 
     def parse(self, reader: TextReader, output: Output) -> Steps[None]:
-        starts, named = Markers(self.start), Markers(self.key, self.end)
-        while (yield from reader.until(starts, output.content)) is not None:
+        starts, named = Markers(self.start), Markers(self.key, self.end, self.start, *output.ends)
+        while (yield from output.until(reader, starts)) is not None:
             parts: list[str] = []
             mark = yield from reader.until(named, parts.append)
             name = "".join(parts).strip()
-            if mark is None or not name:
-                output.content(self.start + "".join(parts) + (mark or ""))
+            if mark not in (self.key, self.end) or not output.may_call(name):
+                output.content(self.start + "".join(parts))
+                reader.unread(mark or "")
                 continue
             output.begin_call(name)
             arguments = _Arguments(output, name)
@@ -255,6 +268,7 @@ class PairFormat:
                 mark = yield from reader.until(named, discard)
             if mark is not None:
                 arguments.close()
+                reader.unread("" if mark == self.end else mark)
 
     def _pair(self, reader: TextReader, output: Output, arguments: _Arguments) -> Steps[None]:
         parts: list[str] = []

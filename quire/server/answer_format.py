@@ -11,11 +11,15 @@ from msgspec import UNSET
 from quire.errors import ConfigError, UserError
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput
-from quire.parsers.call_forms import Form, behind_thoughts, calls_or, calls_schema, schema_form
+from quire.parsers.call_forms import CallKeys, Form, calls_schema, schema_form, thoughts
 from quire.parsers.output import OutputDelta, call_id
 from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
 from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
 from quire.parsers.registry import (
+    AUTO,
+    HARMONY,
+    HARMONY_CALLS,
+    HARMONY_REASONING,
     NONE,
     ToolFormat,
     detect_reasoning_parser,
@@ -26,7 +30,7 @@ from quire.parsers.registry import (
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import AssistantMessage, ChatRequest, Delta
 from quire.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
-from quire.structured_outputs_params import StructuredOutputsParams
+from quire.structured_outputs_params import Preamble, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.server.settings import ServerSettings
@@ -39,15 +43,16 @@ NO_PARSER = (
     "the model's chat template shows none of the known ways to write tool calls"
 )
 
+_FORCED = CallKeys(arguments="parameters")
+
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """The parsers of a server. is_explicit: the reasoning parser was named, not picked."""
+    """The parsers of a server."""
 
     tokenizer: Tokenizer
     tools: ToolFormat | None
     reasoning: ThinkFormat | None
-    is_explicit: bool
     excludes_tools: bool
     """tool_choice none keeps the tools from the chat template."""
     in_reasoning: bool = False
@@ -55,24 +60,29 @@ class AnswerFormats:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, settings: ServerSettings, *, in_reasoning: bool = False) -> AnswerFormats:
-        """Those that the settings name, else those that the chat templates show. Raises ConfigError for unknown names,
-        and where automatic tool choice is asked for and no parser is known."""
+        """Those that the settings name; `auto`, as for tool calls by default, is what the chat templates show. Raises
+        ConfigError for unknown names, and where automatic tool choice is asked for and no parser is known."""
         templates = list(tokenizer.chat_templates.values())
-        tools = settings.tool_call_parser or detect_tool_parser(templates) or NONE
-        reasoning = settings.reasoning_parser or detect_reasoning_parser(templates) or NONE
+        tools, reasoning = settings.tool_call_parser or AUTO, settings.reasoning_parser or NONE
+        if tools == AUTO:
+            tools = detect_tool_parser(templates) or NONE
+        if reasoning == AUTO:
+            reasoning = detect_reasoning_parser(templates) or NONE
         if tools == NONE and settings.enable_auto_tool_choice:
             raise ConfigError(
                 "enable_auto_tool_choice needs a tool_call_parser: the model's chat template shows no known way to "
                 "write tool calls",
                 param="tool_call_parser",
             )
+        calls = None if tools == NONE else tool_format(tools)
+        if calls is not None and calls.channels is not None:
+            reasoning = HARMONY  # its reader of calls reads the thoughts
         if (tools, reasoning) != (NONE, NONE):
             logger.info("tool calls are read as %s, reasoning as %s", tools, reasoning)
         return cls(
             tokenizer,
-            None if tools == NONE else tool_format(tools),
+            calls,
             None if reasoning == NONE else reasoning_format(reasoning),
-            bool(settings.reasoning_parser),
             settings.exclude_tools_when_tool_choice_none,
             in_reasoning,
         )
@@ -94,7 +104,8 @@ class AnswerFormat:
         self._parsers: dict[int, OutputParser] = {}
         self._counters: dict[int, ReasoningCounter] = {}
         tools = formats.tools
-        self._reasons_itself = tools is not None and tools.has_reasoning
+        self._channels = tool_format(HARMONY_CALLS) if formats.reasoning is HARMONY_REASONING else None
+        """The format of a model that writes calls, thoughts and answers in channels."""
         if self._mode == "auto" and tools is None:
             raise UserError(NO_PARSER, param="tool_choice")
         self._is_forced = self._mode in ("required", "function")
@@ -107,7 +118,7 @@ class AnswerFormat:
         can_hold = self._mode == "auto" and tools is not None and tools.held is not None
         is_strict = self._mode == "auto" and any(tool.function.strict is True for tool in self._tools)
         self._is_held = is_strict and can_hold and not has_constraint
-        self._calls_or_answers = can_hold and has_constraint and is_format and not self._reasons_itself
+        self._calls_or_answers = can_hold and has_constraint and is_format
         is_weak = is_strict and not (self._is_held or self._calls_or_answers)
         self.ineffective_fields = ["tools[].function.strict"] if is_weak else []
         """Fields that are known and have no effect here."""
@@ -125,7 +136,7 @@ class AnswerFormat:
     @property
     def parses(self) -> bool:
         """Whether the text is more than content."""
-        return self._mode != "none" or self._formats.reasoning is not None or self._reasons_itself
+        return self._mode != "none" or self._formats.reasoning is not None
 
     @property
     def reads_calls(self) -> bool:
@@ -138,7 +149,10 @@ class AnswerFormat:
             return params
         reasoning = self._formats.reasoning
         if reasoning is not None and prompt is not None:
-            self._thought = reasoning.thought_after(prompt, continues=self._body.continue_final_message)
+            found = params.structured_outputs
+            is_held = self._is_forced or self._is_held or (found is not None and not found.start_after_token_ids)
+            continues = self._body.continue_final_message
+            self._thought = reasoning.thought_after(prompt, continues=continues, is_held=is_held)
         changes: dict[str, Any] = {}
         if self._has_special_markers():
             changes["skip_special_tokens"] = False
@@ -183,12 +197,13 @@ class AnswerFormat:
         is_free = self._mode == "auto" and not (self._is_held or self._calls_or_answers)
         return OutputParser(
             self._program(),
-            None if self._reasons_itself else self._formats.reasoning,
+            self._formats.reasoning if self._channels is None else None,
             breaks=tools.breaks if tools is not None and is_free else (),
             thought=self._thought,
             schemas={tool.function.name: tool.function.parameters for tool in self._tools},
             new_id=tools.new_id if tools is not None else call_id,
             max_calls=None if self._body.parallel_tool_calls else 1,
+            drops=tools.around if tools is not None and self._mode == "auto" else (),
         )
 
     def _new_counter(self) -> ReasoningCounter:
@@ -199,8 +214,8 @@ class AnswerFormat:
         return ReasoningCounter(starts, ends, is_open=self._thought is Thought.OPEN)
 
     def _program(self) -> Program:
-        tools = self._formats.tools
-        if tools is not None and (self._mode == "auto" or tools.has_reasoning):
+        tools = self._channels or self._formats.tools
+        if tools is not None and (self._mode == "auto" or tools is self._channels):
             return tools.parse
         if self._mode == "required":
             return call_list
@@ -212,8 +227,8 @@ class AnswerFormat:
         """Whether a mark of the format is a special token, which is left out of texts otherwise."""
         formats = self._formats
         marks: tuple[str, ...] = () if formats.reasoning is None else formats.reasoning.markers
-        if formats.tools is not None and (self._mode == "auto" or self._reasons_itself):
-            marks += formats.tools.markers
+        for tools in (self._channels, formats.tools if self._mode == "auto" else None):
+            marks += () if tools is None else tools.markers
         ids = (formats.tokenizer.token_to_id(mark) for mark in marks)
         return any(token_id is not None and formats.tokenizer.is_special(token_id) for token_id in ids)
 
@@ -221,40 +236,40 @@ class AnswerFormat:
         """The constraint on the text: to tools where they are asked for, and behind the reasoning."""
         found = params.structured_outputs
         tools, parallel = self._formats.tools, self._body.parallel_tool_calls
-        if self._is_forced and tools is not None and tools.forced is not None:
-            return _held(tools.forced(self._schemas()))
-        if self._is_held:
+        channels = self._channels
+        if self._is_forced and channels is not None:
+            assert channels.channels is not None
+            return _held(channels.channels(self._schemas(), None))
+        if self._is_held or (self._calls_or_answers and found is not None):
             assert tools is not None
             assert tools.held is not None
-            return self._behind_thoughts(tools.held(self._schemas(), parallel))
-        if self._calls_or_answers and found is not None and (answer := _content_form(found)) is not None:
-            assert tools is not None
-            assert tools.held is not None
-            return self._behind_thoughts(calls_or(tools.held(self._schemas(), parallel), answer))
+            if self._is_held:
+                found = _held(tools.held(self._schemas(), parallel))
+            elif found is not None and (answer := _content_form(found)) is not None:
+                found = _held(tools.calls_or(self._schemas(), parallel, answer), found)
+            return found if channels is not None else self._behind_thoughts(found)
         if self._mode == "required":
-            found = StructuredOutputsParams(json=calls_schema(self._schemas(), "parameters", parallel=parallel))
+            found = StructuredOutputsParams(json=calls_schema(self._schemas(), _FORCED, parallel=parallel))
         elif self._mode == "function":
             found = StructuredOutputsParams(json=self._schemas()[self._tools[0].function.name])
-        reasoning = self._formats.reasoning
-        if found is None or reasoning is None or found.start_after_token_ids or self._formats.in_reasoning:
-            return found
-        if self._thought is Thought.CLOSED:
-            return found
-        if self._thought is Thought.FREE and not (self._formats.is_explicit or self._reasons_itself):
-            # The model may not reason at all, and its answer would then be free of the constraint.
-            self._thought = Thought.CLOSED
-            return found
-        mark = "<|channel|>final<|message|>" if self._reasons_itself else reasoning.ends[0]
-        return msgspec.structs.replace(found, start_after_token_ids=self._ids(mark))
+        return self._behind_thoughts(found)
 
-    def _behind_thoughts(self, form: Form) -> StructuredOutputsParams:
-        """The constraint on an answer that the model may reason before, in a format without reasoning of its own."""
-        reasoning = self._formats.reasoning
-        if reasoning is None or self._reasons_itself or self._formats.in_reasoning or self._thought is Thought.CLOSED:
-            return _held(form)
-        if self._thought is Thought.FREE:
-            return _held(behind_thoughts(form, reasoning.starts, reasoning.ends))
-        return msgspec.structs.replace(_held(form), start_after_token_ids=self._ids(reasoning.ends[0]))
+    def _behind_thoughts(self, found: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """The constraint on what stands behind the thoughts. The model ends them where the prompt has opened them; else
+        it may open them, or begin with what the constraint allows."""
+        reasoning, thought = self._formats.reasoning, self._thought
+        if found is None or reasoning is None or self._formats.in_reasoning or thought is Thought.CLOSED:
+            return found
+        if found.start_after_token_ids or found.preamble is not None:
+            return found
+        if self._channels is not None:
+            assert self._channels.preamble is not None
+            return msgspec.structs.replace(found, preamble=Preamble(self._channels.preamble))
+        tokens = {mark: ids[0] for mark in reasoning.markers if len(ids := self._ids(mark)) == 1}
+        is_open = thought is Thought.OPEN
+        starts = [mark for mark in reasoning.starts if mark in tokens] if is_open else reasoning.starts
+        form = thoughts(starts, reasoning.ends, reasoning.around[:1], is_open=is_open)
+        return msgspec.structs.replace(found, preamble=Preamble(form, tokens))
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """What the arguments of each tool follow. A model that chooses is held to those that ask for it."""
@@ -269,8 +284,12 @@ class AnswerFormat:
         return self._formats.tokenizer.encode(mark, add_special_tokens=False)
 
 
-def _held(form: Form) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag={"format": form})
+def _held(form: Form, found: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
+    """The constraint to a form. found: one whose options hold there, too."""
+    tag = {"format": form}
+    if found is None:
+        return StructuredOutputsParams(structural_tag=tag)
+    return msgspec.structs.replace(found, json=None, json_object=None, structural_tag=tag)
 
 
 def _content_form(params: StructuredOutputsParams) -> Form | None:

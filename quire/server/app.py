@@ -95,7 +95,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     formats = AnswerFormats.of(
         engine.tokenizer, settings, in_reasoning=engine.engine_config.structured_outputs.enable_in_reasoning
     )
-    engine.input_processor.reasoning = formats.reasoning
+    if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
+        engine.input_processor.reasoning = formats.reasoning
     context = ServerContext(
         engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats, common.responses
     )

@@ -199,14 +199,14 @@ class Turn:
         if choice.logprobs is not None:
             self._logprobs += choice.logprobs.content or []
         self.token_ids += choice.token_ids or []
-        for kind, piece in (
-            (Kind.REASONING, delta.reasoning or delta.reasoning_content),
-            (Kind.TEXT, delta.content),
-        ):
-            if piece:
-                if self._open is None or self._open.kind is not kind:
-                    found += self._begin(kind)
-                found += self._grow(piece)
+        if thought := delta.reasoning or delta.reasoning_content:
+            self._logprobs, kept = _split(self._logprobs, delta.content or "")
+            found += [*self._begin_other(Kind.REASONING), *self._grow(thought)]
+            self._logprobs = kept
+        if delta.content:
+            if self._open is not None and self._open.kind is Kind.REASONING:
+                self._logprobs = _split(self._logprobs, delta.content)[1]
+            found += [*self._begin_other(Kind.TEXT), *self._grow(delta.content)]
         for call in delta.tool_calls or ():
             if self._open is None or self._open.kind is not Kind.CALL or call.index != self._call_index:
                 found += self._begin(Kind.CALL, call)
@@ -216,6 +216,10 @@ class Turn:
             self.finish_reason = choice.finish_reason
             self.stop_string = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         return found
+
+    def _begin_other(self, kind: Kind) -> list[Event]:
+        """A part of this kind, where the open one is of another."""
+        return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
     def _begin(self, kind: Kind, call: _Call | None = None) -> list[Event]:
         closed = self._close()
@@ -239,6 +243,17 @@ class Turn:
     def _close(self) -> list[Event]:
         segment, self._open = self._open, None
         return [] if segment is None else [Event(Step.CLOSE, segment)]
+
+
+def _split(logprobs: list[Any], text: str) -> tuple[list[Any], list[Any]]:
+    """Log-probabilities of the tokens before a text, and from its first on."""
+    pieces = [bytes(entry["bytes"] or entry["token"].encode()) for entry in logprobs]
+    place = b"".join(pieces).rfind(text.encode()) if text else sum(map(len, pieces))
+    index = 0
+    while index < len(pieces) and place >= len(pieces[index]):
+        place -= len(pieces[index])
+        index += 1
+    return logprobs[:index], logprobs[index:]
 
 
 def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:

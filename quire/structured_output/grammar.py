@@ -12,7 +12,7 @@ import msgspec
 from quire.errors import UserError
 from quire.structured_output.regex import without_anchors
 from quire.structured_output.structural_tags import TagGrammar
-from quire.structured_outputs_params import CONSTRAINTS, StructuredOutputsParams
+from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
 """Of a schema, a regular expression or a grammar. The largest sets of tools have a tenth of it."""
@@ -20,6 +20,8 @@ MAX_REASON = 300
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 """Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them
 until its length ends."""
+BEHIND = "answer"
+"""Name of the grammar behind a preamble."""
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -32,6 +34,8 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
     name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))
     try:
         text = _tags(params, special_tokens) if name == "structural_tag" else _WRITERS[name](params)
+        if params.preamble is not None:
+            text = _behind(params.preamble, text, special_tokens)
     except UserError:
         raise
     except (ValueError, RecursionError, TypeError) as error:
@@ -129,6 +133,14 @@ def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) ->
     assert params.structural_tag is not None
     tag = read_object(params.structural_tag, "the structural tag")
     return lark_grammar(TagGrammar(special_tokens, json_options(params)).start(tag))
+
+
+def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
+    """The grammar of a text with a preamble before the one that `grammar` (in Lark's syntax, or in llguidance's JSON)
+    describes."""
+    grammars = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    first = TagGrammar({**special_tokens, **preamble.tokens}, {}).start({"format": preamble.format}, f"@{BEHIND}")
+    return json.dumps({"grammars": [{"lark_grammar": first}, grammars[0] | {"name": BEHIND}, *grammars[1:]]})
 
 
 def to_lark(grammar: str) -> str:

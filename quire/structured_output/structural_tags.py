@@ -42,13 +42,13 @@ class TagGrammar:
         self._schema_options = schema_options
         self.rules: list[str] = []
 
-    def start(self, tag: dict[str, Any]) -> str:
-        """The grammar in Lark's syntax."""
+    def start(self, tag: dict[str, Any], behind: str = "") -> str:
+        """The grammar in Lark's syntax. behind: the name of a grammar for the text behind the tag."""
         form = tag.get("format")
         if form is None:
             form = _from_structures(tag)
         body = self._form(form, 0)
-        return "\n".join([f"start: {body}", *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
+        return "\n".join([f"start: {body} {behind}".rstrip(), *self.rules, f"TAG_TEXT: {ANY_TEXT}"])
 
     def _form(self, form: Any, depth: int) -> str:
         """What stands for one format on the right side of a rule."""

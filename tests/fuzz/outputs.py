@@ -58,7 +58,7 @@ def target() -> Iterator[Attack]:
         text = made(rng)
         tools = rng.choice((None, *TOOL_FORMATS))
         reasoning, thought = rng.choice((None, *THINKERS)), rng.choice(list(Thought))
-        if tools is not None and TOOL_FORMATS[tools].has_reasoning:
+        if tools is not None and TOOL_FORMATS[tools].channels is not None:
             reasoning = None
         schemas = rng.choice((None, SCHEMAS))
         most = rng.choice((None, 0, 1))

@@ -58,7 +58,14 @@ def make_parser(
     form = None if form is HARMONY_REASONING else form
     breaks = () if tools is None else TOOL_FORMATS[tools].breaks
     return OutputParser(
-        answer, form, breaks=breaks, thought=thought, schemas=schemas, new_id=counting_ids(), max_calls=max_calls
+        answer,
+        form,
+        breaks=breaks,
+        thought=thought,
+        schemas=schemas,
+        new_id=counting_ids(),
+        max_calls=max_calls,
+        drops=() if tools is None else TOOL_FORMATS[tools].around,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +21,11 @@ from quire.parsers.registry import (
     reasoning_format,
     tool_format,
 )
-from tests.parsers.driver import counting_ids, cut, make_parser, parse
-from tests.parsers.writers import WRITERS
+from tests.parsers.driver import Joined, counting_ids, cut, make_parser, parse
+from tests.parsers.writers import WRITERS, Writer
 
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<[H"), max_size=30)
-THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING)
+THINKERS = sorted(name for name, form in REASONING_FORMATS.items() if form is not HARMONY_REASONING and not form.stays)
 
 
 @settings(max_examples=12, deadline=None)
@@ -38,6 +41,41 @@ def test_reasoning_and_answer(thought: str, answer: str, opened: bool, places: l
         assert parse(make_parser(None, name, state), text) == whole, name
 
 
+def test_thoughts_that_stay_in_the_content() -> None:
+    """MiniMax-M2's second parser: behind the mark that the prompt has."""
+    text = "I call.</think>\n\n" + dict(WRITERS)["minimax_m2"]([("f", {})])
+    found = read("minimax_m2", "minimax_m2_append_think", text, Thought.OPEN)
+    assert (found.reasoning, found.content, found.pairs) == ("", "<think>I call.</think>\n\n", [("f", "{}")])
+    assert parse(make_parser(None, "minimax_m2_append_think", Thought.FREE), "[1]").content == "[1]", "a constraint's"
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "text"),
+    [
+        (
+            "cohere_command3",
+            "cohere_command3",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        (None, "cohere_command3", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+        ("hermes", "cohere_command4", "<|START_THINKING|>hm<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        (None, "hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes.\n</answer>"),
+        ("ernie45", "ernie45", "hm</think>\n\n<response>Yes.</response>\n"),
+        ("gigachat3", "qwen3", "<think>hm</think>Yes.<|message_sep|>\n\n"),
+        ("gemma4", "gemma4", "<|channel>thought\nhm<channel|>Yes."),
+        ("gemma4", "gemma4", "<|channel>hm<channel|>Yes."),
+    ],
+)
+def test_marks_around_answers(tools: str | None, reasoning: str, text: str) -> None:
+    thought = Thought.OPEN if text.startswith("hm") else Thought.FREE
+    if tools is None:
+        whole = parse(make_parser(None, reasoning, thought), [text])
+        assert parse(make_parser(None, reasoning, thought), text) == whole
+    else:
+        whole = read(tools, reasoning, text, thought)
+    assert (whole.reasoning, whole.content.strip()) == ("hm", "Yes.")
+
+
 def test_no_reasoning() -> None:
     assert parse(make_parser(None, "qwen3"), "plain").content == "plain"
     assert parse(make_parser(None, "qwen3", Thought.CLOSED), "plain <think> x").content == "plain <think> x"
@@ -45,17 +83,70 @@ def test_no_reasoning() -> None:
     assert parse(make_parser(None, "qwen3", Thought.OPEN), "<think>a</think>b").reasoning == "a"
 
 
-MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] begins one,  <tool_call>\n"
+MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] or <|tool_calls_section_begin|> begins one, <tool_call>\n"
+CALLING = [pytest.param(name, writer, id=f"{name}-{number}") for number, (name, writer) in enumerate(WRITERS)]
+CALLING = [each for each in CALLING if TOOL_FORMATS[str(each.values[0])].channels is None]
+SCHEMAS: dict[str, Any] = {"f": {"properties": {"a": {"type": "string"}}}, "g": {}}
 
 
-@pytest.mark.parametrize("name", [name for name in dict(WRITERS) if TOOL_FORMATS[name].breaks])
-def test_a_call_ends_reasoning_that_was_left_open_and_a_mention_of_its_mark_does_not(name: str) -> None:
-    call = dict(WRITERS)[name]([("f", {"a": "x"})])
-    mention = "" if name in ("glm45", "glm47", "mistral") else MENTION
+def read(name: str, reasoning: str, text: str, thought: Thought = Thought.FREE) -> Joined:
+    """The text whole, which must be the same with a border at each place, and character by character."""
+    whole = parse(make_parser(name, reasoning, thought, SCHEMAS), [text])
+    for place in range(1, len(text)):
+        assert parse(make_parser(name, reasoning, thought, SCHEMAS), cut(text, [place])) == whole, text[:place]
+    assert parse(make_parser(name, reasoning, thought, SCHEMAS), text) == whole
+    return whole
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_calls_inside_thoughts(name: str, writer: Writer) -> None:
+    """They are found, and what else stands before the end mark is reasoning, if that comes."""
+    start, end = "<think>", "</think>"
+    call, other = writer([("f", {"a": f"x{end}y"})]), writer([("g", {})])
+    made, second = ("f", json.dumps({"a": f"x{end}y"})), ("g", "{}")
+    for text, thoughts, content, calls in (
+        (f"{start}plan {call}", "plan ", "", [made]),
+        (f"{start}\nplan\n{call}\n{end}", "plan", "", [made]),
+        (f"{start}plan {call}{end}\n\nDone.", "plan ", "\n\nDone.", [made]),
+        (f"{start}plan {call} so {call}\n{call} it is{end}Done.", "plan  so  it is", "Done.", 3 * [made]),
+        (f"{start}plan {call}\n{end}{other}", "plan ", "", [made, second]),
+        (f"{start}plan{end}{call}", "plan", "", [made]),
+    ):
+        found = read(name, "qwen3", text)
+        assert (found.reasoning.split(), found.content, found.pairs) == (thoughts.split(), content, calls), text
+
+
+@pytest.mark.parametrize("reasoning", THINKERS)
+def test_calls_inside_thoughts_of_each_format(reasoning: str) -> None:
+    [start, *_], [end, *_] = REASONING_FORMATS[reasoning].starts, REASONING_FORMATS[reasoning].ends
+    for name, writer in (("hermes", WRITERS[0][1]), ("pythonic", dict(WRITERS)["pythonic"])):
+        text = f"plan {writer([('f', {'a': 'x'})])}{end}{writer([('g', {})])}"
+        found = read(name, reasoning, text, Thought.OPEN)
+        assert (found.reasoning, found.content) == ("plan ", "")
+        assert found.pairs == [("f", '{"a": "x"}'), ("g", "{}")]
+        assert read(name, reasoning, start + text) == found
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_mentions_of_marks_inside_thoughts(name: str, writer: Writer) -> None:
+    call, form = writer([("f", {"a": "x"})]), TOOL_FORMATS[name]
+    mention = MENTION + " ".join(f"{mark}, " for mark in form.markers) + '{"name": "h"} [h(1)] '
     for text in (f"<think>{mention}I call.{call}", f"<think>{mention}I call.</think>{call}"):
-        found = parse(make_parser(name, "qwen3"), [text])
+        found = read(name, "qwen3", text)
         assert (found.reasoning, found.content, found.pairs) == (f"{mention}I call.", "", [("f", '{"a": "x"}')])
-        assert parse(make_parser(name, "qwen3"), text) == found
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_the_end_mark_ends_a_call_that_lacks_its_own(name: str, writer: Writer) -> None:
+    """Wherever the call is cut off, but in a string or an expression, which may hold the mark."""
+    call = writer([("f", {})])
+    for end in range(len(call)):
+        if call[:end].count('"') % 2 or call[:end].count("(") > call[:end].count(")"):
+            continue
+        text = f"<think>plan {call[:end]}</think>Done."
+        found = parse(make_parser(name, "qwen3", schemas=SCHEMAS), [text])
+        assert parse(make_parser(name, "qwen3", schemas=SCHEMAS), text) == found
+        assert (found.content, [name for name, _ in found.pairs]) in (("Done.", []), ("Done.", ["f"])), call[:end]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +200,12 @@ def test_forced_calls() -> None:
         ("<|start|>assistant<|channel|>final<|message|> <|call|>", "openai", "openai_gptoss"),
         ("<|start_of_role|> <|tool_call|> Here is my thought process: ", "granite", "granite"),
         ("<minimax:tool_call> <think>", "minimax_m2", "minimax_m2"),
+        ("<|tool_call>call: <|channel>thought", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<|START_THINKING|> <|START_ACTION|> <|START_RESPONSE|>", "cohere_command3", "cohere_command3"),
+        ("<|START_THINKING|> <|START_ACTION|> <|START_TEXT|>", "cohere_command4", "cohere_command4"),
+        ("<|function_call|>", "gigachat3", None),
+        ('<function name="', "minicpm5", None),
     ],
 )
 def test_parsers_by_the_template(template: str, tools: str | None, reasoning: str | None) -> None:

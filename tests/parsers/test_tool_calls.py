@@ -326,6 +326,53 @@ def test_parameters_as_models_leave_them(name: str, written: str, arguments: dic
     assert parse(make_parser(name, schemas={"f": SCHEMA}), text) == found
 
 
+GEMMA = '<|tool_call>call:f{text:<|"|>x<|"|>,count:1}<tool_call|>'
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "arguments"),
+    [
+        (
+            "functiongemma",
+            "count:<escape>5<escape>,flag:true, text:<escape>7<escape>",
+            '{"count": 5, "flag": true, "text": "7"}',
+        ),
+        ("functiongemma", "items:[1,[true, <escape>a]<escape>],]", '{"items": [1, [true, "a]"]]}'),
+        (
+            "functiongemma",
+            "thing:{a:{},b:[]}\n,maybe:null,other:word",
+            '{"thing": {"a": {}, "b": []}, "maybe": null, "other": "word"}',
+        ),
+        ("gemma4", 'text:<|"|>a "b"\n{<|"|>', '{"text": "a \\"b\\"\\n{"}'),
+        ("gemma4", '<|"|>text<|"|>: <|"|><|"|>', '{"text": ""}'),
+        ("gemma4", "", "{}"),
+        ("gemma4", "count:1,items:[1", '{"count": 1, "items": [1]}'),
+        ("gemma4", "thing:{a:2", '{"thing": {"a": 2}}'),
+        ("gemma4", "count", "{}"),
+        ("gemma4", f"items:{'[' * 40}1{']' * 40}", None),
+    ],
+)
+def test_arguments_between_braces(name: str, written: str, arguments: str | None) -> None:
+    """Of the types of the schema; what the model leaves open ends with the call."""
+    start, end = TOOL_FORMATS[name].markers[:2]
+    for closing in ("}" + end, end) if arguments is not None else ("}" + end,):
+        text = f"{start}call:f{{{written}{closing}{GEMMA if name == 'gemma4' else ''}Then."
+        whole = parse(make_parser(name, schemas={"f": SCHEMA}), [text])
+        assert whole.content == "Then.", text
+        assert json.loads(whole.pairs[0][1]) is not None
+        assert arguments is None or whole.pairs[0][1] == arguments
+        assert name != "gemma4" or whole.pairs[1:] == [("f", '{"text": "x", "count": 1}')]
+        for place in range(1, len(text)):
+            assert parse(make_parser(name, schemas={"f": SCHEMA}), cut(text, [place])) == whole
+
+
+def test_code_blocks_that_are_no_calls() -> None:
+    """xLAM writes calls into code blocks, and other things as well."""
+    for text in ("```python\nx = [1]\n```", '```json\n{"name": "Ann", "age": 3}\n```', "[1, 2] ```", "``` ```json ["):
+        found = parse(make_parser("xlam", schemas={"f": {}}), text)
+        assert (found.content, found.calls) == (text, [])
+
+
 def test_a_call_outside_its_section() -> None:
     text = dsml([("f", {"text": "x"})]).partition("\n")[2]
     found = parse(make_parser("deepseek_v32"), [f"I look.\n{text}"])

@@ -126,6 +126,40 @@ def harmony(calls: list[Call]) -> str:
     )
 
 
+def command(calls: list[Call]) -> str:
+    written = (
+        json.dumps({"tool_call_id": str(index), "tool_name": name, "parameters": arguments}, ensure_ascii=False)
+        for index, (name, arguments) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[{', '.join(written)}]<|END_ACTION|>"
+
+
+def braces(start: str, end: str, quote: str) -> Writer:
+    def value(found: Any) -> str:
+        match found:
+            case str():
+                return f"{quote}{found}{quote}"
+            case list():
+                return f"[{','.join(map(value, found))}]"
+            case dict():
+                return f"{{{','.join(f'{key}:{value(each)}' for key, each in found.items())}}}"
+        return json.dumps(found)
+
+    return lambda calls: "".join(f"{start}call:{name}{value(arguments)}{end}" for name, arguments in calls)
+
+
+def minicpm(calls: list[Call]) -> str:
+    def value(found: Any) -> str:
+        return f"<![CDATA[{found}]]>" if isinstance(found, str) else json.dumps(found)
+
+    return "\n".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{value(each)}</param>' for key, each in arguments.items())
+        + "</function>"
+        for name, arguments in calls
+    )
+
+
 WRITERS: list[tuple[str, Writer]] = [
     ("hermes", hermes),
     ("granite", _list("<|tool_call|>", "")),
@@ -155,7 +189,22 @@ WRITERS: list[tuple[str, Writer]] = [
     ("lfm2", lambda calls: f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"),
     ("olmo3", olmo),
     ("openai", harmony),
+    ("cohere_command3", command),
+    ("cohere_command4", command),
+    ("ernie45", hermes),
+    ("functiongemma", braces("<start_function_call>", "<end_function_call>", "<escape>")),
+    ("gemma4", braces("<|tool_call>", "<tool_call|>", '<|"|>')),
+    ("gigachat3", lambda calls: f"function call<|role_sep|>\n{_json(calls[0])}"),
+    ("gigachat3", lambda calls: f"<|function_call|>{_json(calls[0])}"),
+    ("granite-20b-fc", lambda calls: " ".join(f"<function_call> {_json(call)}" for call in calls)),
+    ("mimo", qwen_coder),
+    ("minicpm5", minicpm),
+    ("minicpm5", lambda calls: minicpm(calls).replace("<![CDATA[", "").replace("]]>", "")),
+    ("xlam", _list("", "")),
+    ("xlam", _list("```json\n", "\n```")),
+    ("xlam", _list("```\n", "\n```")),
+    ("xlam", _list("<tool_call>", "</tool_call>")),
 ]
-ONE_CALL = {"internlm"}
-NO_LEADING_TEXT = {"pythonic", "openai"}
+ONE_CALL = {"internlm", "gigachat3"}
+NO_LEADING_TEXT = {"pythonic", "openai", "xlam"}
 """Formats without a marker, or with headers: plain content cannot stand before their calls."""

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import ConfigError
+from quire.parsers.registry import reasoning_format
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model
@@ -46,7 +47,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def served(tool_model: Path) -> AsyncIterator[Served]:
-    async with serving(tool_model) as served:
+    async with serving(tool_model, ServerSettings(served_model_name=["tiny"], reasoning_parser="auto")) as served:
         yield served
 
 
@@ -240,8 +241,78 @@ async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
 
 
+CITY = '{"city": "Rom"}'
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+CITY_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rom"]}}, "required": ["city"]}
+HELD: list[tuple[str, dict[str, Any]]] = [
+    (CITY, NAMED),
+    ('[{"name": "get_weather", "parameters": {"city": "Rom"}}]', {"tool_choice": "required"}),
+    (CITY, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY_SCHEMA}}}),
+    (CITY, {"response_format": {"type": "json_object"}}),
+    ("no, no", {"structured_outputs": {"regex": "^(no, )*no$"}}),
+    ("yes", {"structured_outputs": {"choice": ["no", "yes"]}}),
+    ("xy", {"structured_outputs": {"grammar": 'root ::= "x" rest\nrest ::= "y"'}}),
+    ("<a>1</a>", {"structured_outputs": {"structural_tag": {"format": {
+        "type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</a>"
+    }}}}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "granite"])
+def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A model directory and the name of its reasoning parser."""
+    name = request.param.partition(" ")[0]
+    start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
+    template = TEMPLATE.replace("</think>", end).replace("'<think>", f"'{start}")
+    path = write_model(tmp_path_factory.mktemp("models") / "thinker", template, 512)
+    if name != request.param:
+        rename_tokens(path, 2, [start, end], are_special=request.param.endswith("special"))
+    return path, name
+
+
+@pytest.mark.parametrize(("right", "more"), HELD, ids=lambda value: str(value)[:24])
+async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
+    thinker: tuple[Path, str], right: str, more: dict[str, Any]
+) -> None:
+    """Whichever way the model begins, streamed or not: other text becomes neither a call nor content."""
+    path, name = thinker
+    start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
+    tools = [WEATHER, TIME] if "tool_choice" in more else None
+
+    async def said(served: Served, says: str, thinking: bool | None = None) -> tuple[str, str, str]:
+        """(thoughts, constrained text, finish reason) of both of two choices."""
+        kwargs = {} if thinking is None else {"thinking": thinking}
+        fields = {**more, "tools": tools, "n": 2, "max_tokens": 120, "chat_template_kwargs": kwargs}
+        _, found = await streamed(served, says, **fields)
+        whole = (await ask(served, says, **fields))["choices"]
+        for index, choice in enumerate(whole):
+            message, [*calls] = choice["message"], found[index]["calls"]
+            assert found[index]["reasoning"] == (message["reasoning"] or "")
+            assert found[index]["content"] == (message["content"] or "")
+            assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == [
+                each[1] for each in calls
+            ]
+        [text] = [each[1] for each in found[0]["calls"]] or [found[0]["content"]]
+        assert found[0] == found[1]
+        return found[0]["reasoning"], text, found[0]["finish_reason"]
+
+    async with serving(path, ServerSettings(reasoning_parser=name)) as served:
+        held = CITY if tools else right
+        assert (await said(served, right))[:2] == ("", held)
+        assert (await said(served, f"{start}hm{end}{right}"))[:2] == ("hm", held)
+        assert (await said(served, right, thinking=False))[1] == held
+        assert (await said(served, f"hm{end}{right}", thinking=True))[:2] == ("hm", held)
+        assert (await said(served, f"{start}hm{end}nothing"))[0] == "hm"
+        for says in ("I would rather say something else.", f"{start}I end here."):
+            thoughts, text, reason = await said(served, says)
+            assert not says.startswith(start) or thoughts.startswith("I end here.")
+            assert text or reason == "length", "the model can end neither its thoughts nor its text early"
+            assert not text or text[0] in "{<nxy", "the first token is the constraint's"
+
+
 async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:
-    async with serving(tool_model, structured_outputs_config={"enable_in_reasoning": True}) as served:
+    settings, config = ServerSettings(reasoning_parser="auto"), {"enable_in_reasoning": True}
+    async with serving(tool_model, settings, structured_outputs_config=config) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
         thinking = {"chat_template_kwargs": {"thinking": True}, "tools": None}
         message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
@@ -418,11 +489,11 @@ async def test_where_strict_has_no_effect(served: Served, tool_model: Path) -> N
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), response.text
 
 
-def rename_tokens(path: Path, first: int, texts: list[str]) -> None:
-    """Give the added tokens from number `first` on these texts, as special tokens."""
+def rename_tokens(path: Path, first: int, texts: list[str], *, are_special: bool = True) -> None:
+    """Give the added tokens from number `first` on these texts."""
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     for token, text in zip(tokenizer["added_tokens"][first:], texts, strict=False):
-        token["content"], token["special"] = text, True
+        token["content"], token["special"] = text, are_special
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
@@ -452,6 +523,16 @@ async def test_calls_of_gpt_oss(tmp_path: Path) -> None:
             message = (await ask(served, answer, max_tokens=150, **more))["choices"][0]["message"]
             assert (message["content"] == "It rains.") == ("tools" in more)
         assert call_of((await ask(served, wrong))["choices"][0]["message"]) == ("get_weather", {"town": "Rom"})
+        number = {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBER}}
+        for kind in ("", " <|constrain|>json"):  # the model writes either before an answer that is JSON
+            says = f'{head}<|channel|>final{kind}<|message|>{{"n": 7}}'
+            for tools in (None, [WEATHER]):
+                message = (await ask(served, says, response_format=number, tools=tools))["choices"][0]["message"]
+                assert (message["reasoning"], message["content"]) == ("hm", '{"n": 7}')
+        message = (await ask(served, right, response_format=number))["choices"][0]["message"]
+        assert call_of(message) == ("get_weather", {"city": "Rom"})
+        message = (await ask(served, "no channel", response_format=number, tools=None))["choices"][0]["message"]
+        assert "no channel" not in (message["content"] or "")
 
 
 async def test_functions_instead_of_tools(served: Served) -> None:
@@ -550,12 +631,21 @@ async def test_a_model_without_tools(model_path: Path) -> None:
             pass
 
 
-async def test_parsers_can_be_switched_off(tool_model: Path) -> None:
-    settings = ServerSettings(tool_call_parser="none", reasoning_parser="none")
-    async with serving(tool_model, settings) as served:
+@pytest.mark.parametrize("reasoning", [None, "none"])
+async def test_thoughts_stay_in_the_content_without_a_reasoning_parser(tool_model: Path, reasoning: str | None) -> None:
+    """As in vLLM, whatever the chat template shows; calls behind them are found all the same."""
+    async with serving(tool_model, ServerSettings(reasoning_parser=reasoning)) as served:
         answer = await ask(served, "<think>a</think>b", tools=None)
-        assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("<think>a</think>b", None)
         assert "completion_tokens_details" not in answer["usage"]
+        _, messages = await streamed(served, THOUGHT + CALL)
+        assert (messages[0]["content"], messages[0]["calls"]) == (THOUGHT, [["get_weather", '{"city": "Köln"}']])
+
+
+async def test_the_tool_parser_can_be_switched_off(tool_model: Path) -> None:
+    async with serving(tool_model, ServerSettings(tool_call_parser="none")) as served:
+        assert '"auto" tool choice requires' in await error(served)
 
 
 async def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
@@ -563,7 +653,7 @@ async def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     template = TEMPLATE.replace("<think>", "[THINK]").replace("<tool_call>", "[TOOL_CALLS]")
     path = write_model(tmp_path / "mistral", template, 512)
     rename_tokens(path, 2, ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
-    async with serving(path) as served:
+    async with serving(path, ServerSettings(reasoning_parser="mistral")) as served:
         answer = await ask(served, '[THINK]hm[/THINK][TOOL_CALLS]get_weather[ARGS]{"city": "Rom"}')
         message = answer["choices"][0]["message"]
         assert message["reasoning"] == "hm"

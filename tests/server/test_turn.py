@@ -102,6 +102,39 @@ async def test_responses(scripted: Served) -> None:
         assert [each["id"] for each in assistant["tool_calls"]] == ["call_a", "call_b"]
 
 
+def logprobs(*tokens: str) -> list[dict[str, Any]]:
+    return [{"token": token, "bytes": list(token.encode()), "logprob": -1.0} for token in tokens]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [({"reasoning": "hm"}, "<think>hm"), ({}, "</think>"), ({"content": "Yé"}, "Yé"), ({"content": "s"}, "s.")],
+        [({"reasoning": "hm", "content": "Yé"}, "<think> hm </think> Y é"), ({"content": "s"}, "s </s>")],
+        [({"reasoning": "h"}, "h"), ({"reasoning": "m", "content": "Yés"}, "m </think> Y és </s>")],
+        [({"reasoning": "hm"}, "hm </think>"), ({}, "Y"), ({"content": "Yés"}, "és")],
+        [({"content": "Yés"}, "Yés")],
+    ],
+)
+async def test_log_probabilities_behind_thoughts(chunks: list[tuple[dict[str, Any], str]]) -> None:
+    """The text's are those of its tokens, also where thoughts and text come in one chunk; neither thoughts nor their
+    marks have any."""
+
+    class Told(ScriptedAnswer):
+        async def stream(self) -> AsyncGenerator[bytes, None]:
+            for delta, tokens in chunks:
+                choice = {"index": 0, "delta": delta, "logprobs": {"content": logprobs(*tokens.split())}}
+                yield self._chunk([choice], {"prompt_tokens": 1})
+
+    events = [event async for event in Turn(Told()).events()]  # type: ignore[arg-type]
+    written = [event for event in events if event.piece and event.segment and event.segment.kind is Kind.TEXT]
+    told = [entry["token"] for event in written for entry in event.logprobs]
+    assert "".join(told).removesuffix("</s>").rstrip(".") == "Yés"
+    assert written[0].logprobs
+    assert written[0].segment is not None
+    assert [entry["token"] for entry in written[0].segment.logprobs] == told
+
+
 async def test_calls_of_functions_in_a_namespace(scripted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedAnswer, "deltas", [call(0, "maps__weather", "{}", "call_a")])
     member = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -195,7 +228,8 @@ async def test_logprobs_come_with_the_text_that_they_are_of() -> None:
 async def with_tools(tmp_path: Path) -> AsyncIterator[Served]:
     """A model whose template takes tools, and which says what stands behind "=" in the prompt."""
     path = write_model(tmp_path / "tools", TEMPLATE, 512)
-    async with serving(path, ServerSettings(port=0, served_model_name=["tiny"]), live=True) as served:
+    settings = ServerSettings(port=0, served_model_name=["tiny"], reasoning_parser="auto")
+    async with serving(path, settings, live=True) as served:
         yield served
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from quire.parsers.call_forms import behind_thoughts, calls_or, schema_form
+from quire.parsers.call_forms import schema_form, thoughts
 from quire.parsers.registry import TOOL_FORMATS
-from quire.structured_outputs_params import StructuredOutputsParams
+from quire.structured_outputs_params import Preamble, StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
 from tests.parsers.driver import make_parser, parse
 from tests.parsers.writers import ONE_CALL, WRITERS, Call, Writer, harmony
@@ -87,9 +88,8 @@ def test_what_models_write(sampler: Sampler, name: str, writer: Writer) -> None:
 @pytest.mark.parametrize(("name", "writer"), [each for each in CASES if each.values[0] != "openai"])
 def test_calls_or_an_answer(sampler: Sampler, name: str, writer: Writer) -> None:
     """What the model writes to call tools, or an answer by its schema, and no other text."""
-    form = TOOL_FORMATS[name].held
-    assert form is not None
-    constraint = held(calls_or(form(SCHEMAS, True), schema_form({"type": "array", "items": {"type": "integer"}})))
+    answer = schema_form({"type": "array", "items": {"type": "integer"}})
+    constraint = held(TOOL_FORMATS[name].calls_or(SCHEMAS, True, answer))
     assert takes(sampler, constraint, writer([ROME, ("time", {})][: 1 if name in ONE_CALL else 2]))
     assert takes(sampler, constraint, "[1, 2]")
     for text in (writer([BAD_CITY]), "no call at all", "[1, 2] no", '{"a": 1}', writer([ROME]) + "[1, 2]"):
@@ -119,12 +119,12 @@ def test_what_masks_allow_is_read(sampler: Sampler, name: str) -> None:
 def test_forced_channels(sampler: Sampler) -> None:
     """GPT-OSS: thoughts and preambles, then a call; nothing else where one is asked for."""
     form = TOOL_FORMATS["openai"]
-    assert form.forced is not None
+    assert form.channels is not None
     thoughts = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     answer = "<|channel|>final<|message|>It rains."
     call = harmony([ROME]).removesuffix("<|call|>")
-    forced, free = held(form.forced(SCHEMAS)), held_calls("openai")
+    forced, free = held(form.channels(SCHEMAS, None)), held_calls("openai")
     for constraint in (forced, free):
         assert takes(sampler, constraint, thoughts + thoughts + preamble + call)
         assert takes(sampler, constraint, call)
@@ -138,7 +138,8 @@ def test_thoughts_before_calls(sampler: Sampler) -> None:
     """Marks of calls in the thoughts begin no call."""
     form = TOOL_FORMATS["mistral"].held
     assert form is not None
-    constraint = held(behind_thoughts(form(SCHEMAS, True), ["<|start|>"], ["<|end|>"]))
+    before = Preamble(thoughts(["<|start|>"], ["<|end|>"], is_open=False))
+    constraint = msgspec.structs.replace(held(form(SCHEMAS, True)), preamble=before)
     assert takes(sampler, constraint, "<|start|>hm<|end|>Yes.")
     assert takes(sampler, constraint, "<|start|>hm<|end|>[TOOL_CALLS]time[ARGS]{}")
     assert takes(sampler, constraint, "Yes.")

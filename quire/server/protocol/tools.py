@@ -29,7 +29,8 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        return self.parameters or {"type": "object", "properties": {}}
+        schema = self.parameters or {"properties": {}}
+        return {"type": "object", **schema} if "type" not in schema and "properties" in schema else schema
 
 
 class Tool(msgspec.Struct, frozen=True):
