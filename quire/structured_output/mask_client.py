@@ -39,6 +39,8 @@ SMALL_GRAMMAR_BYTES = 8 * 2**20
 """A grammar of at most this size never waits for others to end."""
 HANG_SECONDS = 10.0
 """The longest time for one token or mask, and for a message where the process works at none."""
+ALONE_SECONDS = 1.0
+"""The longest time for which all others wait while one is tried."""
 LOOK_SECONDS = 1.0
 """Time between two looks whether the process hangs."""
 MASK_SECONDS = 5.0
@@ -91,6 +93,9 @@ class MaskClient:
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
         """Matchers at work when the process died, which are tried one at a time."""
         self._tried: weakref.ref[RemoteMatcher] | None = None
+        self._is_strict = False
+        """A matcher is tried while no other one is at work."""
+        self._alone_until = 0.0
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         """Times of the latest deaths for which no sequence is the reason."""
 
@@ -143,6 +148,14 @@ class MaskClient:
         connection = self.connection or self._start_process()
         ended = self._take_ended()
         work = Work(0, ended, [], [], [], [], [])
+        if not self._is_one_alone():
+            self._add_copies(work)
+            self._add_advances(work)
+        self._add_news(work)
+        work.num_slots = self._num_slots
+        connection.send(self._encoder.encode(work))
+
+    def _add_copies(self, work: Work) -> None:
         for matcher, source, wants_mask in self._copies:
             if source.is_held:  # the process does not know it
                 self._waiting.append(weakref.ref(matcher))
@@ -152,10 +165,6 @@ class MaskClient:
                 work.copies.append(Copy(matcher.slot, matcher.serial, source.slot, wants_mask))
                 self._miss(matcher)
         self._copies.clear()
-        self._add_advances(work)
-        self._add_news(work)
-        work.num_slots = self._num_slots
-        connection.send(self._encoder.encode(work))
 
     def _add_advances(self, work: Work) -> None:
         for matcher in self._advances:
@@ -168,9 +177,13 @@ class MaskClient:
     def _add_news(self, work: Work) -> None:
         """Matchers whose grammars have room. The others wait, in order."""
         waiting, self._waiting = self._waiting, deque()
+        alone = self._tried() if self._tried is not None and self._is_one_alone() else None
         for reference in waiting:
             matcher = reference()
             if matcher is None or matcher.error is not None or not matcher.is_held:
+                continue
+            if alone is not None and matcher is not alone:
+                self._waiting.append(reference)
                 continue
             number = self._grammar_number(matcher.constraint.text, work)
             if number is None:
@@ -370,9 +383,10 @@ class MaskClient:
         tried = None if self._tried is None else self._tried()
         logger.warning("the process that makes masks has ended at work for %d sequences", len(at_work))
         suspects = [matcher for each in self._suspects if (matcher := each()) is not None]
-        if tried is not None and tried in at_work:
+        if tried is not None and at_work == [tried]:
             self._end_culprit(tried)
         else:
+            self._is_strict = tried is not None
             suspects = [*([tried] if tried is not None else []), *suspects]
             suspects += [matcher for matcher in at_work if matcher not in suspects]
         self._suspects, self._tried = deque(map(weakref.ref, suspects)), None
@@ -413,6 +427,12 @@ class MaskClient:
             if suspect is not None and suspect.error is None:
                 self._tried = weakref.ref(suspect)
                 self._waiting.append(self._tried)
+                self._alone_until = time.monotonic() + ALONE_SECONDS if self._is_strict else 0.0
+        self._is_strict = self._is_strict and self._tried is not None
+
+    def _is_one_alone(self) -> bool:
+        """Only the matcher that is tried may be at work now."""
+        return self._tried is not None and time.monotonic() < self._alone_until
 
 
 def out_of_order() -> UserError:

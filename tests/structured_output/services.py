@@ -20,6 +20,7 @@ ENDS = [0, 2]
 OPTIONS = EngineOptions.from_keywords({"model": "bundled"})
 DEADLINE = 120.0
 """Seconds until a test gives up: a machine may be busy."""
+PLAIN = ConstraintSpec()
 FAULTY_SERVER = "tests.structured_output.faulty_server"
 
 
@@ -44,19 +45,14 @@ def wait_until(service: ConstraintService, holds: Callable[[], bool]) -> None:
         service.wait_answer(0.05)
 
 
-def begin(
-    service: ConstraintService,
-    text: str,
-    spec: ConstraintSpec = ConstraintSpec(),
-    client: str = "",  # noqa: B008
-) -> RemoteMatcher:
+def begin(service: ConstraintService, text: str, spec: ConstraintSpec = PLAIN, client: str = "") -> RemoteMatcher:
     """A matcher, asked for and not waited for."""
     matcher = service.constraint(text, client).matcher(spec, [])
     service.flush()
     return matcher
 
 
-def start(service: ConstraintService, text: str, spec: ConstraintSpec = ConstraintSpec()) -> RemoteMatcher:  # noqa: B008
+def start(service: ConstraintService, text: str, spec: ConstraintSpec = PLAIN) -> RemoteMatcher:
     """A matcher that is ready."""
     matcher = begin(service, text, spec)
     settle(service, matcher)

@@ -151,8 +151,9 @@ def test_masks_are_made_again_for_sequences_that_had_one(service: ConstraintServ
     matchers = running(service, 3)
     masks = [matcher.mask() for matcher in matchers]
     for _ in range(2):
+        before = service.masks.connection
         os.kill(masks_process(service), signal.SIGKILL)
-        service.wait_answer(1.0)
+        wait_until(service, lambda before=before: service.masks.connection is not before)  # type: ignore[misc]
         assert [matcher.mask() for matcher in matchers] == masks
 
 
