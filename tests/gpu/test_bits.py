@@ -84,7 +84,7 @@ def kernels(device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
         "batch-invariant product": lambda: matmul(x, square),
         "block copies": lambda: gather_blocks(pages, blocks),
         "angles": lambda: torch.cat(rotation_angles(positions, frequencies, 1.0)),
-        "sampling": lambda: torch.from_numpy(sample_on(device, logits, cases[: len(logits)], shapes=shapes).token_ids),
+        "sampling": lambda: torch.tensor(sample_on(device, logits, cases[: len(logits)], shapes=shapes).token_ids),
         "edited scores": lambda: logprobs_of(sample_on(device, logits, edited_cases(len(logits)), shapes=shapes)),
     }
     length = 3000 if ON_CARD else 40
