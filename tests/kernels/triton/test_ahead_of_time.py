@@ -52,7 +52,11 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
     assert {launch["kernel"]: launch for launch in launches if launch["shared"] > SHARED_BYTES[capability]} == {}
     # A few bytes of stack are sums that wait outside an attention kernel's innermost loop.
     # Not tuned on a card yet: 64 x 512 sums are half of all registers; a state, 64 keys and 64 updates are too many.
-    most = {"_latent_kernel": 704, "_sparse_kernel": 768, "_rule_kernel": 8192}
+    most = {"_latent_kernel": 704, "_sparse_kernel": 768}
+    if capability == 90:
+        most["_rule_kernel"] = 2560
+        (rule,) = (launch for launch in launches if launch["kernel"] == "_rule_kernel")
+        assert rule["registers"] == 255, "the assembler's highest level takes 32, and spills 10 times as much"
     if capability == 80:
         most["_varlen_kernel"] = 1840  # over e4m3 bits, which this card does not convert: not tuned yet
     spilling = [launch for launch in launches if launch["stack"] > most.get(launch["kernel"], 64)]
