@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 ON_CARD = torch.cuda.is_available()
 LAYER = LayerAttention(0, 32, 8, 128, 128**-0.5) if ON_CARD else LayerAttention(0, 4, 2, 16, 0.25)
 DTYPE = torch.bfloat16 if ON_CARD else torch.float32
-NUM_LAUNCHES = 300 if ON_CARD else 2
+NUM_LAUNCHES = 50 if ON_CARD else 2
 
 
 @pytest.fixture

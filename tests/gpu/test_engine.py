@@ -89,7 +89,13 @@ def test_ways_to_run_change_no_token(name: str, options: dict[str, Any], saved_m
         greedy(LONG, logit_bias={5: 3.0, 9: -100.0}, min_tokens=3, stop_token_ids=[11]),
         greedy(LONG, allowed_token_ids=[1, 2, 3, 50, 60]),
         SamplingParams(
-            n=3, temperature=1.5, seed=1, allowed_token_ids=[*range(60)], max_tokens=LONG, ignore_eos=True, detokenize=False
+            n=3,
+            temperature=1.5,
+            seed=1,
+            allowed_token_ids=[*range(60)],
+            max_tokens=LONG,
+            ignore_eos=True,
+            detokenize=False,
         ),
         SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True, detokenize=False, n=1, top_k=1),
         SamplingParams(use_beam_search=True, n=3, best_of=3, temperature=0.0, max_tokens=6, detokenize=False),

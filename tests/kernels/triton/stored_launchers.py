@@ -1,9 +1,9 @@
 """Launchers of kernels, compiled into Triton's cache for this Python or another one, without a card.
 
 Triton compiles a small module in C for each kind of arguments when a kernel is first launched, a second each. It keeps
-it under a hash of its text and of `platform.architecture()`, whose second word is "ELF" only where the program `file` is
-installed: each module is stored under both. The driver's library, which the modules are linked with, is an empty
-one here.
+it under a hash of its text and of `platform.architecture()`, whose second word is "ELF" only where the program `file`
+is installed: each module is stored under both. The driver's library, which the modules are linked with, is an empty one
+here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DESCRIBE = (
     "sysconfig.get_config_var('EXT_SUFFIX'), '%d.%d' % sys.version_info[:2]]))"
 )
 LINKAGES = ("ELF", "")
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)) + ("manylinux2014_x86_64",)
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)), "manylinux2014_x86_64")
 
 
 @dataclass(frozen=True, slots=True)

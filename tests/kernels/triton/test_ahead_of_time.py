@@ -44,7 +44,9 @@ def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     assert all(line["was cached"] for line in looked_up)
     elsewhere = {"QUIRE_TRITON_CACHE": str(tmp_path / "another card")}
     run_module("ahead_of_time", "80", "rows", "cache", **elsewhere)
-    assert not any(line["was cached"] for line in run_module("cached_launches", **elsewhere) if line["kernel"] in compiled)
+    assert not any(
+        line["was cached"] for line in run_module("cached_launches", **elsewhere) if line["kernel"] in compiled
+    )
 
 
 @pytest.mark.long
@@ -54,7 +56,7 @@ def test_an_engine_of_another_python_finds_what_was_compiled_for_it(tmp_path: Pa
     copy_of_triton(theirs)
     other = f"import json; print(json.dumps([{get_paths()['include']!r}, '.cpython-399.so', '3.99']))"
     asked = tmp_path / "python3.99"
-    asked.write_text(f'#!{sys.executable}\n{other}\n')
+    asked.write_text(f"#!{sys.executable}\n{other}\n")
     asked.chmod(0o755)
     cache = {"QUIRE_TRITON_CACHE": str(tmp_path / "cache")}
     libtriton = f"libtriton={theirs / '_C' / 'libtriton.so'}"
