@@ -63,7 +63,7 @@ def run_part(part: Part, logs: Path, results: Path, seconds: float, environment:
     others, started, log = set(descendants(os.getpid())), time.monotonic(), logs / f"{part.name}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [word.format(out=results, folder=logs) for word in part.command],
+            [word.replace("{out}", str(results)).replace("{folder}", str(logs)) for word in part.command],
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
