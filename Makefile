@@ -76,10 +76,13 @@ test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
 	@QUIRE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
-# Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here.
+# Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here; and the tests
+# that only a card answers in full, interpreted, so that they run when there is one.
 test-long: install-test
 	@printf '==> long tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 -m long
+	@printf '==> tests of a card, interpreted: pytest\n'
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 5 --interpreted tests/gpu
 
 # Tools of checks that need packages of their own, in an environment of their own: the engine's stays what it is.
 CHECKS := build/checks
@@ -130,10 +133,13 @@ fuzz: install-test
 
 # Compiled Triton kernels for cards that need not be here, into QUIRE_TRITON_CACHE (default: the user's cache directory):
 # an engine that finds them there starts a minute earlier. CARDS: compute capabilities, 90 is an H100 or H200, 80 an A100.
+# FOR: another Python, with its headers, that the engine will run in (FOR=python3.12): pip fetches that one's Triton.
 CARDS ?= 90
+FOR ?=
 triton-cache: install-test
 	@for card in $(CARDS); do \
-	  env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.ahead_of_time $$card cache >/dev/null || exit 1; \
+	  env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.ahead_of_time $$card cache \
+	    $(if $(FOR),for=$(FOR)) >/dev/null || exit 1; \
 	  printf '==> triton-cache: compiled for %s\n' $$card; \
 	done
 

@@ -1,7 +1,7 @@
-"""Hardware counters of the kernels by Nsight Compute: python -m benchmarks.gpu.counters --out FILE --log FILE [--tiny]
+"""Hardware counters of five kernels by Nsight Compute: python -m benchmarks.gpu.counters --out FILE --log FILE [--tiny]
 
-Runs benchmarks/gpu/counted.py under `ncu` and writes a record for each launch: the share of the memory's and the tensor
-cores' throughput, issue slots, bank conflicts, sectors read, registers, occupancy.
+Runs itself under `ncu` with --launch-only, and writes a record for each launch. --tiny: only launches, where there is
+no `ncu`.
 """
 
 from __future__ import annotations
@@ -9,106 +9,123 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import records
-from benchmarks.gpu.records import Record
+import torch
 
-METRICS = {
-    "gpu__time_duration": ".sum",
-    "dram__throughput": ".avg.pct_of_peak_sustained_elapsed",
-    "sm__throughput": ".avg.pct_of_peak_sustained_elapsed",
-    "sm__inst_executed_pipe_tensor": ".avg.pct_of_peak_sustained_active",
-    "sm__pipe_tensor_cycles_active": ".avg.pct_of_peak_sustained_active",
-    "smsp__issue_active": ".avg.pct_of_peak_sustained_active",
-    "sm__warps_active": ".avg.pct_of_peak_sustained_active",
-    "l1tex__data_bank_conflicts_pipe_lsu": ".sum",
-    "lts__t_sectors_op_read": ".sum",
-}
-"""Which of them a card has, the tool is asked: a name that it does not know ends everything."""
-OF_THE_LAUNCH = (
+from benchmarks.gpu import records
+from benchmarks.gpu.attention_subjects import DECODES, PROMPTS, AttentionSubjects
+from benchmarks.gpu.records import Record
+from benchmarks.gpu.shapes import QWEN3_8B, TINY
+from benchmarks.gpu.subjects import Products
+from benchmarks.gpu.timing import Call
+from quire.kernels.triton.weight_formats import E4M3, I4
+
+METRICS = (
+    "gpu__time_duration.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "l1tex__data_bank_conflicts_pipe_lsu.sum",
+    "lts__t_sectors_op_read.sum",
     "launch__registers_per_thread",
     "launch__waves_per_multiprocessor",
-    "launch__occupancy_limit_registers",
-    "launch__occupancy_limit_shared_mem",
 )
-"""Known on every card."""
-SECTIONS = ("SpeedOfLight", "SchedulerStats", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis_Tables")
-"""Where the tool does not say what it has: they take several times as long."""
-SCRIPT = (sys.executable, "-m", "benchmarks.gpu.counted")
+"""A fixed list: asking the tool what a card has costs it seconds."""
+TENSOR_PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+"""Asked for first, and left out where the tool does not know it, which ends everything."""
+TINY_SCALE = 512
 
 
-def available() -> list[str]:
-    """Metrics to read; empty where the tool does not say."""
-    run = subprocess.run(("ncu", "--query-metrics"), capture_output=True, text=True)
-    words = set(run.stdout.split())
-    return [name + rollup for name, rollup in METRICS.items() if name in words]
+def calls(device: torch.device, *, tiny: bool) -> list[Call]:
+    """A decode of bfloat16 pages and one of FP8, a prompt, an FP8 and a 4-bit product of one row."""
+    shape, scale = (TINY, TINY_SCALE) if tiny else (QWEN3_8B, 1)
+    attention, products = AttentionSubjects(shape, device, scale), Products(shape, device, scale)
+    decode, prompt = attention.scaled(DECODES[0]), attention.scaled(PROMPTS[0])
+    n, k = 2 * shape.intermediate, shape.hidden
+    return [
+        attention.paged(decode),
+        attention.paged(decode, page_dtype=torch.float8_e4m3fn),
+        attention.paged(prompt),
+        products.stored(1, n, k, E4M3.value),
+        products.stored(1, n, k, I4.value),
+    ]
 
 
-def command(log: Path, metrics: Sequence[str], *, tiny: bool) -> list[str]:
+def launch_only(device: torch.device, *, tiny: bool) -> None:
+    """Each call before the profiler starts, so that nothing is compiled where counters are read, and once after."""
+    with torch.inference_mode():
+        found = calls(device, tiny=tiny)
+        for call in found:
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        for call in found:
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def command(log: Path, metrics: Sequence[str]) -> list[str]:
     """Clocks are left alone: throttled ones are what the engine runs with, too."""
-    wanted = ["--metrics", ",".join((*metrics, *OF_THE_LAUNCH))] if metrics else []
-    if not metrics:
-        wanted = [word for section in SECTIONS for word in ("--section", section)]
     options = ("--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all")
     page = ("--page", "raw", "--csv", "--print-units", "base", "--log-file", str(log))
-    return ["ncu", *options, *wanted, *page, *SCRIPT, *(["--tiny"] if tiny else [])]
+    script = (sys.executable, "-m", "benchmarks.gpu.counters", "--launch-only")
+    return ["ncu", *options, "--metrics", ",".join(metrics), *page, *script]
 
 
 def parsed(text: str) -> Iterator[Record]:
-    """Of the raw page as CSV: a line of names, a line of units, and a line for each launch; other lines are the tool's
-    own words. A value that is no number is left out."""
-    lines = text.splitlines()
-    first = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if first is None:
-        return
-    rows = csv.DictReader(io.StringIO("\n".join(line for line in lines[first:] if line.startswith('"'))))
-    for row in rows:
-        if row["ID"]:
-            counters = {name: number for name, value in row.items() if (number := _number(name, value)) is not None}
+    """Records of the raw page as CSV: a line of names, a line of units, and a line for each launch; other lines are the
+    tool's own words. A value that is no number is left out."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    for row in csv.DictReader(io.StringIO("\n".join(lines))):
+        if row.get("ID"):
+            counters = {
+                name: number for name in (*METRICS, TENSOR_PIPE) if (number := _number(row.get(name))) is not None
+            }
             yield {"what": "counters", "kernel": row["Kernel Name"], "grid": row.get("Grid Size", ""), **counters}
 
 
-def _number(name: str, value: str | None) -> float | None:
-    if not name.startswith((*METRICS, *OF_THE_LAUNCH)) or value is None:
-        return None
+def _number(value: str | None) -> float | None:
     try:
-        return float(value.replace(",", ""))
+        return float((value or "").replace(",", ""))
     except ValueError:
         return None
 
 
-def failure(log: str, output: str) -> str:
-    """Why there are no counters, in the tool's words."""
-    said = [line for line in [*log.splitlines(), *output.splitlines()] if line.startswith("==ERROR==")]
-    return " ".join(said)[:500] or f"no counters in ncu's log; it said: {output[-300:]}"
+def measured(log: Path) -> Iterator[Record]:
+    """What the tool says; why it says nothing, in its own words."""
+    for metrics in ((*METRICS, TENSOR_PIPE), METRICS):
+        try:
+            run = subprocess.run(command(log, metrics), capture_output=True, text=True)
+        except OSError as error:
+            yield {"what": "counters", "error": str(error)}
+            return
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if (found := list(parsed(text))) and run.returncode == 0:
+            yield from found
+            return
+    said = (line for line in (text + run.stdout + run.stderr).splitlines() if line.startswith("==ERROR=="))
+    yield {"what": "counters", "error": " ".join(said)[:500] or f"ncu gave none: {run.stdout[-300:]}"}
 
 
-def measured(log: Path, *, tiny: bool) -> Iterator[Record]:
-    if shutil.which("ncu") is None:
-        yield {"what": "counters failed", "error": "ncu is not on the PATH"}
-        return
-    run = subprocess.run(command(log, available(), tiny=tiny), capture_output=True, text=True)
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    found = list(parsed(text))
-    yield from found
-    if not found or run.returncode:
-        yield {"what": "counters failed", "error": failure(text, run.stdout + run.stderr)}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--log", type=Path, required=True, help="ncu's own output")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--log", type=Path, help="ncu's own output")
+    parser.add_argument("--launch-only", action="store_true", help="without ncu around it")
     parser.add_argument("--tiny", action="store_true")
-    namespace = parser.parse_args(arguments)
-    emit = records.writer(namespace.out)
-    failed = False
-    for record in measured(namespace.log, tiny=namespace.tiny):
+    arguments = parser.parse_args()
+    if arguments.launch_only or arguments.tiny:
+        launch_only(torch.device("cpu" if arguments.tiny else "cuda"), tiny=arguments.tiny)
+        return
+    emit, failed = records.writer(arguments.out), False
+    for record in measured(arguments.log):
         failed = failed or "error" in record
         emit({"part": "counters", **record})
     if failed:

@@ -1,34 +1,26 @@
-"""What decides designs: python -m benchmarks.gpu.experiments --out FILE [--only bits,attention,...] [--tiny]
+"""What decides designs: python -m benchmarks.gpu.experiments --out FILE [--tiny]
 
 bits: are a product's rows the same bits in tiles of 64 and 128 rows, of 64 to 256 columns, and with the operands
-swapped (which would let `batch_invariant` choose tiles by the number of rows), and what would each take? attention: the
-same for prompts in tiles of 64 and 128 rows. launch: a chain of small kernels with and without programmatic dependent
-launch. library: which kernels cuBLAS runs for the products of a step, so how many split their sums. fp8: products of
-8-bit floats beside those in bfloat16. --tiny runs small matrices in Triton's interpreter.
+swapped (which would let `batch_invariant` choose tiles by the number of rows), and what would each take? launch: a
+chain of small kernels with and without programmatic dependent launch. --tiny: small matrices in Triton's
+interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from benchmarks.gpu import records
-from benchmarks.gpu.attention_subjects import Batch
-from benchmarks.gpu.attention_sweep import Candidate, Sweep
-from benchmarks.gpu.breakdown import by_kernel
-from benchmarks.gpu.idle import kernel_events
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
-from benchmarks.gpu.timing import CACHE_BYTES, Call, measure, num_copies
-from quire.kernels.triton.attention_tiles import fixed_tiles
+from benchmarks.gpu.timing import CACHE_BYTES, measure, num_copies
 from quire.kernels.triton.matmul import GROUP_M, Tiles, _matmul_kernel
 from quire.kernels.triton.runtime import INTERPRETED, launch
 from quire.kernels.triton.weight_formats import StoredMatrix
@@ -83,29 +75,6 @@ class Experiments:
         differing = int((found != expected).sum())
         return {"equal": differing == 0, "differing": differing, "seconds": timing.median}
 
-    def attention(self) -> Iterator[Record]:
-        """Tiles of batch-invariant mode for prompts: as they are, and with two warp groups of the same instruction.
-        Tiles of the default mode with 64 keys instead of 128, for which two programs fit a multiprocessor."""
-        sweep = Sweep(self._shape, self._device, 512 if self._tiny else 1)
-        fixed = fixed_tiles(sweep.heads, sweep.limits)
-        ways = {
-            "fixed": fixed,
-            "fixed, 128 rows": replace(fixed, block_m=2 * fixed.block_m, num_warps=2 * fixed.num_warps),
-            "128 x 64, 2 stages": replace(fixed, block_m=128, num_warps=8, block_n=64, num_stages=2, fixed_keys=0),
-        }
-        for batch in map(sweep.scaled, (Batch(1, 8192, 8192), Batch(8, 1024, 1024))):
-            torch.manual_seed(0)
-            expected = sweep.run(batch, Candidate(fixed, None))
-            for name, tiles in ways.items():
-                attempt = partial(self._compare_attention, sweep, batch, Candidate(tiles, None), expected)
-                yield self._attempt("attention tiles", name, attempt, case=batch.name)
-
-    def _compare_attention(self, sweep: Sweep, batch: Batch, way: Candidate, expected: torch.Tensor) -> Record:
-        torch.manual_seed(0)
-        differing = int((sweep.run(batch, way) != expected).sum())
-        timing = measure([sweep.call(batch, way)], self._device)
-        return {"equal": differing == 0, "differing": differing, "seconds": timing.median}
-
     def launch(self) -> Iterator[Record]:
         """Seconds of one of a chain of small kernels in a graph."""
         x = torch.zeros(self._shape.hidden, device=self._device)
@@ -121,50 +90,6 @@ class Experiments:
                 add_one(x, early=early)
 
         return {"seconds": measure([call], self._device).median / CHAIN}
-
-    def library(self) -> Iterator[Record]:
-        """Kernels of one product each, by the profiler's names."""
-        for name, n, k in self._matrices():
-            for m in (1, 16, 256):
-                yield self._attempt("library", name, partial(self._kernels_of, m, n, k), m=m)
-
-    def _kernels_of(self, m: int, n: int, k: int) -> Record:
-        x, weight = self._random(m, k), self._random(n, k)
-        F.linear(x, weight)
-        with kernel_events(self._device) as events:
-            F.linear(x, weight)
-        return {"kernels": [row.name for row in by_kernel(events)], "num_kernels": len(events)}
-
-    def fp8(self) -> Iterator[Record]:
-        """Row-wise scaled products of 8-bit floats, and the same in bfloat16."""
-        name, n, k = self._matrices()[0]
-        for m in (16,) if self._tiny else (16, 64, 256, 8192):
-            yield self._attempt("fp8", f"{name}, bfloat16", partial(self._product_seconds, m, n, k, False), m=m)
-            yield self._attempt("fp8", f"{name}, float8", partial(self._product_seconds, m, n, k, True), m=m)
-
-    def _product_seconds(self, m: int, n: int, k: int, narrow: bool) -> Record:
-        def build() -> Call:
-            x, weight = self._random(m, k), self._random(n, k)
-            if not narrow:
-                return lambda: F.linear(x, weight)
-            x8, weight8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
-            rows, columns = torch.ones(m, 1, device=self._device), torch.ones(1, n, device=self._device)
-            return lambda: torch._scaled_mm(
-                x8, weight8.t(), scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-
-        calls = [build() for _ in range(num_copies(n * k * (1 if narrow else 2), self._cache_bytes))]
-        return {"seconds": measure(calls, self._device).median}
-
-    def _matrices(self) -> list[tuple[str, int, int]]:
-        shape = self._shape
-        heads = shape.num_heads * shape.head_dim
-        return [
-            ("gate_up", 2 * shape.intermediate, shape.hidden),
-            ("down", shape.hidden, shape.intermediate),
-            ("qkv", shape.qkv_width, shape.hidden),
-            ("o", shape.hidden, heads),
-        ]
 
     def _num_copies(self, weight: torch.Tensor) -> int:
         return num_copies(weight.numel() * weight.itemsize, self._cache_bytes)
@@ -220,13 +145,9 @@ def add_one(x: torch.Tensor, *, early: bool) -> None:
     launch(_add_kernel, (triton.cdiv(x.numel(), 1024),), x, x.numel(), EARLY=early, BLOCK=1024, num_warps=4, **options)
 
 
-NAMES = ("bits", "attention", "launch", "library", "fp8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     emit = records.writer(arguments.out)
@@ -234,9 +155,8 @@ def main() -> None:
     device = torch.device("cpu" if arguments.tiny else "cuda")
     experiments = Experiments(TINY if arguments.tiny else QWEN3_8B, device, tiny=arguments.tiny)
     with torch.inference_mode():
-        for name in arguments.only.split(","):
-            for record in getattr(experiments, name)():
-                emit({"part": "experiments", **record})
+        for record in (*experiments.launch(), *experiments.bits()):
+            emit({"part": "experiments", **record})
 
 
 if __name__ == "__main__":

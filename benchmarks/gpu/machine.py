@@ -1,12 +1,14 @@
 """The machine that a run is on: python -m benchmarks.gpu.machine --out FILE
 
 What must be there for a kernel to be compiled and launched, with the reason where it is not; which other libraries are
-there to compare with; versions. Exits 1 where something is missing that kernels need.
+there to compare with; versions; how many kernels and launchers the cache of compiled kernels has, out of some that
+every engine needs. Exits 1 where something is missing that kernels need.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shutil
@@ -17,12 +19,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import records
 from benchmarks.gpu.records import Record
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pytest-xdist")
-PEERS = ("flash_attn_interface", "flashinfer", "vllm")
+PEERS = ("flash_attn_interface", "vllm")
 TOOLS = ("ncu", "compute-sanitizer")
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
@@ -93,8 +96,59 @@ def describe() -> Record:
         "peers": [name for name in PEERS if find_spec(name) is not None],
         "tools": [name for name in TOOLS if shutil.which(name) is not None],
         "ptxas": assembler(),
+        "libtriton": hash_of_libtriton(),
         "cached_kernels": sum(1 for _ in cache.glob("*/*.cubin")) if cache.name else 0,
         "needs": [need.to_json() for need in needs()],
+    }
+
+
+def hash_of_libtriton() -> str:
+    """The start of its SHA-256; empty without Triton. It is part of the key of every kernel: a cache that was filled
+    for another one is never hit."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return ""
+    with (Path(spec.origin).parent / "_C" / "libtriton.so").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def cache_hits() -> Record:
+    """Compiles what fills the inputs of a step, as an engine launches it, and launches nothing. kernels, launchers:
+    (found in the cache, of how many); a launcher that is not found takes the C compiler a second."""
+    from triton import knobs
+    from triton.runtime import build
+
+    from quire.kernels.triton.runtime import recorded_launches
+    from tests.kernels.triton.ahead_of_time import row_calls
+
+    found: list[bool] = []
+    loaded: list[str] = []
+    built: list[str] = []
+
+    class Loading:
+        def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+            loaded.append(str(kernel.warmup(*args, grid=grid, **constants).run))
+
+    own_build = build._build
+
+    def noted(name: str, *args: Any, **options: Any) -> str:
+        built.append(name)
+        return str(own_build(name, *args, **options))
+
+    knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
+    build._build = noted
+    try:
+        with recorded_launches(Loading()):
+            for call in row_calls():
+                call()
+    finally:
+        knobs.compilation.listener, build._build = None, own_build
+    launchers = [name for name in built if name == "__triton_launcher"]
+    return {
+        "part": "machine",
+        "what": "cache",
+        "kernels": (sum(found), len(found)),
+        "launchers": (len(loaded) - len(launchers), len(loaded)),
     }
 
 
@@ -113,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = {"part": "machine", **describe()}
     records.writer(namespace.out)(record)
     print(said("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE"))
+    if not namespace.tiny:
+        records.writer(namespace.out)(cache_hits())
     return 0 if namespace.tiny or not any(need["missing"] for need in record["needs"]) else 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.limits import Work
+from benchmarks.gpu.shapes import Shape
 from quire.config.engine import EngineConfig
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.step import StepPlan, StepResult
@@ -52,7 +53,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """What a model's steps cost at least. layer_parameters: of all layers, each multiplied with every token.
-    head_parameters: of the projection to the vocabulary. itemsize: bytes of an element. kv_bytes: of a token in all
+    head_parameters: of the projection to the vocabulary. itemsize: bytes of a weight. kv_bytes: of a token in all
     layers. attention_width: query heads times their size, over all layers."""
 
     layer_parameters: int
@@ -60,6 +61,16 @@ class ModelCost:
     itemsize: int
     kv_bytes: int
     attention_width: int
+
+    @classmethod
+    def of_shape(cls, shape: Shape, itemsize: int) -> ModelCost:
+        return cls(
+            layer_parameters=shape.layer_parameters,
+            head_parameters=shape.head_parameters,
+            itemsize=itemsize,
+            kv_bytes=shape.kv_bytes * shape.num_layers,
+            attention_width=shape.num_heads * shape.head_dim * shape.num_layers,
+        )
 
     def work(self, step: Step) -> Work:
         """Weights, keys and values are read once a step, keys and values of new tokens written; activations are left

@@ -69,23 +69,7 @@ def num_tokens(work: Work) -> int:
     return sum(work.input_lens) + sum(work.output_lens)
 
 
-def fitting(work: Workload, num_slots: int, block_size: int) -> Workload:
-    """As many of the requests as a KV cache of `num_slots` tokens holds to their end, in eights from eight on: a batch
-    that does not fit is preempted, and the work that is done twice would count as progress."""
-    own = -(-(work.input_len + work.output_len) // block_size) * block_size
-    most = max(1, num_slots // own)
-    count = min(work.num_requests, most if most < 8 else most // 8 * 8)
-    return Workload(count, work.input_len, work.output_len)
-
-
-PEER_WORK = Workload(64, 256, 128)
-"""Also Transformers' (benchmarks/gpu/transformers_peer.py)."""
-BATCH_WORK = Workload(256, 1024, 1024)
-HALF_BATCH_WORK = Workload(256, 512, 512)
-"""What 256 sequences are measured with where the longer ones do not fit (80 GB)."""
-SINGLE_WORK = Workload(1, 128, 256)
-LONG_WORK = Workload(32, 8192, 64)
-RAGGED_WORK = RaggedWorkload(256)
+RAGGED_WORK = RaggedWorkload(128)
 TINY_WORK = Workload(2, 5, 4)
 """For trying things out without a card."""
 TINY_RAGGED = RaggedWorkload(2, 9, 5)

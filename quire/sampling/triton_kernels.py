@@ -18,6 +18,7 @@ import torch
 from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
 from quire.sampling.batch import SampleBatch, TokenMasks
+from quire.sampling.lists import ALLOWED
 from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, Listed, SamplingRows
 from quire.sampling.results import LOWEST_SCORE, Best, Deferred, Ranking
 from quire.sampling_params import MAX_LOGPROBS
@@ -76,7 +77,8 @@ class TritonKernels:
         rules.ban_sequences(scores, batch.rows, _histories(batch), self._list_words())
 
     def keep_allowed(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
-        rules.keep_allowed(scores, batch.rows, self._list_words())
+        _, sizes = self._rows.lists.spans(ALLOWED, batch.rows_host)
+        rules.keep_allowed(scores, batch.rows, self._list_words(), int(sizes.max()))
 
     def keep_masked(self, scores: torch.Tensor, masks: TokenMasks) -> None:
         indices, words = (self._to_device(column) for column in (masks.indices, masks.words.view(np.int32)))

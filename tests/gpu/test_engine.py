@@ -88,10 +88,19 @@ def test_ways_to_run_change_no_token(name: str, options: dict[str, Any], saved_m
         greedy(LONG, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
         greedy(LONG, logit_bias={5: 3.0, 9: -100.0}, min_tokens=3, stop_token_ids=[11]),
         greedy(LONG, allowed_token_ids=[1, 2, 3, 50, 60]),
+        SamplingParams(
+            n=3,
+            temperature=1.5,
+            seed=1,
+            allowed_token_ids=[*range(60)],
+            max_tokens=LONG,
+            ignore_eos=True,
+            detokenize=False,
+        ),
         SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True, detokenize=False, n=1, top_k=1),
         SamplingParams(use_beam_search=True, n=3, best_of=3, temperature=0.0, max_tokens=6, detokenize=False),
     ],
-    ids=["logprobs", "penalties", "bias", "allowed", "top-1", "beams"],
+    ids=["logprobs", "penalties", "bias", "allowed", "three that share a list", "top-1", "beams"],
 )
 def test_rules_choose_the_same_tokens_as_on_the_cpu(params: SamplingParams, saved_model: SavedModels) -> None:
     saved = saved_model("llama")

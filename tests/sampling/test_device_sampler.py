@@ -68,6 +68,21 @@ def test_each_type_of_logits(device: torch.device, dtype: torch.dtype, vocab_siz
             assert actual.logprobs[index].rank == entry.rank
 
 
+@pytest.mark.parametrize("num_rows", [2, 3, 7])
+def test_rows_that_share_a_list_of_allowed_tokens_keep_their_own_scores(device: torch.device, num_rows: int) -> None:
+    """The sequences of a request with n > 1, or prompts with one SamplingParams, have one list; others lie between."""
+    shared = SamplingParams(temperature=0, allowed_token_ids=[*range(3, 190, 2)])
+    shorter = SamplingParams(temperature=0, allowed_token_ids=[8, 20, 60])
+    free = SamplingParams(temperature=0)
+    cases = [Case(params) for params in (shorter, *[shared] * num_rows, free, shorter)]
+    logits = random_logits(len(cases), VOCAB)
+    expected = sample(logits, cases).token_ids
+    assert sample_on(device, logits, cases).token_ids == expected
+    assert len(set(expected[1 : 1 + num_rows])) > 1, "rows of different scores"
+    made = Prepared(cases, platform=Device(device))
+    assert np.array_equal(made.edited(logits), Prepared(cases).edited(logits)), "each its own scores"
+
+
 def test_equal_logits_are_ranked_by_their_tokens(device: torch.device) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 150] = 1.0

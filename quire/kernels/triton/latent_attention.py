@@ -22,6 +22,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.decode_attention import UNROLLED
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
@@ -207,6 +208,10 @@ def _latent_kernel(
     num_tokens = tl.minimum(num_new - first, TOKENS)
     first_position = tl.load(seq_lens + sequence) - num_new + first
     end = first_position + num_tokens
+    num_parts = tl.cdiv(end, SPLIT_KEYS)
+    if IS_SPLIT:
+        if tl.program_id(2) >= num_parts:
+            return
     row = tl.arange(0, BLOCK_M)
     token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
     inside = (token < num_tokens) & (head < NUM_HEADS)
@@ -217,7 +222,6 @@ def _latent_kernel(
     queries = _load_rows(query, at, inside, RANK, DIM, pages.dtype.element_ty)
     turned = _load_rows(turned_query, at, inside, ROPE, ROPE_BLOCK, pages.dtype.element_ty)
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
-    num_parts = tl.cdiv(end, SPLIT_KEYS)
     if IS_SPLIT:
         for part in range(bound(tl.program_id(2)), bound(num_parts), bound(tl.num_programs(2))):
             maximum, total, values = _attend_part(
@@ -292,8 +296,10 @@ def _merge_kernel(
     RANK: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
-    """Program (head, sequence of one new token)."""
+    """Program (head, sequence of one new token): its parts in order, first to last, UNROLLED of them loaded at a
+    time."""
     sequence = tl.program_id(1)
     token = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) == token:
@@ -302,16 +308,20 @@ def _merge_kernel(
     one = tl.arange(0, 1)
     dims = tl.arange(0, DIM)[None, :]
     maximum, total, values = no_keys(1, DIM)
-    for part in range(bound(tl.cdiv(tl.load(seq_lens + sequence), SPLIT_KEYS))):
-        place = at * capacity + part + one
-        maximum, total, values = merged(
-            maximum,
-            total,
-            values,
-            tl.load(part_maxima + place),
-            tl.load(part_totals + place),
-            tl.load(part_values + place[:, None] * RANK + dims, mask=dims < RANK, other=0.0),
-        )
+    num_parts = tl.cdiv(tl.load(seq_lens + sequence), SPLIT_KEYS)
+    for first in range(0, bound(num_parts), UNROLLED):
+        for ahead in tl.static_range(UNROLLED):
+            present = first + ahead < num_parts
+            place = at * capacity + first + ahead + one
+            # What is not there merges as what saw nothing.
+            maximum, total, values = merged(
+                maximum,
+                total,
+                values,
+                tl.load(part_maxima + place, mask=present & (one == 0), other=-1.0e30),
+                tl.load(part_totals + place, mask=present & (one == 0), other=0.0),
+                tl.load(part_values + place[:, None] * RANK + dims, mask=present & (dims < RANK), other=0.0),
+            )
     values = values / total[:, None]
     tl.store(out + at * RANK + dims, values.to(out.dtype.element_ty), mask=dims < RANK)
 
@@ -405,7 +415,7 @@ class LatentKernels:
             for is_split in (False, True)
         }
         self._attend_selected = bind(_sparse_kernel, reading, TOP=shape.top, **tiled) if shape.top else None
-        self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, num_warps=4)
+        self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, UNROLLED=UNROLLED, num_warps=4)
 
     def run(
         self,

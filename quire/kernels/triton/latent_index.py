@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import IndexShape
+from quire.kernels.triton.bound_launch import ALIGNMENT
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
@@ -234,7 +235,9 @@ def select_keys(
     if length <= shape.top:
         return
     at_once = min(batch.num_tokens, max(1, SCRATCH_ELEMENTS // length))
-    scores = torch.empty(at_once, length, dtype=torch.float32, device=query.device)
+    # Kernels are compiled anew for strides that 16 divides and for others: these all are.
+    scores_stride = ALIGNMENT * blocks_of(length, ALIGNMENT)
+    scores = torch.empty(at_once, scores_stride, dtype=torch.float32, device=query.device)
     lengths = batch.query_start, batch.seq_lens
     for first in range(0, batch.num_tokens, at_once):
         count = min(at_once, batch.num_tokens - first)
@@ -251,7 +254,7 @@ def select_keys(
             batch.num_seqs,
             first,
             *strides,
-            scores.stride(0),
+            scores_stride,
             shape.scale,
             TOP=shape.top,
             KEYS=KEYS,
@@ -267,7 +270,7 @@ def select_keys(
             *lengths,
             batch.num_seqs,
             first,
-            scores.stride(0),
+            scores_stride,
             TOP=shape.top,
             BLOCK=BLOCK,
             num_warps=4,

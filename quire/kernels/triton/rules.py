@@ -108,20 +108,22 @@ def _banned_kernel(
         start += BLOCK
 
 
-@triton.jit
-def _gather_kernel(scores, rows, lists, saved, scores_stride, SAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Save the scores of allowed tokens, or put them back."""
+@triton.jit(do_not_specialize=["saved_stride"])
+def _gather_kernel(scores, rows, lists, saved, scores_stride, saved_stride, SAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Save the scores of allowed tokens, or put them back. saved: a line for each row of `scores`, because rows may
+    share a list."""
     index = tl.program_id(0).to(tl.int64)
     begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
+    own = saved + index * saved_stride
     start = tl.program_id(1) * BLOCK
     while start < size:
         entries = start + tl.arange(0, BLOCK)
         mask = entries < size
         place = scores + index * scores_stride + tl.load(lists + begin + entries, mask=mask, other=0)
         if SAVES:
-            tl.store(saved + begin + entries, tl.load(place, mask=mask, other=0), mask=mask)
+            tl.store(own + entries, tl.load(place, mask=mask, other=0), mask=mask)
         else:
-            tl.store(place, tl.load(saved + begin + entries, mask=mask, other=0), mask=mask)
+            tl.store(place, tl.load(own + entries, mask=mask, other=0), mask=mask)
         start += tl.num_programs(1) * BLOCK
 
 
@@ -167,15 +169,16 @@ def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories
     launch(_banned_kernel, (len(rows),), scores, rows, *histories, lists, *strides, BLOCK=BLOCK)
 
 
-def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:
-    """In rows that have a list of allowed tokens, make every other token impossible."""
-    saved = torch.empty(len(lists), dtype=torch.float32, device=scores.device)
+def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, longest: int) -> None:
+    """In rows that have a list of allowed tokens, make every other token impossible. longest: tokens of the longest
+    such list of these rows."""
+    saved = torch.empty(len(rows), longest, dtype=torch.float32, device=scores.device)
     vocab_size, stride = scores.shape[1], scores.stride(0)
     grid = (len(rows), 8)
-    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, SAVES=True, BLOCK=BLOCK)
+    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, longest, SAVES=True, BLOCK=BLOCK)
     fill_grid = (triton.cdiv(vocab_size, FILL), len(rows))
     launch(_fill_kernel, fill_grid, scores, rows, lists, stride, vocab_size, BLOCK=FILL)
-    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, SAVES=False, BLOCK=BLOCK)
+    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, longest, SAVES=False, BLOCK=BLOCK)
 
 
 def keep_masked(scores: torch.Tensor, indices: torch.Tensor, words: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.engine import MODES, decode_step_seconds, engine_setup, roofline_seconds
-from benchmarks.gpu.idle import idle_shares, settled
+from benchmarks.gpu.engine import GRAPH_SIZES, WHERE, decode_step_seconds, roofline_seconds
 from benchmarks.gpu.limits import Ceilings, Work
+from benchmarks.gpu.profiling import KernelEvent, breakdown
 from benchmarks.gpu.shapes import QWEN3_8B
 from benchmarks.gpu.step_log import STEPS, ModelCost, NotedStep, RecordingExecutor, Step
 from benchmarks.gpu.workloads import Workload
@@ -49,19 +49,21 @@ def test_only_steady_decode_steps_count() -> None:
         decode_step_seconds(steps, 2)
 
 
-def test_gaps_between_kernels() -> None:
-    idle = idle_shares([(3.0, 4.0), (0.0, 1.0), (0.5, 0.75), (1.5, 3.0), (9.0, 10.0)], long_gap=1.0)
-    assert idle.all_gaps == pytest.approx((0.5 + 5.0) / 10.0)
-    assert idle.long_gaps == pytest.approx(0.5)
-    assert idle.num_kernels == 5
+def test_where_the_time_of_steps_goes() -> None:
+    """The first quarter, in which the profiler starts, does not count."""
+    early = [KernelEvent(0.0, 1.0, "early"), KernelEvent(50.0, 51.0, "early")]
+    events = [KernelEvent(3.0, 4.0, "b"), KernelEvent(0.0, 1.0, "a"), KernelEvent(0.5, 0.75, "a")]
+    events += [KernelEvent(1.5, 3.0, "b"), KernelEvent(9.0, 10.0, "a"), KernelEvent(10.0 + 1e-6, 11.0, "b")]
+    later = [KernelEvent(event.start + 100.0, event.end + 100.0, event.name) for event in events]
+    found = breakdown([*early, *later], num_steps=4)
+    assert found["launches_per_step"] == 6 / 3
+    assert found["busy"] == pytest.approx(1 - (0.5 + 5.0 + 1e-6) / 11.0)
+    assert found["idle_between_steps"] == pytest.approx(5.5 / 11.0), "short gaps are those inside a graph"
+    assert [row["name"] for row in found["kernels"]] == ["b", "a"]
+    assert found["kernels"][0]["microseconds_per_step"] == pytest.approx(1e6 * 3.5 / 3, rel=1e-5)
+    assert found["gaps"][0]["name"] == "b -> a"
     with pytest.raises(ValueError, match="no kernel"):
-        idle_shares([])
-
-
-def test_the_start_of_a_profile_does_not_count() -> None:
-    kernels = [(100.0 + index, 101.0 + index) for index in range(6)] + [(0.0, 1.0), (1.0, 2.0)]
-    assert idle_shares(kernels).all_gaps > 0.9
-    assert idle_shares(settled(kernels)).all_gaps == 0.0
+        breakdown([], num_steps=4)
 
 
 class FakeExecutor:
@@ -89,11 +91,10 @@ def test_steps_are_noted_around_the_executor() -> None:
     assert len(STEPS) == 1, "a plan without tokens is no step"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_options_of_every_mode_exist(mode: str) -> None:
-    shape, options = engine_setup(mode, tiny=False)
-    assert shape is QWEN3_8B
-    EngineOptions.from_keywords(options)
+def test_options_of_the_engine_exist() -> None:
+    EngineOptions.from_keywords({**WHERE[False], "cuda_graphs": "full", "cuda_graph_sizes": GRAPH_SIZES})
+    narrow = ModelCost.of_shape(QWEN3_8B, 1).work(step(1, 0.0)).bytes - 51 * 147_456
+    assert narrow == QWEN3_8B.layer_parameters + QWEN3_8B.head_parameters
 
 
 def test_the_shape_is_that_of_qwen3_8b() -> None:

@@ -4,10 +4,12 @@
     python -m tests.kernels.triton.ahead_of_time 80 products
     python -m tests.kernels.triton.ahead_of_time 90 cache
     python -m tests.kernels.triton.ahead_of_time 90 rows cache
+    python -m tests.kernels.triton.ahead_of_time 90 cache for=python3.12
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
-`QUIRE_TRITON_CACHE`, with every kind of tiles that a model of these shapes needs: `make triton-cache`; the last only
-what fills the inputs of a step) prints a line of
+`QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
+triton-cache`; the fourth only what fills the inputs of a step; the last for an engine of another Python, whose Triton
+is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
 are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
@@ -25,6 +27,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
 from quire import envs
@@ -57,7 +61,9 @@ from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
+from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
+from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -100,6 +106,14 @@ class NotingLauncher:
         pointers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
         read = [value if is_read else None for value, is_read in zip(pointers, self._is_read, strict=True)]
         self.calls.append((*settings, *read))
+
+
+class StoringLauncher(NotingLauncher):
+    """Also compiles what a card would launch with, into the cache (`stored_for`)."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        super().__init__(source, metadata)
+        CudaLauncher(source, metadata)
 
 
 class LoadingUtilities:
@@ -390,10 +404,19 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
 
 def main() -> None:
     capability, words = int(sys.argv[1]), sys.argv[2:]
-    if "cache" in words:
-        envs.keep_triton_cache()
-    driver.set_active(LaunchingGPU(capability))
-    with recorded_launches(CompilingRecorder()):
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    device = LaunchingGPU(capability)
+    driver.set_active(device)
+    with ExitStack() as stack:
+        if "cache" in words:
+            envs.keep_triton_cache()
+            python = Python.of(named.get("for", sys.executable))
+            if "for" in named:
+                libtriton = named.get("libtriton") or python.fetch_libtriton(ROOT / "build" / "triton")
+                stack.enter_context(keys_of(Path(libtriton)))
+            stack.enter_context(stored_for(python))
+            device.launcher_cls = StoringLauncher
+        stack.enter_context(recorded_launches(CompilingRecorder()))
         for call in calls_of(capability, words):
             call()
 

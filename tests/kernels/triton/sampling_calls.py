@@ -36,7 +36,7 @@ def sampling_calls() -> list[Callable[[], object]]:
         lambda: rules.add_logit_bias(scores, rows, lists),
         lambda: rules.ban_stop_tokens(scores, rows, words, histories, lists),
         lambda: rules.ban_sequences(scores, rows, histories, lists),
-        lambda: rules.keep_allowed(scores, rows, lists),
+        lambda: rules.keep_allowed(scores, rows, lists, 64),
         lambda: filters.process(logits, rows, scores, rows, words, (Feature.LOGPROBS, FILTERED), -1e30, shapes.lanes),
         lambda: logprobs.rank(logits, rows, result, rows, words, normalized=True),
         lambda: logprobs.rank(scores, rows, result, rows, words, Feature.LOGPROBS, normalized=False),

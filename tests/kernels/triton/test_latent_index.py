@@ -13,7 +13,9 @@ from quire.kernels.triton import latent_index
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
+from quire.kernels.triton.runtime import recorded_launches
 from quire.layers.device_cache import DeviceRotation
+from tests.fakes.compilations import CompilationRecorder
 from tests.layers.state_steps import randn
 
 BLOCK_SIZE, TOP = 8, 7
@@ -99,6 +101,19 @@ def test_the_best_keys_and_attention_over_them(at_once: int, monkeypatch: pytest
             chosen = (heads[token].double() @ seen.T * LATENT.scale).softmax(-1) @ seen[:, :24]
             torch.testing.assert_close(out[token].double(), chosen.flatten(), rtol=0, atol=2e-5)
             token += 1
+
+
+def test_lengths_of_sequences_need_no_other_kernels() -> None:
+    """Scores of any number of keys, and first tokens behind any number of others, are of one kind of memory."""
+    sequences = Sequences()
+    batch = sequences.batch()
+    query, weights = randn(12, INDEX.num_heads * INDEX.dim, seed=9), randn(12, INDEX.num_heads, seed=8)
+    inputs, selected = (query, sequences.rows(sequences.keys), weights), torch.empty(12, TOP, dtype=torch.int32)
+    recorder = CompilationRecorder()
+    with recorded_launches(recorder):
+        for length in (16, 17, 30, 32, 4096, 5000):
+            select_keys(INDEX, inputs, None, sequences.pages, replace(batch, max_seq_len=length), 0, selected)
+    assert sorted(name for name, _ in recorder.needed) == ["_choose_kernel", "_prepare_kernel", "_scores_kernel"]
 
 
 def test_queries_and_keys_are_turned() -> None:
