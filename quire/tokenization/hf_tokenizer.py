@@ -17,7 +17,7 @@ from quire.tokenization.library_errors import refusing
 from quire.tokenization.pipeline_checks import check_charsmaps
 from quire.tokenization.special_tokens import ADDED_TOKENS_FILE, SpecialTokens, read_special_tokens
 from quire.tokenization.tokenizer_classes import MISTRAL_PATTERN, TokenizerClass, charsmap_of
-from quire.tokenization.tokenizer_names import find_class
+from quire.tokenization.tokenizer_names import AS_IT_IS, find_class
 from quire.tokenization.vocabulary_limits import check_num_values, check_text_lengths, count_values
 from quire.utils.model_files import file_bytes, read_model_file
 
@@ -79,7 +79,7 @@ def read_tokenizer_json(file: Path, directory: Directory) -> HFTokenizer:
             if type(described.model).__name__ != kind.model:
                 raise ModelLoadError(
                     f"its tokenizer_class takes a vocabulary of the kind {kind.model}, and tokenizer.json has "
-                    f"{type(described.model).__name__}"
+                    f"{type(described.model).__name__}; {AS_IT_IS}"
                 )
             backend = tokenizers.Tokenizer(described.model)
             backend.normalizer = charsmap_of(described.normalizer) if kind.model == "Unigram" else None
