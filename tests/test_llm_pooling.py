@@ -36,6 +36,7 @@ def save_with_tokenizer(model: PreTrainedModel, directory: Path, **config: objec
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
     tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     return directory

@@ -16,8 +16,8 @@ from quire.errors import ModelLoadError
 from quire.tokenization.library_errors import refusing
 from quire.tokenization.pipeline_checks import check_charsmaps
 from quire.tokenization.special_tokens import ADDED_TOKENS_FILE, SpecialTokens, read_special_tokens
-from quire.tokenization.tokenizer_classes import TokenizerClass, charsmap_of
-from quire.tokenization.tokenizer_names import find_class
+from quire.tokenization.tokenizer_classes import MISTRAL_PATTERN, TokenizerClass, charsmap_of
+from quire.tokenization.tokenizer_names import AS_IT_IS, find_class
 from quire.tokenization.vocabulary_limits import check_num_values, check_text_lengths, count_values
 from quire.utils.model_files import file_bytes, read_model_file
 
@@ -26,6 +26,9 @@ MAX_TOKENIZER_BYTES = 2**26
 FILE, VOCABULARY_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 TRANSFORMERS_VERSION = (5, 23)
 """The release whose ids are followed, for directories with files for several."""
+_MISTRALS = (None, "mistral", "mistral3", "voxtral", "ministral", "pixtral")
+_MISTRAL_TOKENS = 100_000
+"""Smaller vocabularies are no Mistral's with such a pattern."""
 _VERSIONED = re.compile(r"tokenizer\.(.*)\.json")
 
 
@@ -76,7 +79,7 @@ def read_tokenizer_json(file: Path, directory: Directory) -> HFTokenizer:
             if type(described.model).__name__ != kind.model:
                 raise ModelLoadError(
                     f"its tokenizer_class takes a vocabulary of the kind {kind.model}, and tokenizer.json has "
-                    f"{type(described.model).__name__}"
+                    f"{type(described.model).__name__}; {AS_IT_IS}"
                 )
             backend = tokenizers.Tokenizer(described.model)
             backend.normalizer = charsmap_of(described.normalizer) if kind.model == "Unigram" else None
@@ -85,6 +88,7 @@ def read_tokenizer_json(file: Path, directory: Directory) -> HFTokenizer:
             kind.build(backend, _options(directory), _tokens(kind, special))
         _set_certain(backend)
         special.add_to(backend, "" if kind is None else kind.special_again)
+        _mend_splitting(backend, directory)
         if kind is not None:
             _set_template(backend, directory, kind, special, flags={})
         return _finished(backend, directory, special)
@@ -170,6 +174,25 @@ def _set_certain(backend: tokenizers.Tokenizer) -> None:
     model = backend.model
     if isinstance(model, models.BPE) and model.dropout:
         model.dropout = None
+
+
+def _mend_splitting(backend: tokenizers.Tokenizer, directory: Directory) -> None:
+    """`fix_mistral_regex`: tokenizer.json of some Mistral models splits words by a wrong pattern. Where the option asks
+    for it, the right one counts, for models that older releases of Transformers wrote."""
+    model, splitter = directory.model, backend.pre_tokenizer
+    if not _options(directory).boolean("fix_mistral_regex", False) or splitter is None or not model:
+        return
+    release = re.match(r"\d+", str(model.get("transformers_version") or 0))
+    is_old = release is not None and int(release[0]) < 5
+    if not is_old or model.get("model_type") not in _MISTRALS or backend.get_vocab_size() <= _MISTRAL_TOKENS:
+        return
+    split = pre_tokenizers.Split(tokenizers.Regex(MISTRAL_PATTERN), behavior="isolated")
+    if isinstance(splitter, pre_tokenizers.Sequence):
+        splitter[0] = split
+        return
+    if isinstance(splitter, pre_tokenizers.Metaspace):
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, splitter])
 
 
 def _set_template(

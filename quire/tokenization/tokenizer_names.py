@@ -172,6 +172,7 @@ _FROM_FILE_NAMES = (
 _REGISTERED: Mapping[str, str] = MappingProxyType(
     {model_type: name for name, types in _TYPES.items() for model_type in types.split()}
 )
+AS_IT_IS = 'tokenizer_class "PreTrainedTokenizerFast" in tokenizer_config.json takes tokenizer.json as it is'
 _GENERIC = frozenset({FROM_FILE, "PreTrainedTokenizer", "PythonBackend"})
 
 
@@ -187,7 +188,7 @@ def find_class(
     if found.removesuffix("Tokenizer") in _OTHER_CLASSES:
         raise ModelLoadError(
             f"its tokenizer_class is {found}, which makes other tokens than tokenizer.json describes and is not "
-            'supported; "PreTrainedTokenizerFast" in tokenizer_config.json takes tokenizer.json as it is'
+            f"supported; {AS_IT_IS}"
         )
     return CLASSES.get(found)
 

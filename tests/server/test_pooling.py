@@ -200,7 +200,8 @@ async def test_labels(paths: dict[str, Path], references: dict[str, object]) -> 
 async def test_padding(paths: dict[str, Path], references: dict[str, object]) -> None:
     """Up to the context, read as other tokens are; pairs get none."""
     config = paths["embedder"] / "tokenizer_config.json"
-    config.write_text('{"pad_token": "w7"}')
+    written = config.read_text()
+    config.write_text(json.dumps({**json.loads(written), "pad_token": "w7"}))
     try:
         async with client_of(paths["embedder"]) as client:
 
@@ -218,7 +219,7 @@ async def test_padding(paths: dict[str, Path], references: dict[str, object]) ->
             assert (await answer(padding="do_not_pad"))["data"] == plain["data"] != padded["data"]
             assert (await answer(padding="longest"))["error"]["param"] == "padding"
     finally:
-        config.unlink()
+        config.write_text(written)
     async with client_of(paths["reranker"]) as client:
         pair = {"text_1": "w1", "text_2": "w2"}
         assert (await client.post("/score", json={**pair, "padding": "do_not_pad"})).status_code == 200

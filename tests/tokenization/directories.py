@@ -108,10 +108,20 @@ def draw(number: int) -> Drawn:
         drawn.files["vocab.json"] = content["vocab"]
         drawn.files["merges.txt"] = "#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in content["merges"])
     else:
-        drawn.files["tokenizer.json"] = backend.to_str()
+        drawn.files["tokenizer.json"] = _written(rng, backend)
     if config or rng.random() < 0.5:
         drawn.files["tokenizer_config.json"] = config
     return drawn
+
+
+def _written(rng: random.Random, backend: Tokenizer) -> str:
+    """As new releases of the library write it, or older ones."""
+    content = json.loads(backend.to_str())
+    if content["model"]["type"] == "BPE" and rng.random() < 0.3:
+        content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    if rng.random() < 0.2:
+        del content["truncation"], content["padding"]
+    return json.dumps(content, ensure_ascii=rng.random() < 0.5)
 
 
 def _added(rng: random.Random, backend: Tokenizer) -> Tokenizer:
@@ -285,8 +295,11 @@ def _special_tokens(rng: random.Random, config: dict[str, Any], files: dict[str,
         if rng.random() < 0.3:
             map_file["image_token"] = "<image>"
         files["special_tokens_map.json"] = map_file
-    if rng.random() < 0.2:
-        files["added_tokens.json"] = {}
+    if rng.random() < 0.25:
+        older = rng.sample(("<|old|>", "<|y|>", "<|im_end|>", "fox"), 2)
+        files["added_tokens.json"] = {text: 500 + number for number, text in enumerate(older)}
+    if rng.random() < 0.1:
+        config["model_specific_special_tokens"] = {"audio_token": rng.choice(texts)}
 
 
 def _templates(rng: random.Random, config: dict[str, Any], files: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
@@ -153,6 +155,30 @@ def test_files_for_several_versions(tmp_path: Path, listed: list[str], taken: st
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert taken in theirs.get_vocab()
     assert load_tokenizer(tmp_path).token_to_id(taken) is not None
+
+
+@pytest.mark.parametrize("kind", ["sequence", "metaspace", "bytes"])
+@pytest.mark.parametrize("version", ["4.50.0", "5.1.0"])
+def test_a_pattern_of_mistral_that_is_put_right(tmp_path: Path, kind: str, version: str) -> None:
+    """Only vocabularies as large as Mistral's are looked at."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    splitters = {
+        "sequence": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("a"), "isolated"), letters]),
+        "metaspace": pre_tokenizers.Metaspace(split=False),
+        "bytes": letters,
+    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    entries = [*alphabet, *(f"{number:x}z" for number in range(100_001))]
+    backend = BackendTokenizer(models.BPE({entry: number for number, entry in enumerate(entries)}, []))
+    backend.pre_tokenizer = splitters[kind]
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"fix_mistral_regex": true}')
+    model = {"model_type": "mistral", "transformers_version": version}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ours = load_tokenizer(tmp_path)
+    their_splitter, our_splitter = (each.pre_tokenizer for each in (theirs.backend_tokenizer, ours.backend))
+    assert our_splitter.__getstate__() == their_splitter.__getstate__()
 
 
 def test_the_tables_are_those_of_transformers() -> None:
