@@ -105,7 +105,7 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
     raw, is_nested = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    named = rope.text("rope_type") if "rope_type" in raw else rope.text("type", "default")
+    named = next((rope.text(key) for key in ("rope_type", "type") if key in raw), "default")
     rope_type = defaults.renamed.get(named, named)
     if rope_type not in defaults.types:
         raise rope.error(f"rope_type {shown(named)} is not supported (known: {', '.join(defaults.types)})")
@@ -174,7 +174,7 @@ def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mappin
     """The RoPE settings of the layers of a kind with their base, and whether they are nested: one object for all kinds
     ("rope_scaling" before "rope_parameters"), or one for each kind in `rope_parameters`, where "rope_scaling" is
     added to that of FULL."""
-    theta = config.number("rope_theta", defaults.theta)
+    theta = config.number("rope_theta") if "rope_theta" in config.values else defaults.theta
     scaling = _object(config, "rope_scaling")
     if defaults.local_theta is None:
         raw = scaling or _nested_in(config) or defaults.settings

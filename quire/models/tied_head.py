@@ -42,7 +42,7 @@ def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, 
     if len(found) == 1:
         slots = outline(config).slots
         return config, next(name for name in slots if _EMBEDDING.search(name))
-    digests = {_digest(tensor) for _, tensor in _tables(config, files)}
+    digests = {_digest(name, tensor) for name, tensor in _tables(config, files)}
     if len(digests) == 1:
         return config, ""
     logger.warning(
@@ -69,11 +69,11 @@ def _tables(config: ModelConfig, files: WeightFiles) -> Iterator[tuple[str, torc
             yield name, tensor
 
 
-def _digest(tensor: torch.Tensor | FileTensor) -> bytes:
-    """A digest of shape and values, read a part at a time."""
+def _digest(name: str, tensor: torch.Tensor | FileTensor) -> bytes:
+    """A digest of shape and values, read a part at a time. Raises ModelLoadError for a tensor that is no matrix."""
     shape = tuple(tensor.shape)
-    if len(shape) != 2 or not tensor.is_floating_point():
-        raise ModelLoadError(f"a table of the vocabulary has shape {list(shape)} and dtype {tensor.dtype}")
+    if len(shape) != 2:
+        raise ModelLoadError(f"tensor {name!r} has shape {list(shape)}, which no table of the vocabulary has")
     digest = hashlib.sha256(repr(shape).encode())
     step = max(1, _CHUNK_BYTES // (4 * max(1, shape[1])))
     for start in range(0, shape[0], step):

@@ -86,7 +86,7 @@ def test_a_damaged_indexer_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"q_lora_rank": None}, "q_lora_rank is missing: the indexer takes compressed queries"),
+        ({"q_lora_rank": None}, "q_lora_rank must not be null"),
         ({"index_topk": 0}, "index_topk"),
         ({"index_head_dim": 4}, r"index_head_dim \(4\) must be at least qk_rope_head_dim \(8\)"),
     ],

@@ -98,11 +98,8 @@ def test_base_model_checkpoint_without_its_prefix(
     ("name", "surplus"),
     [
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("llama-biases", "lm_head.weight"),
         ("gpt2", "transformer.h.0.attn.bias"),
         ("gpt2", "h.1.attn.masked_bias"),
-        ("gpt2", "lm_head.weight"),
-        ("opt", "lm_head.weight"),
     ],
 )
 def test_well_known_surplus_is_passed_over(name: str, surplus: str, saved_model: SavedModels, tmp_path: Path) -> None:
@@ -110,6 +107,41 @@ def test_well_known_surplus_is_passed_over(name: str, surplus: str, saved_model:
     expected = logits_of(load_directory(directory))
     rewrite(directory, lambda weights: weights.update({surplus: torch.ones(3)}))
     assert torch.equal(logits_of(load_directory(directory)), expected)
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "embedding"),
+    [
+        ("llama-biases", "model.embed_tokens.weight"),
+        ("gpt2", "transformer.wte.weight"),
+        ("opt", "model.decoder.embed_tokens.weight"),
+    ],
+)
+def test_a_tied_head_in_the_file(
+    name: str, embedding: str, is_pickled: bool, saved_model: SavedModels, tmp_path: Path
+) -> None:
+    """The embedding itself changes nothing, also where it stands under the head's name; another head is used."""
+    directory = Path(shutil.copytree(saved_model(name).directory, tmp_path / "model"))
+    expected, file = logits_of(load_directory(directory)), directory / "model.safetensors"
+    weights = load_file(file)
+
+    def logits_with(head: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
+        tensors = {**weights, "lm_head.weight": head}
+        if alone:
+            del tensors[embedding]
+        save_file({key: value.clone() for key, value in tensors.items()}, file)
+        if is_pickled:
+            torch.save(tensors, directory / "pytorch_model.bin")
+            file.unlink()
+        return logits_of(load_directory(directory))
+
+    table = weights[embedding]
+    assert torch.equal(logits_with(table), expected)
+    assert torch.equal(logits_with(table, alone=True), expected)
+    torch.testing.assert_close(logits_with(2.0 * table), 2.0 * expected)
+    with pytest.raises(ModelLoadError, match=r"tensor 'lm_head.weight' has shape \[3\], which no table of"):
+        logits_with(torch.ones(3))
 
 
 @pytest.mark.parametrize(

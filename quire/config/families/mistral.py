@@ -15,7 +15,7 @@ FAMILIES = (
         architectures=("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification"),
         is_runnable=True,
         usual_values=LLAMA_VALUES | {"num_key_value_heads": 8, "sliding_window": 4096},
-        nullable=("num_key_value_heads", "sliding_window"),
+        nullable=("sliding_window",),
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),
     replace(
@@ -33,7 +33,6 @@ FAMILIES = (
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        nullable=("num_key_value_heads",),
         renamed={"num_experts": "num_local_experts"},
         gguf=GGUFNames("llama", GGUF_TOP, _GGUF_EXPERTS, interleaved=True, windowed="MixtralForCausalLM"),
     ),
