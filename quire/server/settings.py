@@ -65,9 +65,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_api_key: the keys that control routes ask for; with none, also in the file of keys, only clients on this
         machine may use them (quire/server/auth.py).
     enable_tokenizer_info_endpoint: whether /tokenizer_info tells the tokenizer's configuration and chat template.
-    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning (docs/tool-calls.md); None: as its
-        chat template shows, "none": not at all. enable_auto_tool_choice: clients will let the model choose tools, so
-        the server does not start without a parser.
+    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning (docs/tool-calls.md); "auto", and
+        None for tool calls: as its chat template shows, "none", and None for reasoning: not at all.
+        enable_auto_tool_choice: clients will let the model choose tools, so the server does not start without a parser.
     exclude_tools_when_tool_choice_none: whether tools are kept from the chat template where none may be called.
     max_stored_responses, response_store_size: how many responses of /v1/responses are kept for clients that go on from
         them, and how many bytes they may take together (quire/server/response_store.py); 0 keeps none.
@@ -398,7 +398,7 @@ HELP: dict[str, str] = {
     "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",
     "enable_auto_tool_choice": "do not start unless the model's way to write tool calls is known",
     "tool_call_parser": "how the model writes tool calls, such as hermes (default: as its chat template shows)",
-    "reasoning_parser": "how the model writes its reasoning, such as qwen3 (default: as its chat template shows)",
+    "reasoning_parser": "how the model writes its reasoning, such as qwen3; auto: as its chat template shows (default: thoughts stay in the content)",
     "exclude_tools_when_tool_choice_none": "keep tools from the chat template where tool_choice is none",
     "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
 }

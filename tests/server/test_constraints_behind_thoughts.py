@@ -1,0 +1,123 @@
+"""Where constraints on an answer begin: at once, or behind thoughts, whichever way the model begins."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.parsers.registry import reasoning_format
+from quire.server.settings import ServerSettings
+from tests.server.conftest import Served, serving
+from tests.server.model_directory import write_model
+from tests.server.test_tools import TEMPLATE, TIME, WEATHER, ask, rename_tokens, streamed
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tools", TEMPLATE, 512)
+
+
+@pytest.fixture
+async def served(tool_model: Path) -> AsyncIterator[Served]:
+    async with serving(tool_model, ServerSettings(served_model_name=["tiny"], reasoning_parser="auto")) as served:
+        yield served
+
+
+async def test_constraints_begin_behind_the_reasoning(served: Served) -> None:
+    """Where the prompt opens the reasoning; where it closes it, at once."""
+    says = 'first {"a" </think>[{"name": "get_time", "parameters": {}}]'
+    answer = await ask(served, says, tool_choice="required", chat_template_kwargs={"thinking": True})
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == 'first {"a" '
+    assert message["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    answer = await ask(
+        served, "so</think>7", response_format=schema, chat_template_kwargs={"thinking": True}, tools=None
+    )
+    assert answer["choices"][0]["message"]["content"] == "7"
+    says = '[{"name": "get_time", "parameters": {}}]'
+    answer = await ask(served, says, tool_choice="required", chat_template_kwargs={"thinking": False})
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+
+
+CITY = '{"city": "Rom"}'
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+CITY_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rom"]}}, "required": ["city"]}
+HELD: list[tuple[str, dict[str, Any]]] = [
+    (CITY, NAMED),
+    ('[{"name": "get_weather", "parameters": {"city": "Rom"}}]', {"tool_choice": "required"}),
+    (CITY, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY_SCHEMA}}}),
+    (CITY, {"response_format": {"type": "json_object"}}),
+    ("no, no", {"structured_outputs": {"regex": "^(no, )*no$"}}),
+    ("yes", {"structured_outputs": {"choice": ["no", "yes"]}}),
+    ("xy", {"structured_outputs": {"grammar": 'root ::= "x" rest\nrest ::= "y"'}}),
+    ("<a>1</a>", {"structured_outputs": {"structural_tag": {"format": {
+        "type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</a>"
+    }}}}),
+]  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "granite", "gemma4 special"]
+)
+def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A model directory and the name of its reasoning parser."""
+    name = request.param.partition(" ")[0]
+    start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
+    template = TEMPLATE.replace("</think>", end).replace("'<think>", f"'{start.removesuffix(chr(10))}")
+    path = write_model(tmp_path_factory.mktemp("models") / "thinker", template, 512)
+    if name != request.param:
+        rename_tokens(path, 2, [start.removesuffix("thought\n"), end], are_special=request.param.endswith("special"))
+    return path, name
+
+
+@pytest.mark.parametrize(("right", "more"), HELD, ids=lambda value: str(value)[:24])
+async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
+    thinker: tuple[Path, str], right: str, more: dict[str, Any]
+) -> None:
+    """Whichever way the model begins, streamed or not: other text becomes neither a call nor content."""
+    path, name = thinker
+    start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
+    tools = [WEATHER, TIME] if "tool_choice" in more else None
+
+    async def said(served: Served, says: str, thinking: bool | None = None) -> tuple[str, str, str]:
+        """(thoughts, constrained text, finish reason) of both of two choices."""
+        kwargs = {} if thinking is None else {"thinking": thinking}
+        fields = {**more, "tools": tools, "max_tokens": 110, "chat_template_kwargs": kwargs}
+        _, found = await streamed(served, says, **fields, n=2)
+        whole = (await ask(served, says, **fields))["choices"]
+        for index, choice in enumerate(whole):
+            message, [*calls] = choice["message"], found[index]["calls"]
+            assert found[index]["reasoning"] == (message["reasoning"] or "")
+            assert found[index]["content"] == (message["content"] or "")
+            assert [call["function"]["arguments"] for call in message.get("tool_calls", ())] == [
+                each[1] for each in calls
+            ]
+        [text] = [each[1] for each in found[0]["calls"]] or [found[0]["content"]]
+        assert found[0] == found[1]
+        return found[0]["reasoning"], text, found[0]["finish_reason"]
+
+    async with serving(path, ServerSettings(reasoning_parser=name)) as served:
+        held = CITY if tools else right
+        assert (await said(served, right))[:2] == ("", held)
+        assert (await said(served, f"{start}hm{end}{right}"))[:2] == ("hm", held)
+        assert (await said(served, right, thinking=False))[1] == held
+        assert (await said(served, f"hm{end}{right}", thinking=True))[:2] == ("hm", held)
+        assert (await said(served, f"{start}hm{end}nothing"))[0] == "hm"
+        for says in ("I would rather say something else.", f"{start}I end here."):
+            thoughts, text, reason = await said(served, says)
+            assert not says.startswith(start) or thoughts.startswith("I end here.")
+            assert text or reason == "length", "the model can end neither its thoughts nor its text early"
+            assert not text or text[0] in "{<nxy", "the first token is the constraint's"
+
+
+async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:
+    settings, config = ServerSettings(reasoning_parser="auto"), {"enable_in_reasoning": True}
+    async with serving(tool_model, settings, structured_outputs_config=config) as served:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
+        thinking = {"chat_template_kwargs": {"thinking": True}, "tools": None}
+        message = (await ask(served, "so</think>7", response_format=form, **thinking))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ('"ab"', None), "the template has opened the reasoning"
