@@ -65,6 +65,8 @@ class MaskClient:
         self.num_mask_bytes = shape.num_bytes
         self.connection: Connection | None = None
         self._memory: MaskMemory | None = None
+        self.is_starting = False
+        """The process has not answered yet; the fork server may have died instead of starting it."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
@@ -219,6 +221,7 @@ class MaskClient:
             self._take(self._decoder.decode(frame))
         if frames:
             self._last_sign = time.monotonic()
+            self.is_starting = False
         elif connection.is_at_end:
             self._restart([busy.slot for busy in self._busy()])
         return bool(frames)
@@ -374,6 +377,7 @@ class MaskClient:
         self._memory.hold(self._num_slots)
         self.connection = Connection(ours)
         self._last_sign = time.monotonic()
+        self.is_starting = True
         self._start(theirs.detach(), os.dup(descriptor))
         return self.connection
 
