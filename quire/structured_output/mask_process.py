@@ -55,7 +55,7 @@ SLOW_TOKENS = 4
 MAX_BRIEF = 8
 BRIEF_SECONDS = 0.0001
 """Masks, and processor time for them in all, up to which answers wait for them."""
-PATIENCE = 0.003
+PATIENCE = 0.004
 """Seconds until a thread that waits looks whether another one is held up."""
 IDLE_SECONDS = 0.05
 """Without a message, until threads that wait look no more."""
@@ -305,7 +305,7 @@ class MaskProcess:
                     with self._lock:
                         self._masked += [masked] if masked is not None else []
                     return
-                answer = self._answer(slot, work, task.compiled)
+                answer = self._answer(task, work)
                 needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
                 if task.is_slow and needs_mask:
                     masked = self._masked_of(slot, scratch)
@@ -322,11 +322,12 @@ class MaskProcess:
                 with self._lock:
                     self._slow.is_running = False
 
-    def _answer(self, slot: Slot, work: New | Advance, compiled: Compiled | None) -> Answer:
+    def _answer(self, task: Task, work: New | Advance) -> Answer:
         """Follow the tokens."""
+        slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
-        consume = self._consume_apart if slot.is_slow else consume_here
-        clock = self._consume_apart.seconds if slot.is_slow else no_seconds
+        consume = self._consume_apart if task.is_slow else consume_here
+        clock = self._consume_apart.seconds if task.is_slow else no_seconds
         started = time.thread_time() + clock()
         answer = Answer(work.slot, work.serial, 0, [], False, False, False, NO_TOKEN, False, slot.is_slow, 0.0)
         try:
@@ -407,7 +408,7 @@ def no_seconds() -> float:
 
 
 class ConsumeApart:
-    """Follow a token on a thread of the library, while other threads of this process run."""
+    """Follow a token on a thread of the library, while other threads of this process run. Used by one at a time."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor, LLMatcher
