@@ -3,8 +3,8 @@
 A model in the shape of Qwen3-0.6B with random weights and a vocabulary of 151,936 tokens (the bundled tokenizer's, and
 random joins of two of them) generates a batch of texts, in turns without constraints and under a JSON schema; with one
 or two steps in flight. Prints the tokens per second of both, their ratio (the median over the rounds, each of which
-runs both), and the time of the matchers: one mask, taking one token, and asking whether a token is forced; the share of
-tokens that had a mask, since most forced ones are not sampled.
+runs both), and the time that the engine core spends on matchers, waiting included: one mask, one message, the answers
+to one; the share of tokens that had a mask, since most forced ones are not sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config.hf_config import find_model
-from quire.structured_output.sequence_state import SequenceState as GrammarMatcher
+from quire.structured_output.remote_matcher import RemoteMatcher
+from quire.structured_output.service import ConstraintService
 from quire.tokenization.tokenizer import load_tokenizer
 
 VOCAB_SIZE = 151936
@@ -59,7 +60,7 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 
 
 class Spent(NamedTuple):
-    """Seconds on the processor, and calls."""
+    """Seconds, and calls."""
 
     seconds: float
     calls: int
@@ -77,31 +78,34 @@ class Rate(NamedTuple):
 
 
 class MaskClock:
-    """Measures what matchers take while it is open, by the name of the method."""
+    """Measures what the engine core spends on matchers while it is open, by the name of the method."""
 
-    METHODS = ("mask", "accept", "forced_token")
+    METHODS: tuple[tuple[type, str], ...] = (
+        (RemoteMatcher, "mask"),
+        (RemoteMatcher, "advance"),
+        (ConstraintService, "flush"),
+        (ConstraintService, "wait"),
+    )
 
     def __init__(self) -> None:
-        self.spent = dict.fromkeys(self.METHODS, Spent(0.0, 0))
+        self.spent = {name: Spent(0.0, 0) for _, name in self.METHODS}
 
     def __enter__(self) -> MaskClock:
-        self._plain = {name: getattr(GrammarMatcher, name) for name in self.METHODS}
-        for name in self.METHODS:
-            setattr(GrammarMatcher, name, self._timed(name))
+        self._plain = [(owner, name, getattr(owner, name)) for owner, name in self.METHODS]
+        for owner, name, method in self._plain:
+            setattr(owner, name, self._timed(name, method))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, method in self._plain.items():
-            setattr(GrammarMatcher, name, method)
+        for owner, name, method in self._plain:
+            setattr(owner, name, method)
 
-    def _timed(self, name: str) -> Callable[..., Any]:
-        method = self._plain[name]
-
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            started = time.thread_time()
+            started = time.perf_counter()
             found = method(*arguments)
             before = self.spent[name]
-            self.spent[name] = Spent(before.seconds + time.thread_time() - started, before.calls + 1)
+            self.spent[name] = Spent(before.seconds + time.perf_counter() - started, before.calls + 1)
             return found
 
         return timed
@@ -155,9 +159,9 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
         "ratio by processor time": statistics.median(pair[1].processor / pair[0].processor for pair in pairs),
         "ratios": [round(pair[1].wall / pair[0].wall, 3) for pair in pairs],
         "mask, us": clock.spent["mask"].microseconds,
-        "token, us": clock.spent["accept"].microseconds,
-        "question for a forced token, us": clock.spent["forced_token"].microseconds,
-        "tokens that had a mask": clock.spent["mask"].calls / max(1, clock.spent["accept"].calls),
+        "message, us": clock.spent["flush"].microseconds,
+        "answers, us": clock.spent["wait"].microseconds,
+        "tokens that had a mask": clock.spent["mask"].calls / max(1, clock.spent["advance"].calls),
     }
 
 

@@ -79,7 +79,7 @@ class ForkServer:
         self._limits = setup.limits
         self._vocabulary = vocabulary
         self._failure = failure
-        self._connection = Connection(socket.socket(fileno=setup.fd))
+        self._connection = Connection(socket.socket(fileno=setup.fd), takes_descriptors=True)
         self._turns = Turns(len(setup.limits.cpu_seconds))
         self._jobs: dict[int, Job] = {}
         self._spare: list[Rehearsal] = []

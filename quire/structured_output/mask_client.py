@@ -64,6 +64,8 @@ class MaskClient:
         self.num_mask_bytes = num_mask_bytes(vocab_size)
         self.connection: Connection | None = None
         self._memory: MaskMemory | None = None
+        self.is_starting = False
+        """The process has not answered yet; the fork server may have died instead of starting it."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
@@ -218,6 +220,7 @@ class MaskClient:
             self._take(self._decoder.decode(frame))
         if frames:
             self._last_sign = time.monotonic()
+            self.is_starting = False
         elif connection.is_at_end:
             self._restart([busy.slot for busy in self._busy()])
         return bool(frames)
@@ -373,6 +376,7 @@ class MaskClient:
         self._memory.hold(self._num_slots)
         self.connection = Connection(ours)
         self._last_sign = time.monotonic()
+        self.is_starting = True
         self._start(theirs.detach(), os.dup(descriptor))
         return self.connection
 

@@ -26,6 +26,7 @@ from quire.structured_output.mask_memory import MaskMemory
 from quire.structured_output.messages import (
     Advance,
     Answer,
+    BlockingReader,
     Copy,
     Done,
     Grammar,
@@ -33,7 +34,6 @@ from quire.structured_output.messages import (
     Masked,
     New,
     Work,
-    read_frames,
     send_frame,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
@@ -52,7 +52,10 @@ SLOW_SECONDS = 0.003
 """Processor time of a token and its mask from which on a sequence is slow."""
 SLOW_TOKENS = 4
 """Quick ones in a row until it is no longer."""
-PATIENCE = 0.003
+MAX_BRIEF = 8
+BRIEF_SECONDS = 0.0001
+"""Masks, and processor time for them in all, up to which answers wait for them."""
+PATIENCE = 0.004
 """Seconds until a thread that waits looks whether another one is held up."""
 IDLE_SECONDS = 0.05
 """Without a message, until threads that wait look no more."""
@@ -71,6 +74,8 @@ class Slot:
         self.state: SequenceState | None = None
         self.serial = 0
         self.is_ended = False
+        self.mask_seconds = seconds
+        """Processor time of its last mask."""
         self._num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
 
     @property
@@ -82,9 +87,12 @@ class Slot:
         if seconds > SLOW_SECONDS:
             self._num_slow = SLOW_TOKENS
 
-    def note_mask(self) -> None:
+    def note_mask(self, seconds: float) -> None:
+        """A mask took so long."""
+        self.mask_seconds = seconds
         if self._num_slow:
             self._num_slow -= 1
+        self.note(seconds)
 
 
 class Compiled:
@@ -168,7 +176,7 @@ class MaskProcess:
         self, connection: socket.socket, memory: MaskMemory, vocabulary: LLTokenizer, shape: MaskShape
     ) -> None:
         self._connection = connection
-        self._received = bytearray()
+        self._reader = BlockingReader(connection)
         self._memory = memory
         self._vocabulary = vocabulary
         self._shape = shape
@@ -237,7 +245,7 @@ class MaskProcess:
         self._num_asleep -= 1
 
     def _read(self) -> None:
-        frames = read_frames(self._connection, self._received)
+        frames = self._reader.read()
         if not frames:
             os._exit(0)  # the engine core is gone
         messages = [self._decoder.decode(frame) for frame in frames]
@@ -281,7 +289,7 @@ class MaskProcess:
         with source.lock:
             assert source.state is not None, "copies are made of matchers that have answered"
             slot.state = source.state.copy()
-            slot._num_slow = source._num_slow
+            slot.mask_seconds, slot._num_slow = source.mask_seconds, source._num_slow
         slot.serial = copy.serial
         if copy.wants_mask:
             self._add(Task(slot, None, mask_serial=copy.serial))
@@ -297,7 +305,7 @@ class MaskProcess:
                     with self._lock:
                         self._masked += [masked] if masked is not None else []
                     return
-                answer = self._answer(slot, work, task.compiled)
+                answer = self._answer(task, work)
                 needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
                 if task.is_slow and needs_mask:
                     masked = self._masked_of(slot, scratch)
@@ -314,11 +322,12 @@ class MaskProcess:
                 with self._lock:
                     self._slow.is_running = False
 
-    def _answer(self, slot: Slot, work: New | Advance, compiled: Compiled | None) -> Answer:
+    def _answer(self, task: Task, work: New | Advance) -> Answer:
         """Follow the tokens."""
+        slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
-        consume = self._consume_apart if slot.is_slow else consume_here
-        clock = self._consume_apart.seconds if slot.is_slow else no_seconds
+        consume = self._consume_apart if task.is_slow else consume_here
+        clock = self._consume_apart.seconds if task.is_slow else no_seconds
         started = time.thread_time() + clock()
         answer = Answer(work.slot, work.serial, 0, [], False, False, False, NO_TOKEN, False, slot.is_slow, 0.0)
         try:
@@ -363,15 +372,18 @@ class MaskProcess:
         except BaseException as error:  # a panic of the native library is no Exception
             masked.error = in_one_line(explain(error))
         masked.seconds = time.thread_time() - started
-        slot.note_mask()
-        slot.note(masked.seconds)
+        slot.note_mask(masked.seconds)
         return masked
 
+    def _are_masks_brief(self) -> bool:
+        """There are masks to make, and that takes less than to send two messages. Called under the lock."""
+        return 0 < len(self._masks) <= MAX_BRIEF and sum(each.slot.mask_seconds for each in self._masks) < BRIEF_SECONDS
+
     def _send_what_is_done(self) -> None:
-        """Answers go together, once no quick one is missing; so do masks."""
+        """Answers go together, once no quick one is missing; so do masks, with the answers where that takes moments."""
         with self._lock:
             answers, masked = [], []
-            if self._answers and not self._firsts:
+            if self._answers and not self._firsts and not self._are_masks_brief():
                 answers, self._answers = self._answers, []
             if self._masked and not self._masks and not self._answers:
                 masked, self._masked = self._masked, []
@@ -396,7 +408,7 @@ def no_seconds() -> float:
 
 
 class ConsumeApart:
-    """Follow a token on a thread of the library, while other threads of this process run."""
+    """Follow a token on a thread of the library, while other threads of this process run. Used by one at a time."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor, LLMatcher

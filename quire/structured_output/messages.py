@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -14,7 +13,7 @@ import msgspec
 from quire.config.options import EngineOptions
 
 _HEADER = struct.Struct("<Q")
-_READ_BYTES = 2**18
+_READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4
 """Open files that come with one message."""
 
@@ -190,9 +189,12 @@ class Connection:
     """Frames over one end of a stream socket pair. Neither side waits for the other: what the socket does not take is
     kept, and sent by a later `send` or `pump`. Used by one thread."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, *, takes_descriptors: bool = False) -> None:
+        """takes_descriptors: open files may come with messages."""
         end.setblocking(False)
         self._socket = end
+        self._takes_descriptors = takes_descriptors
+        self._buffer = memoryview(bytearray(_READ_BYTES))
         self._received = bytearray()
         self._unsent: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
@@ -238,20 +240,27 @@ class Connection:
         """The messages that have come, whole ones. Empty is no sign of the end: `is_at_end` is."""
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, MAX_DESCRIPTORS)
+                if self._takes_descriptors:
+                    size = self._receive_with_descriptors()
+                else:
+                    size = self._socket.recv_into(self._buffer)
             except BlockingIOError:
                 break
             except OSError:
+                size = 0
+            if not size:
                 self.is_at_end = True
                 break
-            self.descriptors.extend(descriptors)
-            if not data:
-                self.is_at_end = True
-                break
-            self._received += data
-            if len(data) < _READ_BYTES:
+            self._received += self._buffer[:size]
+            if size < _READ_BYTES:
                 break
         return take_frames(self._received) if self._received else []
+
+    def _receive_with_descriptors(self) -> int:
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, MAX_DESCRIPTORS)
+        self.descriptors.extend(descriptors)
+        self._buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         self._drop_unsent()
@@ -283,15 +292,22 @@ def send_frame(end: socket.socket, message: bytes) -> None:
     end.sendall(_HEADER.pack(len(message)) + message)
 
 
-def read_frames(end: socket.socket, received: bytearray) -> list[bytes]:
-    """Wait for one message at least. Empty: the other side is gone. received: what is left of the last call."""
-    while not (frames := take_frames(received)):
-        with contextlib.suppress(InterruptedError):
+class BlockingReader:
+    """Reads messages of one end of a stream socket pair, and waits for them."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = bytearray()
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    def read(self) -> list[bytes]:
+        """Wait for one message at least. Empty: the other side is gone."""
+        while not (frames := take_frames(self._received)):
             try:
-                data = end.recv(_READ_BYTES)
+                size = self._socket.recv_into(self._buffer)
             except ConnectionError:
                 return []
-            if not data:
+            if not size:
                 return []
-            received += data
-    return frames
+            self._received += self._buffer[:size]
+        return frames

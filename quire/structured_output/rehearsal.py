@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.structured_output.forks import be_silent, limit, limit_memory, own_memory
-from quire.structured_output.messages import Limits, Outcome, Try, read_frames, send_frame
+from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try, send_frame
 from quire.utils.failures import explain
 from quire.utils.sizes import format_bytes
 
@@ -34,7 +34,7 @@ def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits)
     """The work of a fork: wait for a Try, and answer with an Outcome, unless the kernel ends it."""
     limit(resource.RLIMIT_CORE, 0)
     be_silent(0, 1, 2)
-    frames = read_frames(connection, bytearray())
+    frames = BlockingReader(connection).read()
     if not frames:
         return  # the fork server is gone
     work = msgspec.msgpack.decode(frames[0], type=Try)

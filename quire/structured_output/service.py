@@ -46,6 +46,8 @@ FORK_SERVER = "quire.structured_output.fork_server"
 MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
 """Characters of the texts whose outcomes are kept."""
+SPIN_SECONDS = 0.00005
+"""Time for which `wait` looks again and again: a quick answer comes sooner than a thread wakes up."""
 MAX_STARTS = 3
 """Starts of the fork server in a row, without a message from it, until all that wait for it fail."""
 
@@ -116,15 +118,18 @@ class ConstraintService:
 
     def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
         asked = list(matchers)
-        deadline = time.monotonic() + seconds if seconds > 0 else 0.0
+        began = time.monotonic()
         while True:
             self._receive()
             if all(matcher.is_ready for matcher in asked):
                 return
-            rest = deadline - time.monotonic() if deadline else 0.0
-            if rest <= 0:
+            waited = time.monotonic() - began
+            if waited >= seconds:
                 return
-            self._poll(min(rest, 1.0))
+            if waited < SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                self._poll(min(seconds - waited, 1.0))
 
     def wait_answer(self, seconds: float) -> None:
         self._receive()
@@ -168,7 +173,7 @@ class ConstraintService:
     def _receive(self) -> None:
         """Take what has come from both processes, and do what follows from it."""
         connection = self._connection
-        if connection is not None:
+        if connection is not None and (self._jobs or self.masks.is_starting or connection.is_at_end):
             connection.pump()
             frames = connection.receive()
             for frame in frames:

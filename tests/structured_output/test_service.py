@@ -16,7 +16,7 @@ from quire.structured_output import mask_client, remote_matcher
 from quire.structured_output import service as service_module
 from quire.structured_output.messages import Limits
 from quire.structured_output.remote_matcher import RemoteMatcher
-from quire.structured_output.service import ConstraintService
+from quire.structured_output.service import FORK_SERVER, ConstraintService
 from quire.structured_output.vocabulary import make_vocabulary
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.structured_output.schemas import random_document
@@ -59,16 +59,24 @@ def same(matcher: RemoteMatcher, twin: Twin) -> None:
         assert tokens_of(matcher.mask()) == twin.allowed()
 
 
+@pytest.fixture(scope="module", params=[FORK_SERVER, "tests.structured_output.slow_server"], ids=["quick", "slow"])
+def either(request: pytest.FixtureRequest) -> Iterator[ConstraintService]:
+    """A service whose sequences are all quick, and one whose are all slow."""
+    service = make_service(module=request.param)
+    yield service
+    service.close()
+
+
 SPECS = (ConstraintSpec(), ConstraintSpec(ignore_eos=True), ConstraintSpec(start_after=[7, 8]))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**20), num_sequences=st.integers(1, 5))
 def test_masks_are_those_of_a_matcher_in_this_process(
-    service: ConstraintService, vocabulary: LLTokenizer, seed: int, num_sequences: int
+    either: ConstraintService, vocabulary: LLTokenizer, seed: int, num_sequences: int
 ) -> None:
     """Random schemas and tokens, several sequences a message, copies, tokens that are not allowed."""
-    rng = random.Random(seed)
+    rng, service = random.Random(seed), either
     text, spec = text_of(json=random_document(seed)), rng.choice(SPECS)
     try:
         matchers = [begin(service, text, spec) for _ in range(num_sequences)]
@@ -103,8 +111,9 @@ CONSTANT |= {"required": ["a", "b"], "additionalProperties": False}
 
 
 def test_certain_tokens_are_the_same_taken_and_sampled(
-    service: ConstraintService, vocabulary: LLTokenizer, tokenizer: Tokenizer
+    either: ConstraintService, vocabulary: LLTokenizer, tokenizer: Tokenizer
 ) -> None:
+    service = either
     text = text_of(json=CONSTANT, disable_any_whitespace=True)
     begun = tokenizer.encode('{"', add_special_tokens=False)
     taken, halved, sampled = [start(service, text) for _ in range(3)]
@@ -327,6 +336,25 @@ def test_a_request_has_a_limit_of_work(service: ConstraintService, monkeypatch: 
     assert other.error is None
     with pytest.raises(UserError, match="too much work"):
         second.mask()
+
+
+def test_slow_sequences_are_ready_with_their_masks(tokenizer: Tokenizer) -> None:
+    """One is worked at while the others wait, and none is forgotten."""
+    service = make_service(module="tests.structured_output.slow_server")
+    tokens = tokenizer.encode("abc", add_special_tokens=False)
+    constraint = service.constraint(text_of(regex="[a-z]{9}"))
+    matchers = [constraint.matcher(ConstraintSpec(), []) for _ in range(6)]
+    matchers += [start(service, text_of(regex="[a-z]{9}")) for _ in range(2)]
+    for _ in range(3):
+        settle(service, *matchers)
+        assert all(matcher.is_slow and matcher.error is None for matcher in matchers)
+        assert len({matcher.mask() for matcher in matchers}) == 1
+        matchers[3] = matchers[3].copy()
+        for matcher in matchers:
+            matcher.advance(tokens, 0)
+    settle(service, *matchers)
+    assert all(matcher.is_finished for matcher in matchers)
+    service.close()
 
 
 def test_it_prepares_once() -> None:
