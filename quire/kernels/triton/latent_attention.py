@@ -22,7 +22,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
-from quire.kernels.triton.decode_attention import UNROLLED
+
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
@@ -34,6 +34,8 @@ SMALLEST_TILE = 16
 """Of the matrix units."""
 SPLIT_KEYS = 1024
 """Keys of a part. A multiple of every tile."""
+AHEAD = 8
+"""Parts that the reduction has on their way at a time: they are merged one after the other."""
 PROGRAMS_WANTED = 2
 """Programs for each multiprocessor: with fewer, single tokens of long sequences are cut into parts."""
 
@@ -296,10 +298,10 @@ def _merge_kernel(
     RANK: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    UNROLLED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Program (head, sequence of one new token): its parts in order, first to last, UNROLLED of them loaded at a
-    time."""
+    """Program (head, sequence of one new token): its parts in order, first to last, while the next ones are
+    loaded."""
     sequence = tl.program_id(1)
     token = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) == token:
@@ -309,19 +311,16 @@ def _merge_kernel(
     dims = tl.arange(0, DIM)[None, :]
     maximum, total, values = no_keys(1, DIM)
     num_parts = tl.cdiv(tl.load(seq_lens + sequence), SPLIT_KEYS)
-    for first in range(0, bound(num_parts), UNROLLED):
-        for ahead in tl.static_range(UNROLLED):
-            present = first + ahead < num_parts
-            place = at * capacity + first + ahead + one
-            # What is not there merges as what saw nothing.
-            maximum, total, values = merged(
-                maximum,
-                total,
-                values,
-                tl.load(part_maxima + place, mask=present & (one == 0), other=-1.0e30),
-                tl.load(part_totals + place, mask=present & (one == 0), other=0.0),
-                tl.load(part_values + place[:, None] * RANK + dims, mask=present & (dims < RANK), other=0.0),
-            )
+    for part in tl.range(0, bound(num_parts), num_stages=AHEAD):
+        place = at * capacity + part + one
+        maximum, total, values = merged(
+            maximum,
+            total,
+            values,
+            tl.load(part_maxima + place),
+            tl.load(part_totals + place),
+            tl.load(part_values + place[:, None] * RANK + dims, mask=dims < RANK, other=0.0),
+        )
     values = values / total[:, None]
     tl.store(out + at * RANK + dims, values.to(out.dtype.element_ty), mask=dims < RANK)
 
@@ -415,7 +414,7 @@ class LatentKernels:
             for is_split in (False, True)
         }
         self._attend_selected = bind(_sparse_kernel, reading, TOP=shape.top, **tiled) if shape.top else None
-        self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, UNROLLED=UNROLLED, num_warps=4)
+        self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, AHEAD=AHEAD, num_warps=4)
 
     def run(
         self,

@@ -98,6 +98,8 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         most["_rule_kernel"] = 2560
         (rule,) = (launch for launch in launches if launch["kernel"] == "_rule_kernel")
         assert rule["registers"] == 255, "the assembler's highest level takes 32, and spills 10 times as much"
+        merges = [launch for launch in launches if launch["kernel"] == "_merge_kernel"]
+        assert any(launch.get("cp.async.cg", 0) >= 7 for launch in merges), "parts of latents on their way"
     if capability == 80:
         most["_varlen_kernel"] = 1840  # over e4m3 bits, which this card does not convert: not tuned yet
     spilling = [launch for launch in launches if launch["stack"] > most.get(launch["kernel"], 64)]
