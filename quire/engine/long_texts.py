@@ -3,13 +3,14 @@ call, during which no other thread of the process runs, the one that serves stre
 large request bodies for the server.
 
 The processes start with the first work, are reused, and end with the front end. Work whose caller has left ends the
-process that does it.
+process that does it, as do a body that takes too much processor time and a process that is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -26,6 +27,7 @@ from quire.errors import EngineDeadError, InternalError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
 from quire.tokenization.tokenizer import SAMPLE, Tokenizer
 from quire.utils.child_process import describe_exit, kill, start_interpreter
+from quire.utils.patience import STALL_SECONDS, Patience
 
 LONG_TEXT_CHARACTERS = 2**18
 """Shorter texts are tokenised here: the list of their ids is made in 2 ms."""
@@ -33,6 +35,8 @@ PIECE_TOKENS = 2**16
 """Of the ids that become Python integers at a time. Other threads run between two pieces."""
 ID_BYTES = 4
 MAX_REPLY_BYTES = 2**40
+READ_SECONDS = 10.0
+"""Of processor time, for what a process makes of bytes. The system ends the process then."""
 
 
 T = TypeVar("T")
@@ -121,6 +125,8 @@ class TokenizerProcess:
     def __init__(self, options: EngineOptions, vocab_size: int, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_checked = False
+        self.is_usable = True
+        """Whether it can be asked again."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -138,7 +144,7 @@ class TokenizerProcess:
         return self._process.pid
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As Tokenizer.encode. After any error but UserError the process is of no use."""
+        """As Tokenizer.encode. Raises InternalError when the process ends or does not get on."""
         if not self._is_checked:
             if listed(self._ask(Text(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
                 raise _failure("read another tokenizer than this process: its files have changed since the start")
@@ -146,7 +152,8 @@ class TokenizerProcess:
         return listed(self._ask(Text(text, add_special_tokens)))
 
     def read(self, reader: str, argument: str, content: bytes) -> bytes:
-        """What the function `reader` of the process makes of `content`; as `encode`."""
+        """What the function `reader` of the process makes of `content`; as `encode`. Raises UserError when that takes
+        more than READ_SECONDS."""
         return self._ask(Bytes(reader, argument, content))
 
     def kill(self) -> None:
@@ -158,13 +165,22 @@ class TokenizerProcess:
         self._finalizer()
 
     def _ask(self, work: Text | Bytes) -> bytes:
+        self.is_usable = False
+        patience = Patience(self.pid)
         try:
-            self._connection.sendall(encode_frame(work))
-            reply = read_frame(self._connection, MAX_REPLY_BYTES)
+            patience.send(self._connection, encode_frame(work))
+            reply = read_frame(self._connection, MAX_REPLY_BYTES, patience)
         except ConnectionError:
             reply = None
+        except TimeoutError:
+            self.kill()
+            raise _failure(f"was ended: it had not run for {STALL_SECONDS} s") from None
         if reply is None:
-            raise _failure(describe_exit(self._process.wait()))
+            status = self._process.wait()
+            if status == -signal.SIGPROF and isinstance(work, Bytes):
+                raise UserError(f"the request body takes more than {READ_SECONDS:g} s of processor time to read")
+            raise _failure(describe_exit(status))
+        self.is_usable = True
         answer = _DECODER.decode(reply)
         if isinstance(answer, Encoded):
             return answer.ids
@@ -201,20 +217,20 @@ class LongTexts:
     def _run(self, work: Callable[[TokenizerProcess], T]) -> T:
         abandonment = ABANDONMENT.get() or Abandonment()
         process = self._take()
-        is_usable = False
+        is_left = True
         try:
             with abandonment.ended_by(process.kill):
                 result = work(process)
-            is_usable = True
+            is_left = False
             return result
         except UserError:
-            is_usable = True
+            is_left = False
             raise
         except InternalError:
             self._check_open()
             raise
         finally:
-            self._put_back(process, is_usable=is_usable)
+            self._put_back(process, is_usable=process.is_usable and not is_left)
 
     def close(self) -> None:
         """End the processes, and fail what waits for them. Idempotent."""

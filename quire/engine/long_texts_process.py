@@ -3,16 +3,19 @@ with its parent."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 
 import msgspec
 
 from quire.engine.front_end import open_tokenizer
-from quire.engine.long_texts import MAX_REPLY_BYTES, Bytes, Encoded, NotEncoded, Read, Setup, Text, packed
+from quire.engine.long_texts import MAX_REPLY_BYTES, READ_SECONDS, Bytes, Encoded, NotEncoded, Read, Setup, Text, packed
 from quire.errors import QuireError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
 from quire.tokenization.tokenizer import Tokenizer
@@ -40,11 +43,26 @@ def main() -> None:
     os._exit(0)
 
 
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Let the system end this process (SIGPROF) once the work has taken READ_SECONDS of processor time. No garbage is
+    collected meanwhile: what is made of JSON has no cycles, and each collection would look through all of it."""
+    signal.setitimer(signal.ITIMER_PROF, READ_SECONDS)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def _answer(tokenizer: Tokenizer, work: Text | Bytes) -> Encoded | Read | NotEncoded:
     try:
         if isinstance(work, Bytes):
             module, _, name = work.reader.partition(":")
-            return Read(getattr(importlib.import_module(module), name)(work.argument, work.content))
+            read = getattr(importlib.import_module(module), name)
+            with _limited():
+                return Read(read(work.argument, work.content))
         return Encoded(packed(tokenizer.encode(work.text, work.add_special_tokens)))
     except QuireError as error:
         return NotEncoded(str(error), isinstance(error, UserError))

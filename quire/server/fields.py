@@ -25,12 +25,15 @@ MIN_NAME_LETTERS = 6
 """A shorter name is one letter away from too many words to be taken for a misspelling."""
 MAX_UNKNOWN_FIELDS = 64
 """Different unknown fields of one request."""
+MAX_ENTRIES = 2**17
+"""Entries of all lists in one request that may hold objects: messages, parts, tools, calls."""
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
     """Return the unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
 
-    strict: unknown fields are errors. Raises ApiError (400) for these, for near misses, and for unsupported fields.
+    strict: unknown fields are errors. Raises ApiError (400) for these, for near misses, for unsupported fields, and for
+    more than MAX_ENTRIES entries of lists.
     """
     check = _Check(strict)
     check.visit(fields, (kind,), "", "")
@@ -40,6 +43,7 @@ def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: 
 class _Check:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
+        self._num_entries = 0
         self.unknown: set[str] = set()
 
     def visit(self, value: Any, kinds: Structs, path: str, pattern: str) -> None:
@@ -53,8 +57,10 @@ class _Check:
             for name in nested.keys() & value.keys():
                 self.visit(value[name], nested[name], join(path, name), join(pattern, name))
         elif isinstance(value, list):
+            self._num_entries += len(value)
+            check_entries(self._num_entries, path)
             for index, entry in enumerate(value):
-                if isinstance(entry, dict):
+                if isinstance(entry, dict | list):
                     self.visit(entry, kinds, f"{path}[{index}]", f"{pattern}[]")
 
     def _check_name(self, name: str, value: Any, kinds: Structs, path: str, pattern: str) -> None:
@@ -95,6 +101,13 @@ class _Check:
                 code="unknown_parameter",
             )
         self.unknown.add(unknown)
+
+
+def check_entries(num_entries: int, path: str) -> None:
+    """Raise ApiError (400) for too many entries of lists, those at `path` among them."""
+    if num_entries > MAX_ENTRIES:
+        message = f"the lists of the request have more than {MAX_ENTRIES} entries, those of {path} among them"
+        raise invalid_request(message, param=path)
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
