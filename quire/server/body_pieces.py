@@ -123,7 +123,7 @@ def _decode_object(values: dict[str, msgspec.Raw], shape: _Shape, path: str, num
 def _shape(hints: Hints) -> _Shape:
     shape = _Shape()
     lengths: list[int | None] = []
-    for hint, max_length in (option for hint in hints for option in _options(hint)):
+    for hint, max_length in (option for each in hints for option in _options(each)):
         origin = get_origin(hint)
         if hint is Any:
             shape.is_any = True

@@ -67,6 +67,7 @@ def test_a_process_that_computes_is_waited_for(
 
 def test_processor_time_is_that_of_the_process(busy: int) -> None:
     seconds = processor_seconds(os.getpid())
-    assert seconds is not None and seconds > 0
+    assert seconds is not None
+    assert seconds > 0
     assert processor_seconds(busy) is not None
     assert processor_seconds(2**22 + 1) is None
