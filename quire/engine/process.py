@@ -125,8 +125,8 @@ def main(line: bytes) -> None:
         channel.send(failed)
     channel.close()
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(0 if failed is None else 1)
 
 

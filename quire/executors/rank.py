@@ -89,8 +89,8 @@ def main() -> None:
     with suppress(EOFError, OSError):  # the parent has closed the socket: it is done, or gone
         serve(Rank(launch), socket, progress)
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(0)
 
 

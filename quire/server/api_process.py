@@ -113,8 +113,8 @@ def main() -> None:
         logger.exception("an API process failed")
         control.send(msgspec.msgpack.encode(EngineFailed(f"an API process failed: {explain(error)}")))
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(status)  # nothing is left to save
 
 

@@ -32,6 +32,7 @@ from quire.server.listener import bind, check_certificate, remove_socket, url_of
 from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
+from quire.utils.streams import guard_streams
 
 if TYPE_CHECKING:
     import uvicorn
@@ -50,6 +51,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
     """
     report = StartReport()
+    guard_streams("stdout", "stderr")
     if settings.log_format is not None:
         set_log_format(settings.log_format)
     check_certificate(settings)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import ssl
 import subprocess
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -80,6 +83,50 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
+    assert process.finish()[0] == 0
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def stuck_pipe() -> int:
+    """The writer's end of a full pipe that is not read; its reader lives as long as this process."""
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    return writer
+
+
+def pipe_without_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("make_stderr", [full_disk, stuck_pipe, pipe_without_reader])
+async def test_a_log_that_cannot_be_written_ends_no_stream(
+    model_path: Path, processes: list[Process], make_stderr: Callable[[], int], num_processes: int
+) -> None:
+    stderr = make_stderr()
+    logged = {"access_log": True, "enable_log_requests": True, "api_server_count": num_processes}
+    process = Process(model_path, stderr=stderr, **logged)
+    os.close(stderr)
+    processes.append(process.wait_ready())
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.signal(signal.SIGTERM)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.hurry()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
     assert process.finish()[0] == 0
 
 
