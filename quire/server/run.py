@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -28,7 +27,7 @@ from quire.server.lifecycle import (
     preload,
     read_prefixes,
 )
-from quire.server.listener import bind, check_certificate, remove_socket, url_of
+from quire.server.listener import Listener, bind, check_certificate
 from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
@@ -82,7 +81,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
             server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
-            url = url_of(settings, listener)
+            url = listener.url
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     if prefixes:
@@ -95,7 +94,6 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
                 app.state.context.exit()
         finally:
             engine.shutdown()
-            remove_socket(settings)
 
 
 class _Service:
@@ -109,12 +107,14 @@ class _Service:
         self._signalled = asyncio.Event()
         self._signalled_again = asyncio.Event()
 
-    async def run(self, listener: socket.socket, announce: Callable[[], None]) -> int:
-        """Serve on `listener`; call `announce` once requests are answered. Returns the exit status."""
+    async def run(self, listener: Listener, announce: Callable[[], None]) -> int:
+        """Serve on `listener`; call `announce` once requests are answered. Returns the exit status. Raises as
+        Listener.listen."""
+        listener.listen()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        serving = asyncio.ensure_future(self._server.serve(sockets=[listener.socket]))
         try:
             while not self._server.started:
                 await asyncio.wait((serving,), timeout=0.01)

@@ -226,7 +226,7 @@ class TestBind:
     def test_port_in_use(self) -> None:
         with bind(ServerSettings(port=0)) as taken:
             taken.listen()
-            port = taken.getsockname()[1]
+            port = taken.socket.getsockname()[1]
             with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
                 bind(ServerSettings(port=port))
         assert caught.value.param == "port"
@@ -242,7 +242,53 @@ class TestBind:
 
     def test_no_client_can_connect_before_the_server_listens(self) -> None:
         with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
-            socket.create_connection(listener.getsockname())
+            socket.create_connection(listener.socket.getsockname())
+
+
+    def test_of_two_servers_that_were_bound_before_either_listened_one_listens(self) -> None:
+        with bind(ServerSettings(port=0)) as first:
+            port = first.socket.getsockname()[1]
+            with bind(ServerSettings(port=port)) as second:
+                second.listen()
+                with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
+                    first.listen()
+                socket.create_connection(second.socket.getsockname()).close()
+        assert caught.value.param == "port"
+
+    def test_a_server_whose_file_another_one_has_replaced_does_not_listen_and_leaves_the_file(
+        self, tmp_path: Path
+    ) -> None:
+        settings = ServerSettings(uds=str(tmp_path / "socket"))
+        with bind(settings) as first, bind(settings) as second:
+            second.listen()
+            with pytest.raises(ConfigError, match="another server has replaced it") as caught:
+                first.listen()
+            assert caught.value.param == "uds"
+            first.__exit__()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(str(settings.uds))
+            with pytest.raises(ConfigError, match="it is already in use"):
+                bind(settings)
+        assert not Path(str(settings.uds)).exists()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_of_two_servers_started_together_on_one_port_one_is_ready_and_the_other_ends(
+    model_path: Path, processes: list[Process], num_processes: int
+) -> None:
+    with bind(ServerSettings(port=0)) as kept:  # bound, so that nothing else is given the number
+        port = kept.socket.getsockname()[1]
+        both = [Process(model_path, "readable", port=port, api_server_count=num_processes) for _ in range(2)]
+        processes += both
+        lines = [process.popen.stdout.readline() for process in both if process.popen.stdout is not None]
+    is_ready = [" serves " in line for line in lines]
+    assert sorted(is_ready) == [False, True]
+    loser, winner = both[is_ready.index(False)].popen, both[is_ready.index(True)]
+    assert f"port {port} on 127.0.0.1 is already in use" in loser.communicate()[1].splitlines()[-1]
+    assert loser.returncode != 0
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
+    winner.signal(signal.SIGTERM)
+    assert winner.finish()[0] == 0
 
 
 class TestTls:
