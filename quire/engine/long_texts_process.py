@@ -28,7 +28,7 @@ def main() -> None:
         return  # the parent ended before it had said what to do
     setup = msgspec.json.decode(line, type=Setup)
     # The parent decides what a signal to all processes of a service means, and ends this one.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch_parent(lambda: None)
     connection = socket.socket(fileno=setup.fd)

@@ -100,8 +100,9 @@ class StopFlag:
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self._set)
-        # Ctrl-C reaches the whole process group; the parent decides what it means.
+        # Ctrl-C and the end of a terminal may reach all processes; the parent decides what they mean.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _set(self, _signum: int, _frame: object) -> None:
         self.is_set = True

@@ -76,7 +76,8 @@ NOTHING = msgspec.Raw(encode(None))
 
 def main() -> None:
     """Run the rank until its socket or its parent's pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent decides what Ctrl-C and the end of a terminal mean
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do

@@ -44,7 +44,7 @@ from quire.server.api_process import (
     ToParent,
     ToProcess,
 )
-from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
+from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, ending_signals, loop_factory
 from quire.server.listener import Listener
 from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore
@@ -148,7 +148,8 @@ class _Parent:
         """Until a signal comes, the engine dies or API processes cannot be started. Returns the exit status; raises
         what a start failed with."""
         self._loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        numbers = ending_signals()
+        for number in numbers:
             self._loop.add_signal_handler(number, self._on_signal, number)
         self._engine.start()
         for slot in range(self._settings.api_server_count):
@@ -174,7 +175,7 @@ class _Parent:
             return status
         finally:
             ticking.cancel()
-            for number in SIGNALS:
+            for number in numbers:
                 self._loop.remove_signal_handler(number)
 
     def close(self) -> None:

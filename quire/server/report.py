@@ -16,6 +16,7 @@ logger = get_logger(__name__)
 NOTIFY_SECONDS = 1.0
 """For a service manager that does not read what it is told."""
 
+
 class StartReport:
     """Collects the phases of a start, one after the other."""
 

@@ -21,7 +21,7 @@ from quire.server.keys import KeyRing
 from quire.server.lifecycle import (
     OBITUARY_SECONDS,
     SHUTDOWN_GRACE_SECONDS,
-    SIGNALS,
+    ending_signals,
     first,
     loop_factory,
     preload,
@@ -44,7 +44,7 @@ DEATH_POLL_SECONDS = 0.1
 def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = DEFAULT_EXECUTOR) -> int:
     """Serve until a signal comes or the engine dies; the return value is the exit status of the process.
 
-    SIGTERM or SIGINT drains: /health turns 503, new requests are refused with 503, running ones finish within
+    SIGTERM, SIGINT or SIGHUP drains: /health turns 503, new requests are refused with 503, running ones finish within
     `shutdown_timeout` seconds or end with the finish reason "abort"; then 0 is returned. A second signal cuts that
     short (128 + its number). 1 means that the engine died; why is on standard error.
     Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
@@ -112,7 +112,8 @@ class _Service:
         Listener.listen."""
         listener.listen()
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        numbers = ending_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener.socket]))
         try:
@@ -132,7 +133,7 @@ class _Service:
             await serving
             return status
         finally:
-            for number in SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     async def _until_over(self) -> int:
@@ -191,7 +192,7 @@ def _interruptible() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in SIGNALS}
+    before = {number: signal.signal(number, leave) for number in ending_signals()}
     try:
         yield
     finally:

@@ -130,6 +130,44 @@ async def test_a_log_that_cannot_be_written_ends_no_stream(
     assert process.finish()[0] == 0
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
+    model_path: Path, processes: list[Process], num_processes: int
+) -> None:
+    process = Process(model_path, api_server_count=num_processes).wait_ready()
+    processes.append(process)
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            for child in (process.engine, *process.api_processes):
+                child.send_signal(signal.SIGHUP)
+            process.signal(signal.SIGHUP)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.hurry()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+    status, error = process.finish()
+    assert (status, "shutting down" in error) == (0, True)
+
+
+async def test_a_server_that_was_started_to_outlive_its_terminal_does(
+    model_path: Path, processes: list[Process]
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = Process(model_path, "readable")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    processes.append(process.wait_ready())
+    process.signal(signal.SIGHUP)
+    assert httpx.get(f"{process.url}/health", timeout=60).status_code == 200
+    process.signal(signal.SIGTERM)
+    status, error = process.finish()
+    assert (status, error.count("shutting down")) == (0, 1)
+
+
 async def test_after_the_timeout_running_requests_end_with_abort(model_path: Path, processes: list[Process]) -> None:
     process = Process(model_path, shutdown_timeout=0.1).wait_ready()
     processes.append(process)
@@ -243,7 +281,6 @@ class TestBind:
     def test_no_client_can_connect_before_the_server_listens(self) -> None:
         with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
             socket.create_connection(listener.socket.getsockname())
-
 
     def test_of_two_servers_that_were_bound_before_either_listened_one_listens(self) -> None:
         with bind(ServerSettings(port=0)) as first:
