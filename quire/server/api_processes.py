@@ -50,7 +50,7 @@ from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.shared_responses import SERVICE, ResponseService
-from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers
 
@@ -61,6 +61,8 @@ MAX_FAILED_STARTS = 3
 MAX_ACCEPTED = 64
 """Connections that are accepted before other events have their turn."""
 EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
+STOPPED_TICKS = 50
+"""A process that has stood still at as many looks is replaced: its clients would wait for ever."""
 
 
 def serve_with_processes(
@@ -92,7 +94,7 @@ def serve_with_processes(
 
 @dataclass(slots=True)
 class _Process:
-    """An API process. num_given: connections handed to it."""
+    """An API process. num_given: connections handed to it; num_stopped: looks at which it stood still, up to now."""
 
     slot: int
     session: int
@@ -101,6 +103,7 @@ class _Process:
     is_serving: bool = False
     is_drained: bool = False
     num_given: int = 0
+    num_stopped: int = 0
 
     def say(self, message: ToProcess) -> None:
         with contextlib.suppress(OSError):  # it has ended, which is noticed when `control` is read
@@ -259,6 +262,11 @@ class _Parent:
             self._hand_over()
             if not self._waiting:
                 self._listen()
+            for process in self._processes.values():
+                process.num_stopped = process.num_stopped + 1 if is_stopped(process.popen) else 0
+                if process.num_stopped == STOPPED_TICKS:
+                    logger.error("API process %d is stopped (SIGSTOP), and is ended", process.slot)
+                    process.popen.kill()
             await asyncio.sleep(TICK_SECONDS)
 
     def _on_signal(self, number: int) -> None:
