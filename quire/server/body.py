@@ -13,7 +13,7 @@ from fastapi import Request
 from quire.errors import UserError
 from quire.server.body_pieces import PIECE_BYTES, decode_known
 from quire.server.errors import ApiError, invalid_request
-from quire.server.fields import check_fields, coerce, hints, join, structs_in
+from quire.server.fields import check_containers, check_fields, coerce, hints, join, structs_in
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -73,7 +73,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
     """Decode JSON into `kind`; `parse_fields` with the rest."""
-    return parse_fields(_decode_object(body, kind), kind, strict=strict, is_long=len(body) > SHORT_BODY_BYTES)
+    fields = _decode_object(body, kind)
+    if is_long := len(body) > SHORT_BODY_BYTES:
+        check_containers(fields)
+    return parse_fields(fields, kind, strict=strict, is_long=is_long)
 
 
 def parse_fields(

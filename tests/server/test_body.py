@@ -319,6 +319,19 @@ def test_a_wrong_field_is_refused_before_its_entries_are_decoded(
     assert len(decoded) < 8
 
 
+def test_a_large_request_has_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields_module, "MAX_CONTAINERS", 50)
+    options = {"a": [1] * 60, "b": [{"c": [{}] * 20}] * 2}
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": options}
+    assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
+    monkeypatch.setattr(body_module, "SHORT_BODY_BYTES", 8)
+    assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
+    options["d"] = [[]] * 4
+    error = failure(msgspec.json.encode(body), ChatRequest)
+    assert error.detail.param == "chat_template_kwargs"
+    assert "more than 50 objects and lists" in error.detail.message
+
+
 def test_a_request_has_a_bounded_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields_module, "MAX_ENTRIES", 5)
     parts = ",".join(['""'] * 2)
