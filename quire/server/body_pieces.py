@@ -82,7 +82,7 @@ def _decode(view: memoryview, hints: Hints, path: str, num_levels: int) -> Any:
 def _decode_each(values: list[msgspec.Raw], hints: Hints, path_of: Callable[[int], str], num_levels: int) -> list[Any]:
     """Entries of one container: short ones as many in one call as make a piece. path_of: by the place in `values`."""
     found: list[Any] = []
-    num_bytes = sum(map(len, map(memoryview, values)))
+    num_bytes = sum(len(memoryview(value)) for value in values)
     per_piece = max(1, PIECE_BYTES * len(values) // max(1, num_bytes))
     for start in range(0, len(values), per_piece):
         run = values[start : start + per_piece]

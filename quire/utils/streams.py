@@ -78,7 +78,7 @@ def guard_streams(*names: str) -> None:
                 stream.flush()
         encoding, errors = (stream.encoding, stream.errors) if stream is not None else ("utf-8", "backslashreplace")
         file = io.TextIOWrapper(
-            GuardedFile(fd),  # type: ignore[type-var]
+            GuardedFile(fd),
             encoding=encoding,
             errors=errors,
             line_buffering=True,

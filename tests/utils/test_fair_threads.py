@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ def noted(threads: FairThreads, done: list[str], caller: str, size: int, name: s
 
 
 def test_callers_take_turns_and_of_one_the_shortest_work_comes_first(one: FairThreads) -> None:
-    gate, done = Gate(one, 1), []
+    done: list[str] = []
+    gate = Gate(one, 1)
     gate.wait_begun()
     waiting = [noted(one, done, "a", size, f"a{size}") for size in (3, 1, 2)] + [noted(one, done, "b", 9, "b9")]
     gate.open()
@@ -67,7 +69,8 @@ def test_callers_take_turns_and_of_one_the_shortest_work_comes_first(one: FairTh
 
 
 def test_work_that_has_waited_comes_before_shorter_work_that_is_new(one: FairThreads, clock: VirtualClock) -> None:
-    gate, done = Gate(one, 1), []
+    done: list[str] = []
+    gate = Gate(one, 1)
     gate.wait_begun()
     waiting = [noted(one, done, "a", 2 * UNITS_PER_SECOND, "old")]
     clock.advance(1.0)
@@ -98,11 +101,12 @@ def test_work_that_is_cancelled_is_let_go_at_once_and_never_done(one: FairThread
     class Body:
         pass
 
-    body, done = Body(), []
+    done: list[Body] = []
+    body = Body()
     kept = weakref.ref(body)
     gate = Gate(one, 1)
     gate.wait_begun()
-    future = one.submit(1, lambda body=body: done.append(body))
+    future = one.submit(1, functools.partial(done.append, body))
     del body
     assert future.cancel()
     assert kept() is None

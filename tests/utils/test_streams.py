@@ -102,7 +102,7 @@ def test_a_full_disk_is_no_error_and_the_log_says_later_what_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    stream = io.TextIOWrapper(GuardedFile(full), write_through=True)  # type: ignore[type-var]
+    stream = io.TextIOWrapper(GuardedFile(full), write_through=True)
     monkeypatch.setattr(sys, "stderr", stream)
     handler = make_handler()
     record = logging.LogRecord("quire", logging.WARNING, "", 0, "said", None, None)
