@@ -7,10 +7,14 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
+from typing import TextIO
 
 from quire import envs
+from quire.utils.streams import guard_streams, take_num_lost
 
 _FORMAT = "%(levelname).1s %(asctime)s %(name)s: %(message)s"
+
+_LOST = "%d times what was to be written here was lost: its disk was full, or its reader did not read"
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The request that the running task answers."""
@@ -22,7 +26,9 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Attach one handler to the `quire` logger. Called by the command line and the engine process, never on import."""
+    """Attach one handler to the `quire` logger, whose records no longer fail to be written. Called by the command line
+    and the processes of an engine and a server, never on import."""
+    guard_streams("stderr")
     logger = logging.getLogger("quire")
     logger.setLevel(level or envs.log_level())
     if not logger.handlers:
@@ -39,9 +45,25 @@ def set_log_format(name: str) -> None:
 
 def make_handler() -> logging.Handler:
     """A handler that writes to standard error in the format that `QUIRE_LOG_FORMAT` names."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(_make_formatter())
     return handler
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Says before the next record how much was lost."""
+
+    _num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._num_lost += take_num_lost(self.stream)
+        if self._num_lost:
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, _LOST, (self._num_lost,), None))
+            if take_num_lost(self.stream):
+                self._num_lost += 1
+                return
+            self._num_lost = 0
+        super().emit(record)
 
 
 def tell(message: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
@@ -69,8 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("input_file and output_file are the same file", param="output_file")
     options = engine_options(namespace)
     settings = ServerSettings.from_keywords({**given(namespace, ServerSettings), "max_num_queued": None})
-    with _opened(source, "rb", "input_file") as requests, _opened(target, "wb", "output_file") as answers:
-        return asyncio.run(_run(options, settings, namespace.max_concurrency, requests, answers))
+    with _opened(source, "rb", "input_file") as requests:
+        if requests.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError("input_file is UTF-16: a file of requests must be UTF-8", param="input_file")
+        with _opened(target, "wb", "output_file") as answers:
+            return asyncio.run(_run(options, settings, namespace.max_concurrency, requests, answers))
 
 
 async def _run(
@@ -104,8 +108,8 @@ async def _run(
         engine.shutdown()
 
 
-def _opened(path: Path, mode: str, param: str) -> BinaryIO:
+def _opened(path: Path, mode: str, param: str) -> Any:
     try:
-        return path.open(mode)  # type: ignore[return-value]
+        return path.open(mode)
     except OSError as error:
         raise UserError(f"{param}: cannot open {path}: {error.strerror}", param=param) from None

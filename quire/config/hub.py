@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire.errors import ModelLoadError
+from quire.utils.failures import explain, one_line
 from quire.utils.gguf import SUFFIX, parts_of
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
 """Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
 USUAL_TAG = "Q4_K_M"
+MAX_LISTED = 8
+"""Files that an error names."""
 NO_LANGUAGE_MODEL = "mmproj"
 """How the names of files begin that hold what a model has for images."""
 
@@ -50,7 +53,7 @@ def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Pa
     if not files:
         raise ModelLoadError(f"the hub's {name!r} has no file *{tag}{SUFFIX}")
     if len(files) > 1 and files != parts_of(files[0]):
-        names = ", ".join(file.name for file in files)
+        names = ", ".join(file.name for file in files[:MAX_LISTED]) + (", ..." if len(files) > MAX_LISTED else "")
         raise ModelLoadError(f"the hub's {name!r} has {len(files)} files *{tag}{SUFFIX}: {names}; name more of its end")
     return files[0]
 
@@ -89,6 +92,12 @@ def _refusing(name: str) -> Iterator[None]:
         raise ModelLoadError(
             f"model {name!r} is neither a directory nor on the hub (a private one needs HF_TOKEN)"
         ) from None
+    except ModelLoadError:
+        raise
     except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelLoadError(f"model {name!r} is neither a directory nor a reachable hub id: {reason[0]}") from None
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelLoadError(
+            f"model {name!r} is neither a directory nor a reachable hub id: {one_line(reason)}"
+        ) from None
+    except Exception as error:  # of what the library takes an answer for that is not the hub's
+        raise ModelLoadError(f"model {name!r}: the hub's answer cannot be used: {explain(error)}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts
 from quire.errors import UserError
 from quire.tokenization.chat_template import PreparedConversation
 from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
@@ -22,6 +22,8 @@ MESSAGE_CHARACTERS = 64
 
 MAX_LONG_TEXTS = 2
 """Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
+LONG_WORK = 2 * 2**20
+"""Characters or bytes. A longer text never takes the last free thread, so that shorter ones do not wait for it."""
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class AsyncText(ABC):
     """The processes that work on long texts; None where the model has no tokenizer."""
 
     def __init__(self) -> None:
-        self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
+        self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
 
     @property
     @abstractmethod
@@ -58,9 +60,8 @@ class AsyncText(ABC):
         texts = self.long_texts
         if texts is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(
-            self._text_threads, lambda: decode(texts.read(reader, argument, content))
-        )
+        work = self._text_threads.submit(len(content), lambda: decode(texts.read(reader, argument, content)))
+        return await asyncio.wrap_future(work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
         """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
@@ -96,7 +97,7 @@ class AsyncText(ABC):
         context, abandonment = copy_context(), Abandonment()
         context.run(ABANDONMENT.set, abandonment)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._text_threads, context.run, work)
+            return await asyncio.wrap_future(self._text_threads.submit(size, lambda: context.run(work)))
         except asyncio.CancelledError:
             abandonment.leave()
             raise

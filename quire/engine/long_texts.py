@@ -3,7 +3,7 @@ call, during which no other thread of the process runs, the one that serves stre
 large request bodies for the server.
 
 The processes start with the first work, are reused, and end with the front end. Work whose caller has left ends the
-process that does it.
+process that does it, as do a body that takes too much processor time and a process that is stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.errors import EngineDeadError, InternalError, UserError
 from quire.tokenization.template_messages import encode_frame, read_frame
 from quire.tokenization.tokenizer import SAMPLE, Tokenizer
 from quire.utils.child_process import describe_exit, kill, start_interpreter
+from quire.utils.patience import STALL_SECONDS, Patience
 
 LONG_TEXT_CHARACTERS = 2**18
 """Shorter texts are tokenised here: the list of their ids is made in 2 ms."""
@@ -40,6 +41,8 @@ PIECE_TOKENS = 2**16
 """Of the ids that become Python integers at a time. Other threads run between two pieces."""
 ID_BYTES = 4
 MAX_REPLY_BYTES = 2**40
+READ_SECONDS = 10.0
+"""Of processor time, for what a process makes of bytes. The system ends the process then."""
 
 
 T = TypeVar("T")
@@ -131,6 +134,8 @@ class TokenizerProcess:
     def __init__(self, options: EngineOptions, vocab_size: int, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_checked = False
+        self.is_usable = True
+        """Whether it can be asked again."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -147,13 +152,9 @@ class TokenizerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As Tokenizer.encode. After any error but UserError the process is of no use, and it ends with a text that
-        takes too much processor time, which is a UserError."""
+        """As Tokenizer.encode. Raises UserError when that takes too much processor time, and InternalError when the
+        process ends or does not get on."""
         if not self._is_checked:
             if listed(self._ask(_timed(SAMPLE, True))) != self._tokenizer.encode(SAMPLE):
                 raise _failure("read another tokenizer than this process: its files have changed since the start")
@@ -161,7 +162,8 @@ class TokenizerProcess:
         return listed(self._ask(_timed(text, add_special_tokens)))
 
     def read(self, reader: str, argument: str, content: bytes) -> bytes:
-        """What the function `reader` of the process makes of `content`; as `encode`."""
+        """What the function `reader` of the process makes of `content`; as `encode`. Raises UserError when that takes
+        more than READ_SECONDS."""
         return self._ask(Bytes(reader, argument, content))
 
     def kill(self) -> None:
@@ -173,11 +175,16 @@ class TokenizerProcess:
         self._finalizer()
 
     def _ask(self, work: Text | Bytes) -> bytes:
+        self.is_usable = False
+        patience = Patience(self.pid)
         try:
-            self._connection.sendall(encode_frame(work))
-            reply = read_frame(self._connection, MAX_REPLY_BYTES)
+            patience.send(self._connection, encode_frame(work))
+            reply = read_frame(self._connection, MAX_REPLY_BYTES, patience)
         except ConnectionError:
             reply = None
+        except TimeoutError:
+            self.kill()
+            raise _failure(f"was ended: it had not run for {STALL_SECONDS} s") from None
         if reply is None:
             status = self._process.wait()
             if status == -signal.SIGPROF and isinstance(work, Text):
@@ -185,7 +192,10 @@ class TokenizerProcess:
                     f"the tokenizer takes more than {work.seconds:.3g} s of processor time for the text of "
                     f"{len(work.text)} characters"
                 )
+            if status == -signal.SIGPROF:
+                raise UserError(f"the request body takes more than {READ_SECONDS:g} s of processor time to read")
             raise _failure(describe_exit(status))
+        self.is_usable = True
         answer = _DECODER.decode(reply)
         if isinstance(answer, Encoded):
             return answer.ids
@@ -222,20 +232,20 @@ class LongTexts:
     def _run(self, work: Callable[[TokenizerProcess], T]) -> T:
         abandonment = ABANDONMENT.get() or Abandonment()
         process = self._take()
-        is_usable = False
+        is_left = True
         try:
             with abandonment.ended_by(process.kill):
                 result = work(process)
-            is_usable = True
+            is_left = False
             return result
         except UserError:
-            is_usable = not process.has_ended
+            is_left = False
             raise
         except InternalError:
             self._check_open()
             raise
         finally:
-            self._put_back(process, is_usable=is_usable)
+            self._put_back(process, is_usable=process.is_usable and not is_left)
 
     def close(self) -> None:
         """End the processes, and fail what waits for them. Idempotent."""

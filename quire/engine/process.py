@@ -100,8 +100,9 @@ class StopFlag:
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self._set)
-        # Ctrl-C reaches the whole process group; the parent decides what it means.
+        # Ctrl-C and the end of a terminal may reach all processes; the parent decides what they mean.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _set(self, _signum: int, _frame: object) -> None:
         self.is_set = True
@@ -125,8 +126,8 @@ def main(line: bytes) -> None:
         channel.send(failed)
     channel.close()
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(0 if failed is None else 1)
 
 

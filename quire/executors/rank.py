@@ -76,7 +76,8 @@ NOTHING = msgspec.Raw(encode(None))
 
 def main() -> None:
     """Run the rank until its socket or its parent's pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent decides what Ctrl-C and the end of a terminal mean
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
@@ -89,8 +90,8 @@ def main() -> None:
     with suppress(EOFError, OSError):  # the parent has closed the socket: it is done, or gone
         serve(Rank(launch), socket, progress)
     # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(0)
 
 

@@ -91,8 +91,8 @@ ToParent = Serving | Drained | EngineFailed
 def main() -> None:
     """Run the process."""
     # The parent decides: Ctrl-C and supervisors may signal every process of a group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
@@ -113,8 +113,8 @@ def main() -> None:
         logger.exception("an API process failed")
         control.send(msgspec.msgpack.encode(EngineFailed(f"an API process failed: {explain(error)}")))
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # what cannot be written is lost
+        sys.stdout.flush()
     os._exit(status)  # nothing is left to save
 
 

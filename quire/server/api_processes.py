@@ -44,13 +44,13 @@ from quire.server.api_process import (
     ToParent,
     ToProcess,
 )
-from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, SIGNALS, loop_factory
-from quire.server.listener import remove_socket, url_of
+from quire.server.lifecycle import OBITUARY_SECONDS, SHUTDOWN_GRACE_SECONDS, ending_signals, loop_factory
+from quire.server.listener import Listener
 from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.shared_responses import SERVICE, ResponseService
-from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers
 
@@ -58,14 +58,15 @@ logger = get_logger(__name__)
 
 MAX_FAILED_STARTS = 3
 """Starts in a row, of processes that took the place of others, that may fail."""
-BACKLOG = 2048
 MAX_ACCEPTED = 64
 """Connections that are accepted before other events have their turn."""
 EXIT_SECONDS = SHUTDOWN_GRACE_SECONDS + 3
+STOPPED_TICKS = 50
+"""A process that has stood still at as many looks is replaced: its clients would wait for ever."""
 
 
 def serve_with_processes(
-    options: EngineOptions, settings: ServerSettings, listener: socket.socket, executor: str, report: StartReport
+    options: EngineOptions, settings: ServerSettings, listener: Listener, executor: str, report: StartReport
 ) -> int:
     """As `quire.server.run.serve`, with `api_server_count` API processes."""
     config = resolve(options)
@@ -89,12 +90,11 @@ def serve_with_processes(
             parent.close()
     finally:
         directory.remove()
-        remove_socket(settings)
 
 
 @dataclass(slots=True)
 class _Process:
-    """An API process. num_given: connections handed to it."""
+    """An API process. num_given: connections handed to it; num_stopped: looks at which it stood still, up to now."""
 
     slot: int
     session: int
@@ -103,6 +103,7 @@ class _Process:
     is_serving: bool = False
     is_drained: bool = False
     num_given: int = 0
+    num_stopped: int = 0
 
     def say(self, message: ToProcess) -> None:
         with contextlib.suppress(OSError):  # it has ended, which is noticed when `control` is read
@@ -114,13 +115,13 @@ class _Parent:
         self,
         options: EngineOptions,
         settings: ServerSettings,
-        listener: socket.socket,
+        listener: Listener,
         directory: RuntimeDirectory,
         numbers: Numbers,
         client: EngineClient,
     ) -> None:
         self._options, self._settings = options, settings
-        self._listener, self._directory = listener, directory
+        self._listener, self._accepting, self._directory = listener, listener.socket, directory
         state = SharedState(numbers)
         steps = StepTokens(numbers)
         self._loads = state.loads
@@ -150,7 +151,8 @@ class _Parent:
         """Until a signal comes, the engine dies or API processes cannot be started. Returns the exit status; raises
         what a start failed with."""
         self._loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        numbers = ending_signals()
+        for number in numbers:
             self._loop.add_signal_handler(number, self._on_signal, number)
         self._engine.start()
         for slot in range(self._settings.api_server_count):
@@ -166,7 +168,7 @@ class _Parent:
             report.phase("wait for engine and API processes")
             report.engine_phases(self._engine.ready.seconds)
             self._begin()
-            report.show(model_names, url_of(self._settings, self._listener), self._engine.ready.backend)
+            report.show(model_names, self._listener.url, self._engine.ready.backend)
             tell_systemd("READY=1")
             await self._until(lambda: bool(self._signals) or self._is_over)
             tell_systemd("STOPPING=1")
@@ -176,7 +178,7 @@ class _Parent:
             return status
         finally:
             ticking.cancel()
-            for number in SIGNALS:
+            for number in numbers:
                 self._loop.remove_signal_handler(number)
 
     def close(self) -> None:
@@ -248,8 +250,8 @@ class _Parent:
     async def _leave(self) -> None:
         assert self._loop is not None
         self._is_leaving = True
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        self._loop.remove_reader(self._accepting)
+        self._accepting.close()
         for process in self._processes.values():
             process.say(Leave())
         await self._until(lambda: not self._processes or len(self._signals) > 1, seconds=EXIT_SECONDS)
@@ -260,6 +262,11 @@ class _Parent:
             self._hand_over()
             if not self._waiting:
                 self._listen()
+            for process in self._processes.values():
+                process.num_stopped = process.num_stopped + 1 if is_stopped(process.popen) else 0
+                if process.num_stopped == STOPPED_TICKS:
+                    logger.error("API process %d is stopped (SIGSTOP), and is ended", process.slot)
+                    process.popen.kill()
             await asyncio.sleep(TICK_SECONDS)
 
     def _on_signal(self, number: int) -> None:
@@ -276,27 +283,27 @@ class _Parent:
 
     def _begin(self) -> None:
         self._has_begun = True
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
+        self._listener.listen()
+        self._accepting.setblocking(False)
         self._listen()
 
     def _listen(self) -> None:
         if self._loop is not None and self._has_begun and not self._is_leaving:
-            self._loop.add_reader(self._listener, self._accept)
+            self._loop.add_reader(self._accepting, self._accept)
 
     def _accept(self) -> None:
         assert self._loop is not None
         try:
             while len(self._waiting) < MAX_ACCEPTED:
-                self._waiting.append(self._listener.accept()[0])
+                self._waiting.append(self._accepting.accept()[0])
         except (BlockingIOError, ConnectionAbortedError):
             pass
         except OSError as error:
-            self._loop.remove_reader(self._listener)  # until the next tick: connections wait in the backlog
+            self._loop.remove_reader(self._accepting)  # until the next tick: connections wait in the backlog
             logger.warning("no connections are accepted for a moment: %s", error)
         self._hand_over()
         if self._waiting:
-            self._loop.remove_reader(self._listener)
+            self._loop.remove_reader(self._accepting)
 
     def _hand_over(self) -> None:
         """Give each waiting connection to the process that has the fewest; where none can take it, it waits on."""

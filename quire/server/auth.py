@@ -14,11 +14,15 @@ from quire.engine.request_part import CLIENT_NAME
 from quire.server.errors import api_error
 from quire.server.keys import Client, KeyRing
 from quire.server.limits import CLIENT
+from quire.utils.fair_threads import CALLER
 
 _PUBLIC_MARK = "needs_no_key"
 _ADMIN_MARK = "controls_engine"
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy says that it asks for someone else."""
+
+SUBSCRIBER_BITS = 64
+"""Of an IPv6 address."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -61,8 +65,21 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
         request.state.client = client
         CLIENT.set(client)
         CLIENT_NAME.set(client.name)
+        CALLER.set(client.name or _network_of(request))
 
     return check_key
+
+
+def _network_of(request: Request) -> str:
+    """The address of a client without a key; of IPv6 the network that one subscriber has."""
+    host = "" if request.client is None else request.client.host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address.packed, SUBSCRIBER_BITS), strict=False))
+    return host
 
 
 def _given_key(request: Request) -> str:

@@ -20,6 +20,9 @@ PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.i
 """The routes that a line may name."""
 MALFORMED = "malformed_batch_line"
 """Code of the error of a line that is no request."""
+DUPLICATE = "duplicate_custom_id"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What editors on Windows put in front of a text. A JSON text does not begin with it."""
 _HOST = "http://localhost"
 
 
@@ -66,8 +69,10 @@ async def run_batch(
     app: FastAPI, lines: Iterable[bytes], write: Callable[[bytes], object], *, concurrency: int
 ) -> BatchCounts:
     """Answer each line that is not blank, `concurrency` at a time, and write a line for each, in their order. What is
-    wrong with a line is written in its place; the others go on. An error of `lines` or `write` ends all."""
+    wrong with a line is written in its place; the others go on. A second line with a `custom_id` is refused: its answer
+    could not be told from the first one's. An error of `lines` or `write` ends all."""
     counts = BatchCounts()
+    custom_ids: set[str] = set()
     running: deque[asyncio.Task[BatchResult]] = deque()
 
     async def finish_first() -> None:
@@ -81,12 +86,13 @@ async def run_batch(
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=_HOST, timeout=None) as client:
         try:
-            for line in lines:
+            for number, line in enumerate(lines):
+                line = line.removeprefix(BYTE_ORDER_MARK) if number == 0 else line
                 if not line.strip():
                     continue
                 if len(running) >= concurrency:
                     await finish_first()
-                running.append(asyncio.ensure_future(_answer(client, line)))
+                running.append(asyncio.ensure_future(_answer(client, line, custom_ids)))
             while running:
                 await finish_first()
         finally:
@@ -96,12 +102,17 @@ async def run_batch(
     return counts
 
 
-async def _answer(client: httpx.AsyncClient, line: bytes) -> BatchResult:
+async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) -> BatchResult:
+    """custom_ids: of the lines before."""
     result_id = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BatchResult(result_id, _custom_id(line), None, _error(f"the line is no request: {error}", MALFORMED))
+    if request.custom_id in custom_ids:
+        message = f"an earlier line has the custom_id {request.custom_id!r:.100}"
+        return BatchResult(result_id, request.custom_id, None, _error(message, DUPLICATE))
+    custom_ids.add(request.custom_id)
     if (problem := _problem(request)) is not None:
         return BatchResult(result_id, request.custom_id, None, _error(problem))
     headers = {"Content-Type": "application/json"}

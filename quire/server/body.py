@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import partial
@@ -12,8 +11,9 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import UserError
+from quire.server.body_pieces import PIECE_BYTES, decode_known
 from quire.server.errors import ApiError, invalid_request
-from quire.server.fields import check_fields, coerce, hints, join, structs_in
+from quire.server.fields import check_containers, check_fields, coerce, hints, join, structs_in
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -22,16 +22,10 @@ IGNORED_FIELDS = "quire.ignored_fields"
 """The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
 SHORT_BODY_BYTES = 64 * 1024
 """Longer bodies are parsed on another thread."""
-PIECE_BYTES = 64 * 1024
-CONTAINER_LEVELS = 4
-"""A chat's: the body, its messages, a message, its parts."""
-PEEK_BYTES = 64
 MAX_SHOWN_KEYS, MAX_SHOWN_KEY = 8, 40
 """Wrong keys that an error names, and characters of each."""
 MIN_LONG_LIST = 256
 """Entries of a list inside an object, for which it is worth a call to make each by itself."""
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _MISSING_FIELD = "Object missing required field `"
 _AT_PATH = " - at `"
 _OF_A_KEY = "key` in `"
@@ -50,7 +44,7 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
 async def parse_request(request: Request, context: ServerContext, body: bytes, kind: type[T]) -> T:
     """`read_request` of a body that is read."""
     parse = partial(parse_body, body, kind, strict=context.settings.strict_fields)
-    parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await asyncio.to_thread(parse)
+    parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await context.engine.off_loop(len(body), parse)
     report_ignored(request, context, unknown)
     return parsed
 
@@ -79,7 +73,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
     """Decode JSON into `kind`; `parse_fields` with the rest."""
-    return parse_fields(_decode_object(body), kind, strict=strict, is_long=len(body) > SHORT_BODY_BYTES)
+    fields = _decode_object(body, kind)
+    if is_long := len(body) > SHORT_BODY_BYTES:
+        check_containers(fields)
+    return parse_fields(fields, kind, strict=strict, is_long=is_long)
 
 
 def parse_fields(
@@ -132,11 +129,11 @@ def _entries_made(value: Any, hint: Any, min_entries: int) -> Any:
     return value
 
 
-def _decode_object(body: bytes) -> dict[str, Any]:
+def _decode_object(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
     if not body:
         raise invalid_request("the request body is empty: a JSON object is expected", code="invalid_json")
     try:
-        value = _decode(body, CONTAINER_LEVELS)
+        value = decode_known(body, kind) if len(body) > PIECE_BYTES else msgspec.json.decode(body)
     except UnicodeDecodeError as error:
         raise invalid_request(f"the request body is not valid UTF-8: {error.reason}", code="invalid_utf8") from None
     except RecursionError:
@@ -146,19 +143,6 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_request("the request body must be a JSON object", code="invalid_json")
     return value
-
-
-def _decode(text: bytes, num_levels: int) -> Any:
-    """As `msgspec.json.decode`. Of a large text the containers of the outer `num_levels` levels are decoded one entry
-    after the other: no other thread runs while msgspec decodes, and the event loop's has streams to serve."""
-    view = memoryview(text)
-    first = bytes(view[:PEEK_BYTES]).lstrip()
-    if num_levels and len(view) > PIECE_BYTES:
-        if first.startswith(b"{"):
-            return {name: _decode(value, num_levels - 1) for name, value in _OBJECT.decode(view).items()}
-        if first.startswith(b"[") and first[1:].lstrip()[:1] in (b"{", b"[", b'"'):  # not a list of numbers
-            return [_decode(value, num_levels - 1) for value in _ARRAY.decode(view)]
-    return msgspec.json.decode(view)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -14,6 +14,7 @@ from quire.server.answer import Answer, add_answer_route
 from quire.server.body import read_request
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
+from quire.server.limits import CHARGE, Charge
 from quire.server.protocol.chat import ChatBatchRequest, ChatResponse
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.turns import Turns, share_of
@@ -26,7 +27,8 @@ def add_chat_batch_route(app: FastAPI, context: ServerContext) -> None:
 
 
 class ChatBatch(Answer[ChatBatchRequest]):
-    """The conversations of one request, each answered as a request of its own. An error of one ends all of them."""
+    """The conversations of one request, each answered as a request of its own. An error of one ends all of them; to
+    the limits of a key they are one request, and the tokens that were computed."""
 
     ID_PREFIX = "chatcmpl"
 
@@ -43,6 +45,7 @@ class ChatBatch(Answer[ChatBatchRequest]):
 
     async def complete(self) -> ChatResponse:
         turns = Turns(share_of(self._context.engine.max_num_seqs))
+        CHARGE.set(Charge(self._context.metrics))
 
         async def one(answer: ChatAnswer) -> ChatResponse:
             await turns.take(1)

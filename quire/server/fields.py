@@ -25,12 +25,18 @@ MIN_NAME_LETTERS = 6
 """A shorter name is one letter away from too many words to be taken for a misspelling."""
 MAX_UNKNOWN_FIELDS = 64
 """Different unknown fields of one request."""
+MAX_ENTRIES = 2**17
+"""Entries of all lists in one request that may hold objects: messages, parts, tools, calls."""
+MAX_CONTAINERS = 2**18
+"""Objects and lists of one request, at all depths."""
+_CONTAINERS = (dict, list)
 
 
 def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: bool) -> list[str]:
     """Return the unknown fields of a request, sorted, as paths without indices such as `messages[].foo`.
 
-    strict: unknown fields are errors. Raises ApiError (400) for these, for near misses, and for unsupported fields.
+    strict: unknown fields are errors. Raises ApiError (400) for these, for near misses, for unsupported fields, and for
+    more than MAX_ENTRIES entries of lists.
     """
     check = _Check(strict)
     check.visit(fields, (kind,), "", "")
@@ -40,6 +46,7 @@ def check_fields(fields: dict[str, Any], kind: type[msgspec.Struct], *, strict: 
 class _Check:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
+        self._num_entries = 0
         self.unknown: set[str] = set()
 
     def visit(self, value: Any, kinds: Structs, path: str, pattern: str) -> None:
@@ -53,8 +60,10 @@ class _Check:
             for name in nested.keys() & value.keys():
                 self.visit(value[name], nested[name], join(path, name), join(pattern, name))
         elif isinstance(value, list):
+            self._num_entries += len(value)
+            check_entries(self._num_entries, path)
             for index, entry in enumerate(value):
-                if isinstance(entry, dict):
+                if isinstance(entry, dict | list):
                     self.visit(entry, kinds, f"{path}[{index}]", f"{pattern}[]")
 
     def _check_name(self, name: str, value: Any, kinds: Structs, path: str, pattern: str) -> None:
@@ -95,6 +104,29 @@ class _Check:
                 code="unknown_parameter",
             )
         self.unknown.add(unknown)
+
+
+def check_entries(num_entries: int, path: str) -> None:
+    """Raise ApiError (400) for too many entries of lists, those at `path` among them."""
+    if num_entries > MAX_ENTRIES:
+        message = f"the lists of the request have more than {MAX_ENTRIES} entries, those of {path} among them"
+        raise invalid_request(message, param=path)
+
+
+def check_containers(fields: dict[str, Any]) -> None:
+    """Raise ApiError (400) for more than MAX_CONTAINERS objects and lists at all depths: each costs a hundred times the
+    memory of its two bytes."""
+    num_found = 0
+    for name, value in fields.items():
+        waiting = [value] if type(value) in _CONTAINERS else []
+        while waiting:
+            each = waiting.pop()
+            inner = [entry for entry in (each.values() if type(each) is dict else each) if type(entry) in _CONTAINERS]
+            num_found += len(inner)
+            if num_found > MAX_CONTAINERS:
+                message = f"the request has more than {MAX_CONTAINERS} objects and lists, those of {name} among them"
+                raise invalid_request(message, param=name)
+            waiting += inner
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:

@@ -17,7 +17,7 @@ from quire.errors import UserError
 from quire.logging import REQUEST_ID
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
-from quire.server.limits import Charge, client_salt
+from quire.server.limits import CHARGE, Charge, client_salt
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage, LongMessages
@@ -158,7 +158,7 @@ async def generate(
         )
 
     context.admit()
-    charge = Charge(context.metrics)
+    charge = CHARGE.get() or Charge(context.metrics)
     REQUEST_ID.set(request_id)
     streams = [stream(number) for number in range(len(parts))]
     num_cached: dict[int, int] = {}
@@ -166,7 +166,7 @@ async def generate(
     def placed(number: int, output: RequestOutput) -> tuple[int, RequestOutput]:
         raise_if_nonfinite(output)
         index = number // per_prompt
-        charge.count(index, output)
+        charge.count((request_id, index), output)
         if per_prompt > 1:
             # Later parts find the whole prompt in the cache; the request found what its first part did.
             output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)

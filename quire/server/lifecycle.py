@@ -15,11 +15,17 @@ from quire.utils.text_files import read_text_file
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OBITUARY_SECONDS = 1.0
 """How long /health says 503 after the engine died, before the process exits."""
 SHUTDOWN_GRACE_SECONDS = 2
 """What answers that are complete get to reach slow clients at the end."""
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a server. SIGHUP, which comes when a terminal closes, is none where it was ignored at the
+    start (nohup)."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def read_prefixes(settings: ServerSettings) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Hashable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -78,14 +79,18 @@ class RateLimit:
             self._tokens.use(count)
 
 
+CHARGE: ContextVar[Charge | None] = ContextVar("charge", default=None)
+"""The charge of the request of which the running task answers a part; None: what it answers is a request."""
+
+
 class Charge:
-    """One request being charged to the client that sent it."""
+    """One request being charged to the client that sent it: as one request, and for the tokens that were computed."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         """Raises ApiError as RateLimit.begin."""
         client = CLIENT.get()
         self._limit = None if client is None else client.limit
-        self._prompts: set[int] = set()
+        self._prompts: set[Hashable] = set()
         if self._limit is not None:
             try:
                 self._limit.begin()
@@ -93,12 +98,13 @@ class Charge:
                 metrics.record_rejection("rate_limit")
                 raise
 
-    def count(self, prompt_index: int, output: RequestOutput) -> None:
-        """Charge what an output brings: new tokens, and with the first one of each prompt the prompt's."""
+    def count(self, prompt: Hashable, output: RequestOutput) -> None:
+        """Charge what an output brings: new tokens, and with the first one of each `prompt`, by any name, the
+        prompt's."""
         if self._limit is None:
             return
-        if prompt_index not in self._prompts:
-            self._prompts.add(prompt_index)
+        if prompt not in self._prompts:
+            self._prompts.add(prompt)
             self._limit.use_tokens(len(output.prompt_token_ids))
         self._limit.use_tokens(sum(len(completion.token_ids) for completion in output.outputs))
 

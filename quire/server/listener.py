@@ -1,4 +1,4 @@
-"""The socket that a server listens on, and its certificate."""
+"""The socket of a server, and its certificate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,47 @@ from pathlib import Path
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
 
+BACKLOG = 2048
 
-def bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the model is loaded; clients cannot connect until the server listens.
 
-    Raises ConfigError when the address is in use, not allowed or not ours.
-    """
+class Listener:
+    """The socket of a server, bound before the model is loaded; clients cannot connect until `listen`. As a context
+    manager it is closed at the end, and with it its file, where it has one that no other server has replaced."""
+
+    def __init__(self, bound: socket.socket, settings: ServerSettings) -> None:
+        self.socket = bound
+        self._settings = settings
+        self._file = None if settings.uds is None else _file_at(settings.uds)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.socket.close()
+        if (path := self._settings.uds) is not None and _file_at(path) == self._file:
+            Path(path).unlink(missing_ok=True)
+
+    @property
+    def url(self) -> str:
+        if self._settings.uds is not None:
+            return f"unix:{self._settings.uds}"
+        return f"{self._settings.scheme}://{_host(self._settings.host)}:{self.socket.getsockname()[1]}"
+
+    def listen(self) -> None:
+        """Let clients connect. Raises ConfigError when another server, started meanwhile, has taken the address."""
+        path = self._settings.uds
+        if path is not None and _file_at(path) != self._file:
+            raise ConfigError(f"cannot listen on uds {path}: another server has replaced it", param="uds")
+        try:
+            self.socket.listen(BACKLOG)
+        except OSError as error:
+            raise _refusal(self._settings, self.socket.getsockname()[1] if path is None else 0, error) from None
+
+
+def bind(settings: ServerSettings) -> Listener:
+    """Bind the address. Raises ConfigError when it is in use, not allowed or not ours."""
     if settings.uds is not None:
-        return _bind_path(settings.uds)
+        return Listener(_bind_path(settings, settings.uds), settings)
     host, port = settings.host, settings.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -24,32 +57,38 @@ def bind(settings: ServerSettings) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"cannot listen on host {host!r}: {error.strerror}", param="host") from None
-    listener = socket.socket(family, kind, protocol)
+    bound = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is already in use", param="port") from None
-        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}", param="port") from None
-    return listener
+        bound.close()
+        raise _refusal(settings, port, error) from None
+    return Listener(bound, settings)
 
 
-def _bind_path(path: str) -> socket.socket:
+def _refusal(settings: ServerSettings, port: int, error: OSError) -> ConfigError:
+    if settings.uds is not None:
+        reason = "it is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        return ConfigError(f"cannot listen on uds {settings.uds}: {reason}", param="uds")
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {settings.host} is already in use", param="port")
+    return ConfigError(f"cannot listen on port {port} of {settings.host}: {error.strerror}", param="port")
+
+
+def _bind_path(settings: ServerSettings, path: str) -> socket.socket:
     """A Unix socket that the user and the group of this process may call. A socket that an ended server left there is
     replaced; one on which a server listens is not."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not _answers(path):
             Path(path).unlink()
-        listener.bind(path)
+        bound.bind(path)
         Path(path).chmod(0o660)
     except OSError as error:
-        listener.close()
-        reason = "it is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise ConfigError(f"cannot listen on uds {path}: {reason}", param="uds") from None
-    return listener
+        bound.close()
+        raise _refusal(settings, 0, error) from None
+    return bound
 
 
 def _answers(path: str) -> bool:
@@ -57,16 +96,13 @@ def _answers(path: str) -> bool:
         return client.connect_ex(path) == 0
 
 
-def url_of(settings: ServerSettings, listener: socket.socket) -> str:
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    return f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
-
-
-def remove_socket(settings: ServerSettings) -> None:
-    """Of a server that listened on one in the file system."""
-    if settings.uds is not None:
-        Path(settings.uds).unlink(missing_ok=True)
+def _file_at(path: str) -> tuple[int, int] | None:
+    """What tells the file at `path` from another one; None: there is none."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def check_certificate(settings: ServerSettings) -> None:

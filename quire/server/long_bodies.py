@@ -182,7 +182,7 @@ def read(argument: str, body: bytes) -> bytes:
         parsed, unknown = parse_body(body, _KINDS[how.kind], strict=how.strict)
     except ApiError as error:
         return msgspec.msgpack.encode(Rejected(error.status, error.detail))
-    fields = fields_of(body)
+    fields = fields_of(body, parsed)
     if (conversation := _conversation(parsed)) is not None:
         fields["messages"] = [_last_message(parsed, fields["messages"])]
         return msgspec.msgpack.encode(Found(msgspec.json.encode(fields), unknown, conversation, None))
@@ -191,9 +191,10 @@ def read(argument: str, body: bytes) -> bytes:
     return msgspec.msgpack.encode(Found(msgspec.json.encode(fields), unknown, None, texts))
 
 
-def fields_of(body: bytes) -> dict[str, Any]:
-    """The fields of a body that `parse_body` takes, undecoded."""
-    return dict(_FIELDS.decode(body))
+def fields_of(body: bytes, parsed: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a body that `parsed` was made of, undecoded."""
+    known = parsed.__struct_encode_fields__
+    return {name: value for name, value in _FIELDS.decode(body).items() if name in known}
 
 
 def _conversation(parsed: Any) -> Conversation | None:

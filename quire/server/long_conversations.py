@@ -105,7 +105,7 @@ def read(argument: str, body: bytes) -> bytes:
     except ApiError as error:
         answer = Rejected(error.status, error.detail)
     else:
-        fields = fields_of(body)
+        fields = fields_of(body, parsed)
         if isinstance(parsed, ResponsesRequest):
             answer = _of_response(parsed, fields, unknown)
         else:

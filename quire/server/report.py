@@ -8,7 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from quire import envs
+from quire.logging import get_logger
 from quire.version import __version__
+
+logger = get_logger(__name__)
+
+NOTIFY_SECONDS = 1.0
+"""For a service manager that does not read what it is told."""
 
 
 class StartReport:
@@ -47,10 +53,14 @@ class StartReport:
 
 def tell_systemd(state: str) -> None:
     """Send `state` ("READY=1", "STOPPING=1") to the service manager that started this process with a socket for it
-    (`Type=notify`); nothing where there is none. Raises OSError when the manager cannot be reached."""
+    (`Type=notify`); nothing where there is none. A manager that cannot be reached is logged."""
     address = envs.notify_socket()
     if address is None:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as client:
-        client.connect(address)
-        client.send(state.encode())
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as client:
+            client.settimeout(NOTIFY_SECONDS)
+            client.connect(address)
+            client.send(state.encode())
+    except OSError as error:
+        logger.warning("the service manager cannot be told %s: %s", state, error)

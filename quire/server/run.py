@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -22,16 +21,17 @@ from quire.server.keys import KeyRing
 from quire.server.lifecycle import (
     OBITUARY_SECONDS,
     SHUTDOWN_GRACE_SECONDS,
-    SIGNALS,
+    ending_signals,
     first,
     loop_factory,
     preload,
     read_prefixes,
 )
-from quire.server.listener import bind, check_certificate, remove_socket, url_of
+from quire.server.listener import Listener, bind, check_certificate
 from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
+from quire.utils.streams import guard_streams
 
 if TYPE_CHECKING:
     import uvicorn
@@ -44,12 +44,13 @@ DEATH_POLL_SECONDS = 0.1
 def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = DEFAULT_EXECUTOR) -> int:
     """Serve until a signal comes or the engine dies; the return value is the exit status of the process.
 
-    SIGTERM or SIGINT drains: /health turns 503, new requests are refused with 503, running ones finish within
+    SIGTERM, SIGINT or SIGHUP drains: /health turns 503, new requests are refused with 503, running ones finish within
     `shutdown_timeout` seconds or end with the finish reason "abort"; then 0 is returned. A second signal cuts that
     short (128 + its number). 1 means that the engine died; why is on standard error.
     Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
     """
     report = StartReport()
+    guard_streams("stdout", "stderr")
     if settings.log_format is not None:
         set_log_format(settings.log_format)
     check_certificate(settings)
@@ -80,7 +81,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
             server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
-            url = url_of(settings, listener)
+            url = listener.url
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     if prefixes:
@@ -93,7 +94,6 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
                 app.state.context.exit()
         finally:
             engine.shutdown()
-            remove_socket(settings)
 
 
 class _Service:
@@ -107,12 +107,15 @@ class _Service:
         self._signalled = asyncio.Event()
         self._signalled_again = asyncio.Event()
 
-    async def run(self, listener: socket.socket, announce: Callable[[], None]) -> int:
-        """Serve on `listener`; call `announce` once requests are answered. Returns the exit status."""
+    async def run(self, listener: Listener, announce: Callable[[], None]) -> int:
+        """Serve on `listener`; call `announce` once requests are answered. Returns the exit status. Raises as
+        Listener.listen."""
+        listener.listen()
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        numbers = ending_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        serving = asyncio.ensure_future(self._server.serve(sockets=[listener.socket]))
         try:
             while not self._server.started:
                 await asyncio.wait((serving,), timeout=0.01)
@@ -130,7 +133,7 @@ class _Service:
             await serving
             return status
         finally:
-            for number in SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     async def _until_over(self) -> int:
@@ -189,7 +192,7 @@ def _interruptible() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in SIGNALS}
+    before = {number: signal.signal(number, leave) for number in ending_signals()}
     try:
         yield
     finally:

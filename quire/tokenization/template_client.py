@@ -4,6 +4,7 @@ and are killed and replaced when a rendering exceeds its limits."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from quire.tokenization.template_messages import (
     encode_frame,
     read_frame,
 )
+from quire.utils.fair_threads import FairThreads
 from quire.utils.sizes import format_bytes
 
 SHORT_CONVERSATION_BYTES = 64 * 2**10
@@ -130,7 +132,7 @@ class TemplateProcess:
 
 
 class TemplateLane:
-    """A process, its successors, and the conversations that wait for it, in order. Thread-safe.
+    """A process, its successors, and the conversations that wait for it, in turns by caller. Thread-safe.
 
     clock: seconds, for the time that conversations wait.
     """
@@ -142,7 +144,7 @@ class TemplateLane:
         self._closed = False
         self._lock = threading.Lock()
         """Guards `_process` and `_closed`, which `close` changes from another thread."""
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-chat-template")
+        self._threads = FairThreads(1, "quire-chat-template", long_size=math.inf)
 
     @property
     def pid(self) -> int | None:
@@ -173,7 +175,7 @@ class TemplateLane:
 
         with self._lock:
             self._check_open()
-            return self._executor.submit(work)
+            return self._threads.submit(len(conversation), work)
 
     def close(self) -> None:
         """End the process, and fail what waits for it. Idempotent."""
@@ -182,7 +184,7 @@ class TemplateLane:
             process = self._process
         if process is not None:
             process.kill()
-        self._executor.shutdown()
+        self._threads.shutdown(wait=True)
         if process is not None:
             process.stop()
 

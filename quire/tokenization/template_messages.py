@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -100,6 +100,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
+class Waiting(Protocol):
+    """How long the next operations of a connection may take."""
+
+    def apply(self, connection: socket.socket) -> None:
+        """Called before each. Raises TimeoutError when it has taken too long."""
+        ...
+
+
 class Deadline:
     """A moment, `seconds` from now."""
 
@@ -122,7 +130,7 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
     return frame
 
 
-def read_frame(connection: socket.socket, max_bytes: int, deadline: Deadline | None = None) -> bytearray | None:
+def read_frame(connection: socket.socket, max_bytes: int, deadline: Waiting | None = None) -> bytearray | None:
     """The next message, or None at the end of the connection.
 
     Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
@@ -136,7 +144,7 @@ def read_frame(connection: socket.socket, max_bytes: int, deadline: Deadline | N
     return _read(connection, size, deadline)
 
 
-def _read(connection: socket.socket, size: int, deadline: Deadline | None) -> bytearray | None:
+def _read(connection: socket.socket, size: int, deadline: Waiting | None) -> bytearray | None:
     buffer = bytearray(size)
     view = memoryview(buffer)
     filled = 0

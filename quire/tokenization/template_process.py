@@ -159,8 +159,8 @@ def _answer(renderer: TemplateRenderer, frame: bytearray) -> bytearray:
 def _confine(limits: TemplateLimits) -> None:
     """From here on: no more memory than the limit, no core dump, nothing on standard error, and no end by signals that
     reach every process of a service, whose main process closes the connection when it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     for number in DEADLY:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEADLY)

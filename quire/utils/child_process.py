@@ -70,6 +70,14 @@ def _children(parent: int, stack: contextlib.ExitStack) -> list[int]:
     return found
 
 
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process stands still (SIGSTOP). One that has ended does not."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
 def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
     """Wait for the process to end, by force after `timeout` seconds."""
     try:

@@ -25,6 +25,7 @@ FILES: dict[str, dict[str, bytes] | None] = {
         "tiny-BF16-00002-of-00002.gguf": b"two",
         "README.md": b"text",
     },
+    "someone/many": {f"part-{number}-Q4_K_M.gguf": b"" for number in range(20)},
     "someone/gated": None,
 }
 PROGRAM = """
@@ -63,6 +64,12 @@ class Hub(BaseHTTPRequestHandler):
         commit = OTHER_COMMIT if OTHER_COMMIT in parts or "other" in parts else COMMIT
         name += "@other" if f"{name}@other" in FILES and commit == OTHER_COMMIT else ""
         files = FILES.get(name, {})
+        if name == "someone/page":
+            return self._answer(200, b"<html>\n<p>log in</p></html>", {"Content-Type": "text/html"})
+        if name == "someone/empty":
+            return self._answer(200, b"[]", {"Content-Type": "application/json"})
+        if name == "someone/broken":
+            return self._answer(500, b"a\nb" * 5000, {"X-Error-Message": "c" * 5000})
         if name not in FILES:
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         if files is None:
@@ -124,6 +131,18 @@ def test_files_of_a_repository_by_the_end_of_their_names(endpoint: str, tmp_path
     cached, unknown = fetched([names[0], "someone/else"], tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
     assert cached == four
     assert unknown.startswith("error: model 'someone/else' is neither a directory nor a reachable hub id: ")
+
+
+def test_what_the_hub_may_not_answer_is_one_line(endpoint: str, tmp_path: Path) -> None:
+    names = ["someone/page", "someone/empty", "someone/broken", "someone/many:Q4_K_M"]
+    lines = fetched(names, tmp_path, HF_ENDPOINT=endpoint)
+    assert len(lines) == len(names)
+    for name, line in zip(names[:3], lines, strict=False):
+        assert line.startswith(f"error: model {name!r}")
+        assert len(line) < 1200
+    assert "has 20 files *Q4_K_M.gguf: part-0-" in lines[3]
+    assert lines[3].count(".gguf,") == 8
+    assert "..." in lines[3]
 
 
 def test_a_tokenizers_own_revision_and_the_directory_that_files_come_to(endpoint: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from quire.engine.async_engine import AsyncLLM
 from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts, TokenizerProcess
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
+from quire.utils import patience
 from tests.processes import has_pid_ended
 from tests.tokenization.build import byte_level, byte_level_backend
 
@@ -199,5 +200,49 @@ def test_a_text_that_takes_too_much_processor_time(tmp_path: Path, monkeypatch: 
             texts.encode("a" * 200_000, True)
         assert has_pid_ended(pid)
         assert texts.pids == []
+    finally:
+        texts.close()
+
+
+def spin(argument: str, content: bytes) -> bytes:
+    """In the process: a reader that never ends."""
+    while True:
+        pass
+
+
+def echo(argument: str, content: bytes) -> bytes:
+    return content
+
+
+def limit(argument: str, content: bytes) -> bytes:
+    return str(signal.getitimer(signal.ITIMER_PROF)[0]).encode()
+
+
+def test_a_body_that_takes_too_much_processor_time_is_its_callers_error(texts: LongTexts) -> None:
+    assert round(float(texts.read(f"{__name__}:limit", "", b""))) == 10
+    with pytest.raises(UserError, match="more than 10 s of processor time"):
+        texts.read(f"{__name__}:spin_briefly", "", b"")
+    assert texts.read(f"{__name__}:echo", "", b"abc") == b"abc"
+
+
+def spin_briefly(argument: str, content: bytes) -> bytes:
+    """As `spin`, with less than the whole time."""
+    signal.setitimer(signal.ITIMER_PROF, 0.05)
+    return spin(argument, content)
+
+
+def test_a_stopped_process_ends_its_work_with_an_error_and_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "SLICE_SECONDS", 0.02)
+    texts = LongTexts(OPTIONS, VOCAB_SIZE, tokenizer)
+    try:
+        texts.encode(SNIPPET, True)
+        (pid,) = texts.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(InternalError, match="it had not run for 20 s"):
+            texts.encode(LONG, True)
+        assert has_pid_ended(pid)
+        assert texts.encode(LONG, True) == tokenizer.encode(LONG)
     finally:
         texts.close()

@@ -124,8 +124,8 @@ async def serving(
             return
         server = make_http_server(app, settings, shutdown_grace_seconds=2)
         with bind(settings) as listener:
-            url = f"http://{HOST}" if settings.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
-            running = asyncio.ensure_future(server.serve(sockets=[listener]))
+            url = f"http://{HOST}" if settings.uds else f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+            running = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
             while not server.started:
                 await asyncio.sleep(0.005)
             socket = httpx.AsyncHTTPTransport(uds=settings.uds) if settings.uds else None

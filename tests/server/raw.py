@@ -121,11 +121,11 @@ async def raw_server(**settings: Any) -> AsyncIterator[RawServer]:
     app, clock = Echo(), VirtualClock()
     server = make_http_server(app, given, shutdown_grace_seconds=2, clock=clock)  # type: ignore[arg-type]
     with bind(given) as listener:
-        running = asyncio.ensure_future(server.serve(sockets=[listener]))
+        running = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
         while not server.started:
             await asyncio.sleep(0.002)
         try:
-            yield RawServer(server, clock, listener.getsockname()[1], app)
+            yield RawServer(server, clock, listener.socket.getsockname()[1], app)
         finally:
             server.should_exit = True
             await running

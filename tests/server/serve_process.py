@@ -28,14 +28,21 @@ class Process:
     """A server in a process of its own."""
 
     def __init__(
-        self, model_path: Path, executor: str = "slow_between_signals", max_num_seqs: int = 4, **settings: Any
+        self,
+        model_path: Path,
+        executor: str = "slow_between_signals",
+        max_num_seqs: int = 4,
+        *,
+        stderr: int = subprocess.PIPE,
+        **settings: Any,
     ) -> None:
+        """stderr: a descriptor in place of the pipe that `finish` reads."""
         options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             cwd=ROOT,
         )
@@ -76,9 +83,8 @@ class Process:
     def finish(self) -> tuple[int, str]:
         """Exit status and standard error, once it has ended; the engine must be gone as well."""
         assert self.popen.stdout is not None
-        assert self.popen.stderr is not None
         self.output += self.popen.stdout.read()
-        error = self.popen.stderr.read()
+        error = "" if self.popen.stderr is None else self.popen.stderr.read()
         self.popen.wait()
         assert "Traceback" not in error, error
         return self.popen.returncode, error

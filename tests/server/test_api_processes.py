@@ -359,6 +359,24 @@ async def test_a_killed_process_takes_its_own_requests_alone(model_path: Path, p
     assert has_ended(survivor)
 
 
+async def test_a_stopped_process_is_ended_and_replaced(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, "very_slow", api_server_count=2).wait_ready()
+    processes.append(process)
+    async with async_clients(process.url, 2) as (first, second):
+        (_, lost), (head, kept) = await begun(first, LONG), await begun(second)
+        victim, survivor = process.api_processes
+        victim.suspend()
+        with pytest.raises(httpx.TransportError):
+            await lost
+        assert head + await kept == COPIED
+        while survivor == (newest := process.api_processes[0]) or newest.pid == victim.pid:
+            await asyncio.sleep(0.02)
+    process.signal(signal.SIGTERM)
+    status, error = await asyncio.to_thread(process.finish)
+    assert (status, "API process 0 is stopped (SIGSTOP), and is ended" in error) == (0, True)
+    assert has_ended(newest)
+
+
 async def test_after_the_timeout_all_processes_abort_what_runs(model_path: Path, processes: list[Process]) -> None:
     process = Process(model_path, "very_slow", api_server_count=2, shutdown_timeout=0.1).wait_ready()
     processes.append(process)

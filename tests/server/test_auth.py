@@ -6,8 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fastapi import Request
 
+from quire.server.auth import key_check
+from quire.server.keys import KeyRing
 from quire.server.settings import ServerSettings
+from quire.utils.fair_threads import CALLER
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
@@ -76,3 +80,27 @@ async def test_the_body_is_not_read_before_the_key(locked: Served) -> None:
 async def test_without_a_key_all_are_welcome(served: Served) -> None:
     for headers in ({}, {"Authorization": "Bearer whatever"}):
         assert (await served.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "caller"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", "::ffff:192.0.2.7"),
+        ("socket", "socket"),
+    ],
+)
+async def test_work_takes_turns_by_key_and_without_one_by_address(host: str, caller: str) -> None:
+    async def endpoint() -> None:
+        """Asks for a key."""
+
+    async def caller_of(settings: ServerSettings, headers: list[tuple[bytes, bytes]]) -> str:
+        scope = {"type": "http", "client": (host, 1), "headers": headers, "endpoint": endpoint, "state": {}}
+        await key_check(KeyRing.of(settings))(Request(scope))
+        return CALLER.get()
+
+    assert await caller_of(ServerSettings(), []) == caller
+    keys = ServerSettings(api_key=["a", "b"])
+    assert await caller_of(keys, [(b"x-api-key", b"b")]) == "key 1"
+    assert await caller_of(keys, [(b"x-api-key", b"a")]) == "key 0"

@@ -93,6 +93,41 @@ async def test_what_is_wrong_with_a_line_stands_in_its_place(local: Served) -> N
     assert found[10]["error"]["message"].startswith("a batch waits for its answers")
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_a_file_as_an_editor_on_windows_writes_it(local: Served, mark: bytes, end: bytes) -> None:
+    lines = [line(number, prompt=f"={number}").replace(b"\n", end) for number in range(2)]
+    lines[0] = mark + lines[0]
+    found = await answers(local, [*lines, end])
+    assert [each["response"]["body"]["choices"][0]["text"] for each in found] == ["0", "1"]
+    assert [each["custom_id"] for each in found] == ["r0", "r1"]
+    await local.until_idle()
+
+
+async def test_a_byte_order_mark_elsewhere_is_no_request(local: Served) -> None:
+    lines = [line(0, prompt="=0"), b"\xef\xbb\xbf" + line(1, prompt="=1")]
+    found = await answers(local, lines)
+    assert [each["error"] and each["error"]["code"] for each in found] == [None, "malformed_batch_line"]
+    await local.until_idle()
+
+
+async def test_a_second_line_with_a_custom_id_is_refused(local: Served) -> None:
+    lines = [
+        line(0, prompt="=a"),
+        line(1, "/v1/nothing"),
+        line(0, prompt="=b"),
+        line(1, prompt="=c"),
+        line(2, prompt="=d"),
+    ]
+    found = await answers(local, lines)
+    codes = [each["error"] and each["error"]["code"] for each in found]
+    assert codes == [None, "invalid_batch_line", "duplicate_custom_id", "duplicate_custom_id", None]
+    assert [each["custom_id"] for each in found] == ["r0", "r1", "r0", "r1", "r2"]
+    assert found[2]["response"] is None
+    assert "custom_id 'r0'" in found[2]["error"]["message"]
+    await local.until_idle()
+
+
 async def test_the_file_is_read_no_further_than_is_answered(local: Served) -> None:
     num_read = 0
 
@@ -127,6 +162,7 @@ async def test_a_full_disk_ends_all(local: Served) -> None:
         (["-i", "IN", "-o", "IN"], "are the same file"),
         (["-i", "IN", "-o", "OUT", "--max-concurrency", "0"], "at least 1"),
         (["-i", "IN", "-o", "no/such/OUT"], "cannot open"),
+        (["-i", "WIDE", "-o", "OUT"], "input_file is UTF-16"),
         (["-i", "IN"], "two files are required"),
         (["IN"], "two files are required"),
         (["OUT", "-i", "IN"], "two files are required"),
@@ -142,6 +178,7 @@ def test_wrong_use(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("IN").write_text("")
+    Path("WIDE").write_text('{"custom_id": "a"}', "utf-16")
     assert main(["run-batch", *arguments]) == 2
     assert message in capsys.readouterr().err
 

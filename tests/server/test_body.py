@@ -11,10 +11,12 @@ import pytest
 
 from quire.errors import UserError, nearest_name
 from quire.server import body as body_module
+from quire.server import body_pieces
 from quire.server import fields as fields_module
 from quire.server.body import parse_body
+from quire.server.body_pieces import decode_known
 from quire.server.errors import ApiError
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.messages import ChatMessage
 from quire.server.protocol.tokenize import TokenizeRequest
@@ -241,21 +243,103 @@ def test_a_large_body_is_decoded_piece_by_piece_to_the_same(monkeypatch: pytest.
     part = {"type": "text", "text": 'a"é\n' * 5}
     value = {
         "messages": [{"role": "user", "content": [part, part]}, {"role": "user", "content": "b" * 40}],
-        "numbers": list(range(30)),
-        "mixed": ["c", 1, None, {"d": [[1], [2, [3, [4, [5]]]]]}],
-        "empty": [{}, [], "", {"e": {}}],
+        "stop_token_ids": list(range(30)),
+        "chat_template_kwargs": {
+            "mixed": ["c", 1, None, {"d": [[1], [2, [3, [4, [5]]]]]}],
+            "empty": [{}, [], "", {"e": {}}],
+        },
     }
     pieces: list[int] = []
     decode = msgspec.json.decode
-    monkeypatch.setattr(body_module, "PIECE_BYTES", 8)
+    monkeypatch.setattr(body_pieces, "PIECE_BYTES", 8)
     monkeypatch.setattr(msgspec.json, "decode", lambda text: pieces.append(len(text)) or decode(text))
     for text in (msgspec.json.encode(value), b" \n" + msgspec.json.format(msgspec.json.encode(value))):
         pieces.clear()
-        assert body_module._decode(text, body_module.CONTAINER_LEVELS) == value
+        assert decode_known(text, ChatRequest) == value
         assert len(pieces) > 12
         assert max(pieces) < len(text) / 2
+    monkeypatch.setattr(body_module, "PIECE_BYTES", 8)
     for wrong in (b'{"messages": [{"role": "user"}, {"role" "user"}]}', b'{"messages": ["abc", "\xff", "abc"]}'):
         assert failure(wrong, ChatRequest).detail.code in ("invalid_json", "invalid_utf8")
+
+
+WASTE = ",".join(["{}"] * 40)
+UNKNOWN = [
+    ('{"prompt": "a", "x": [' + WASTE + "]}", CompletionRequest, ["x"]),
+    (
+        '{"prompt": "a", "stream": true, "stream_options": {"x": [' + WASTE + "]}}",
+        CompletionRequest,
+        ["stream_options.x"],
+    ),
+    ('{"messages": [{"role": "user", "content": "a", "x": [' + WASTE + "]}]}", ChatRequest, ["messages[].x"]),
+    ('{"prompt": "a", "vllm_xargs": {"x": [' + WASTE + "]}}", CompletionRequest, ["vllm_xargs.x"]),
+    ('{"prompt": "a", "metadata": [' + WASTE + "]}", CompletionRequest, []),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "unknown"), UNKNOWN)
+def test_what_no_field_takes_is_not_decoded(
+    text: str, kind: Any, unknown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = parse_body(text.encode(), kind)
+    for module in (body_module, body_pieces):
+        monkeypatch.setattr(module, "PIECE_BYTES", 8)
+    decoded: list[bytes] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda text: decoded.append(bytes(text)) or decode(text))
+    assert parse_body(text.encode(), kind) == expected
+    assert expected[1] == unknown
+    assert not [each for each in decoded if b"{}" in each]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('{"messages": [' + ",".join([USER] * 4097) + "]}", ChatRequest),
+        ('{"messages": [' + USER + '], "tools": [' + ",".join(["{}"] * 1025) + "]}", ChatRequest),
+        ('{"prompt": "a", "bad_words": [' + ",".join(['"b"'] * 1025) + "]}", CompletionRequest),
+        ('{"messages": [' + ",".join(["[" + USER + "]"] * 1025) + "]}", ChatBatchRequest),
+        ('{"messages": [' + USER + ", [" + WASTE + ']], "model": [' + WASTE + "]}", ChatRequest),
+        ('{"prompt": "a", "user": {"a": [' + WASTE + "]}}", CompletionRequest),
+        ('{"prompt": "a", "best_off": [' + WASTE + "]}", CompletionRequest),
+        ('{"prompt": "a", "lora_request": [' + WASTE + "]}", CompletionRequest),
+        ('{"prompt": "a", "vllm_xargs": [' + WASTE + "]}", CompletionRequest),
+    ],
+)
+def test_a_wrong_field_is_refused_before_its_entries_are_decoded(
+    text: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = failure(text, kind).detail
+    for module in (body_module, body_pieces):
+        monkeypatch.setattr(module, "PIECE_BYTES", 8)
+    decoded: list[bytes] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda text: decoded.append(bytes(text)) or decode(text))
+    assert failure(text, kind).detail == expected
+    assert len(decoded) < 8
+
+
+def test_a_large_request_has_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields_module, "MAX_CONTAINERS", 50)
+    options = {"a": [1] * 60, "b": [{"c": [{}] * 20}] * 2}
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": options}
+    assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
+    monkeypatch.setattr(body_module, "SHORT_BODY_BYTES", 8)
+    assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
+    options["d"] = [[]] * 4
+    error = failure(msgspec.json.encode(body), ChatRequest)
+    assert error.detail.param == "chat_template_kwargs"
+    assert "more than 50 objects and lists" in error.detail.message
+
+
+def test_a_request_has_a_bounded_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields_module, "MAX_ENTRIES", 5)
+    parts = ",".join(['""'] * 2)
+    message = '{"role": "user", "content": [' + parts + "]}"
+    assert parse_body(('{"messages": [' + message + "]}").encode(), ChatRequest)[1] == []
+    error = failure('{"messages": [' + message + "," + message + "]}", ChatRequest)
+    assert error.detail.param == "messages[1].content"
+    assert "more than 5 entries" in error.detail.message
 
 
 @pytest.mark.parametrize(

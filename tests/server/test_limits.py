@@ -19,6 +19,7 @@ from quire.server.settings import ServerSettings
 from quire.utils.shared_numbers import Numbers
 from tests.server.conftest import Served, serving
 
+USER = [{"role": "user", "content": "a"}]
 KEYS = """
 [free]
 key = "free"
@@ -67,6 +68,41 @@ async def test_routes_that_compute_nothing_are_not_limited(keyed: Served) -> Non
     for _ in range(5):
         assert (await keyed.client.get("/v1/models", headers=headers)).status_code == 200
     assert (await ask(keyed, "few")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": USER}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": USER}),
+        ("/v1/responses/input_tokens", {"input": "a"}),
+    ],
+)
+async def test_routes_that_only_count_tokens_are_not_limited(keyed: Served, path: str, body: dict[str, Any]) -> None:
+    for key in ("few", "short"):
+        headers = {"Authorization": f"Bearer {key}"}
+        for _ in range(5):
+            assert (await keyed.client.post(path, json=body, headers=headers)).status_code == 200
+        assert (await ask(keyed, key)).status_code == 200
+
+
+async def test_a_batch_of_chats_is_one_request_and_the_tokens_of_all(
+    keyed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(RateLimit, "use_tokens", lambda limit, count: used.append(count))
+    messages = [[{"role": "user", "content": content}] for content in "abcde"]
+    asked = {"url": "/v1/chat/completions/batch", "json": {"messages": messages, "max_tokens": 2}}
+    headers = {"Authorization": "Bearer few"}
+    answered = [await keyed.client.post(**asked, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answered] == [200, 200]
+    assert sum(used) == sum(answer.json()["usage"]["total_tokens"] for answer in answered)
+    used.clear()
+    refused = await keyed.client.post(**asked, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert not used
 
 
 async def test_tokens_a_minute_count_prompts_and_answers(keyed: Served) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import ssl
 import subprocess
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -81,6 +84,88 @@ async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> Non
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-4]
     assert process.finish()[0] == 0
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def stuck_pipe() -> int:
+    """The writer's end of a full pipe that is not read; its reader lives as long as this process."""
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    return writer
+
+
+def pipe_without_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("make_stderr", [full_disk, stuck_pipe, pipe_without_reader])
+async def test_a_log_that_cannot_be_written_ends_no_stream(
+    model_path: Path, processes: list[Process], make_stderr: Callable[[], int], num_processes: int
+) -> None:
+    stderr = make_stderr()
+    logged = {"access_log": True, "enable_log_requests": True, "api_server_count": num_processes}
+    process = Process(model_path, stderr=stderr, **logged)
+    os.close(stderr)
+    processes.append(process.wait_ready())
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.signal(signal.SIGTERM)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.hurry()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+    assert process.finish()[0] == 0
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
+    model_path: Path, processes: list[Process], num_processes: int
+) -> None:
+    process = Process(model_path, api_server_count=num_processes).wait_ready()
+    processes.append(process)
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            for child in (process.engine, *process.api_processes):
+                child.send_signal(signal.SIGHUP)
+            process.signal(signal.SIGHUP)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.hurry()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+    status, error = process.finish()
+    assert (status, "shutting down" in error) == (0, True)
+
+
+async def test_a_server_that_was_started_to_outlive_its_terminal_does(
+    model_path: Path, processes: list[Process]
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = Process(model_path, "readable")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    processes.append(process.wait_ready())
+    process.signal(signal.SIGHUP)
+    assert httpx.get(f"{process.url}/health", timeout=60).status_code == 200
+    process.signal(signal.SIGTERM)
+    status, error = process.finish()
+    assert (status, error.count("shutting down")) == (0, 1)
 
 
 async def test_after_the_timeout_running_requests_end_with_abort(model_path: Path, processes: list[Process]) -> None:
@@ -179,7 +264,7 @@ class TestBind:
     def test_port_in_use(self) -> None:
         with bind(ServerSettings(port=0)) as taken:
             taken.listen()
-            port = taken.getsockname()[1]
+            port = taken.socket.getsockname()[1]
             with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
                 bind(ServerSettings(port=port))
         assert caught.value.param == "port"
@@ -195,7 +280,52 @@ class TestBind:
 
     def test_no_client_can_connect_before_the_server_listens(self) -> None:
         with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
-            socket.create_connection(listener.getsockname())
+            socket.create_connection(listener.socket.getsockname())
+
+    def test_of_two_servers_that_were_bound_before_either_listened_one_listens(self) -> None:
+        with bind(ServerSettings(port=0)) as first:
+            port = first.socket.getsockname()[1]
+            with bind(ServerSettings(port=port)) as second:
+                second.listen()
+                with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
+                    first.listen()
+                socket.create_connection(second.socket.getsockname()).close()
+        assert caught.value.param == "port"
+
+    def test_a_server_whose_file_another_one_has_replaced_does_not_listen_and_leaves_the_file(
+        self, tmp_path: Path
+    ) -> None:
+        settings = ServerSettings(uds=str(tmp_path / "socket"))
+        with bind(settings) as first, bind(settings) as second:
+            second.listen()
+            with pytest.raises(ConfigError, match="another server has replaced it") as caught:
+                first.listen()
+            assert caught.value.param == "uds"
+            first.__exit__()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(str(settings.uds))
+            with pytest.raises(ConfigError, match="it is already in use"):
+                bind(settings)
+        assert not Path(str(settings.uds)).exists()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_of_two_servers_started_together_on_one_port_one_is_ready_and_the_other_ends(
+    model_path: Path, processes: list[Process], num_processes: int
+) -> None:
+    with bind(ServerSettings(port=0)) as kept:  # bound, so that nothing else is given the number
+        port = kept.socket.getsockname()[1]
+        both = [Process(model_path, "readable", port=port, api_server_count=num_processes) for _ in range(2)]
+        processes += both
+        lines = [process.popen.stdout.readline() for process in both if process.popen.stdout is not None]
+    is_ready = [" serves " in line for line in lines]
+    assert sorted(is_ready) == [False, True]
+    loser, winner = both[is_ready.index(False)].popen, both[is_ready.index(True)]
+    assert f"port {port} on 127.0.0.1 is already in use" in loser.communicate()[1].splitlines()[-1]
+    assert loser.returncode != 0
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
+    winner.signal(signal.SIGTERM)
+    assert winner.finish()[0] == 0
 
 
 class TestTls:

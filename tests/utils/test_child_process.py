@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 
 import psutil
 
-from quire.utils.child_process import kill
+from quire.utils.child_process import is_stopped, kill
 from tests.processes import has_ended
 
 PARENT = """
@@ -35,3 +36,20 @@ def test_a_child_that_is_stopped_ends_with_its_parent() -> None:
         parent.stdout.close()
         if child.is_running():
             child.kill()
+
+
+def test_whether_a_process_stands_still() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    try:
+        assert not is_stopped(process)
+        process.send_signal(signal.SIGSTOP)
+        while not is_stopped(process):
+            time.sleep(0.01)
+        assert is_stopped(process), "asking changes nothing"
+        process.send_signal(signal.SIGCONT)
+        while is_stopped(process):
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    assert not is_stopped(process)
