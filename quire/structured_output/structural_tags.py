@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import UserError
+from quire.structured_output.ebnf import quoted
+from quire.structured_output.json_schema import MAX_LITERAL, normalise
+from quire.structured_output.schema_grammar import LarkWriter, json_document, slashed
 
 MAX_DEPTH = 32
 MAX_PARTS = 4096
@@ -40,7 +43,10 @@ class TagGrammar:
         self._ids = special_tokens
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._schema_options = schema_options
+        self._schema_rules: dict[str, str] = {}
         self.rules: list[str] = []
+        self.schemas: dict[str, str] = {}
+        """Grammars beside this one, in Lark's syntax by their names."""
 
     def start(self, tag: dict[str, Any]) -> str:
         """The grammar in Lark's syntax."""
@@ -60,7 +66,7 @@ class TagGrammar:
         writers: dict[str, Callable[[dict[str, Any], int], str]] = {
             "const_string": lambda form, _: self._text(_string(form, "value")),
             "json_schema": lambda form, _: self._schema(form.get("json_schema")),
-            "regex": lambda form, _: self._rule(f"/{_slashed(_string(form, 'pattern'))}/"),
+            "regex": lambda form, _: self._rule(f"/{slashed(_string(form, 'pattern'))}/"),
             "any_text": lambda form, _: "TAG_TEXT",
             "sequence": self._sequence,
             "or": self._or,
@@ -89,13 +95,22 @@ class TagGrammar:
         return " ".join(piece for piece in pieces if piece) or '""'
 
     def _schema(self, schema: Any) -> str:
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict | bool):
             raise _error("json_schema must be a JSON schema")
-        if self._schema_options:
-            schema = schema | {"x-guidance": self._schema_options}
-        return self._rule(f"%json {json.dumps(schema)}")
+        text = json.dumps(schema)
+        if text not in self._schema_rules:
+            try:
+                normal = normalise(schema)
+                if normal.has_digits:
+                    name = f"schema_{len(self.schemas)}"
+                    self.schemas[name] = LarkWriter(normal, self._schema_options).grammar()
+                    self._schema_rules[text] = self._rule(f"@{name}")
+                else:
+                    document = json_document(normal, self._schema_options)
+                    self._schema_rules[text] = self._rule(f"%json {json.dumps(document)}")
+            except ValueError as error:
+                raise _error(str(error)) from None
+        return self._schema_rules[text]
 
     def _sequence(self, form: dict[str, Any], depth: int) -> str:
         return self._rule(" ".join(self._form(each, depth) for each in _objects(form, "elements")))
@@ -179,6 +194,8 @@ def _string(form: dict[str, Any], name: str) -> str:
     value = form.get(name)
     if not isinstance(value, str):
         raise _error(f"{name} must be a string")
+    if len(value) > MAX_LITERAL:
+        raise _error(f"{name} has {len(value)} characters, more than {MAX_LITERAL}")
     return value
 
 
@@ -190,12 +207,7 @@ def _objects(form: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _slashed(pattern: str) -> str:
-    """A regular expression between slashes."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
+    return quoted(text) if text else ""
 
 
 def _error(reason: str) -> UserError:
