@@ -66,8 +66,17 @@ class NormalSchema:
 
 def parse_schema(text: str) -> Any:
     """The value of a JSON text, with how its numbers are written. Raises ValueError."""
-    _check_depth(text)
-    return json.loads(text, parse_float=Written.of, parse_constant=_refuse_constant)
+    found = json.loads(text, parse_float=Written.of, parse_constant=_refuse_constant)
+    level = [found]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level for part in _inside(each) if isinstance(part, dict | list)]
+        if not level:
+            return found
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def normalise(schema: Any, *, closed: bool = False) -> NormalSchema:
@@ -78,23 +87,6 @@ def normalise(schema: Any, *, closed: bool = False) -> NormalSchema:
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
-
-
-def _check_depth(text: str) -> None:
-    depth = 0
-    is_text = is_escaped = False
-    for character in text:
-        if is_text:
-            is_text = is_escaped or character != '"'
-            is_escaped = character == "\\" and not is_escaped
-        elif character == '"':
-            is_text = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-        elif character in "]}":
-            depth -= 1
 
 
 class Normaliser:

@@ -14,6 +14,10 @@ SCALARS = ("null", "boolean", "number", "integer", "string")
 
 def without_endless(schema: NormalSchema) -> None:
     """Put `false` for such parts. Raises ValueError where the whole is one. Linear in the size of the schema."""
+    if schema.root is False:
+        raise ValueError("no text follows the schema")
+    if not schema.definitions:
+        return  # nothing leads back
     graph = _Graph()
     roots = {name: graph.add(node) for name, node in schema.definitions.items()}
     root = graph.add(schema.root)

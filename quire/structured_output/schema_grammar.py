@@ -23,10 +23,11 @@ _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
     """A schema with its options (`x-guidance`). schema: without `$digits`; it is changed.
 
-    llguidance lets a free name be spelled with escapes, as which it is none of the properties: names are written as
-    those of a pattern, or without such escapes.
+    llguidance lets a free name be spelled with escapes, as which it is none of the properties. Where any value may follow
+    a free name, the names are therefore those of a pattern that takes all, which are spelled plainly; elsewhere no text
+    has an escape with `u`.
     """
-    if _has_counts(schema) or schema.has_patterns:
+    if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
     else:
         for node in (schema.root, *schema.definitions.values()):
@@ -35,14 +36,18 @@ def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, An
     return document | {"x-guidance": options} if options else document
 
 
-def _has_counts(schema: NormalSchema) -> bool:
-    todo = [schema.root, *schema.definitions.values()]
+def _needs_plain_names(start: Any) -> bool:
+    """Whether free names have values of a schema, or are counted, in some object that names properties."""
+    todo = [start]
     while todo:
         node = todo.pop()
-        if isinstance(node, dict):
-            if "minProperties" in node or "maxProperties" in node:
-                return True
-            todo += _parts(node)
+        if not isinstance(node, dict):
+            continue
+        if "minProperties" in node or "maxProperties" in node:
+            return True
+        if ("properties" in node or "required" in node) and isinstance(node.get("additionalProperties"), dict):
+            return True
+        todo += _parts(node)
     return False
 
 
@@ -56,16 +61,15 @@ def _parts(node: dict[str, Any]) -> list[Any]:
 
 
 def _close(start: Any) -> None:
-    """Let the names beside the properties be those of a pattern that takes all of them."""
+    """Let free names be those of a pattern that takes all of them, in objects that name properties."""
     todo = [start]
     while todo:
         node = todo.pop()
         if not isinstance(node, dict):
             continue
         todo += _parts(node)
-        has_names = "properties" in node or "required" in node
-        if has_names and (additional := node.get("additionalProperties", True)) is not False:
-            node["patternProperties"] = {"": additional}
+        if ("properties" in node or "required" in node) and "additionalProperties" not in node:
+            node["patternProperties"] = {"": True}
             node["additionalProperties"] = False
 
 

@@ -38,6 +38,8 @@ class Resource:
     draft: int
     parent: Resource | None = None
     anchors: dict[str, Any] = field(default_factory=dict)
+    inside: dict[str, Resource] = field(default_factory=dict)
+    """Resources that are part of it, by their URIs."""
 
 
 class References:
@@ -45,7 +47,6 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._resource_of: dict[int, Resource] = {}
-        self._by_uri: dict[str, Resource] = {}
         self._num_dynamic: dict[str, int] = {}
         draft = _draft(root, LATEST)
         self._index(root, Resource("", root, draft))
@@ -80,10 +81,10 @@ class References:
         while resource is not None:
             if resource.uri == uri:
                 return resource
+            if uri in resource.inside:
+                return resource.inside[uri]
             resource = resource.parent
-        if uri not in self._by_uri:
-            raise ValueError(f"{address:.100} is not in this document")
-        return self._by_uri[uri]
+        raise ValueError(f"{address:.100} is not in this document")
 
     def _at_pointer(self, resource: Resource, pointer: str) -> Any:
         found = resource.node
@@ -113,14 +114,16 @@ class References:
     def _opened(self, node: dict[str, Any], resource: Resource) -> Resource:
         """The resource that the node is, or is part of; with the node's anchors."""
         draft = _draft(node, resource.draft)
-        identifier = node.get("$id" if draft > 4 else "id")
+        identifier = node.get("$id", node.get("id") if draft <= 4 else None)
         if isinstance(identifier, str) and not (draft < 2019 and "$ref" in node and node is not resource.node):
             address, _, fragment = identifier.partition("#")
             if address:
                 uri = urljoin(resource.uri, address)
                 parent = resource if resource.node is not node else None
                 resource = Resource(uri, node, draft, parent)
-                self._by_uri.setdefault(uri, resource)
+                while parent is not None:
+                    parent.inside.setdefault(uri, resource)
+                    parent = parent.parent
             if fragment and draft < 2019:
                 resource.anchors.setdefault(unquote(fragment), node)
         for name in ("$anchor", "$dynamicAnchor"):

@@ -36,9 +36,12 @@ ANY_TEXT = r"/(.|\n)*/"
 class TagGrammar:
     """Writes the rules of one structural tag. `rules` has one line for each."""
 
-    def __init__(self, special_tokens: Mapping[str, int], schema_options: dict[str, Any]) -> None:
+    def __init__(
+        self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False
+    ) -> None:
         """special_tokens: texts that the model writes as one token, which is no text, and their ids. schema_options:
-        see `quire.structured_output.grammar.json_options`."""
+        see `quire.structured_output.grammar.json_options`. closed: as of `normalise`, for the schemas."""
+        self._closed = closed
         names = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._ids = special_tokens
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
@@ -100,7 +103,7 @@ class TagGrammar:
         text = json.dumps(schema)
         if text not in self._schema_rules:
             try:
-                normal = normalise(schema)
+                normal = normalise(schema, closed=self._closed)
                 if normal.has_digits:
                     name = f"schema_{len(self.schemas)}"
                     self.schemas[name] = LarkWriter(normal, self._schema_options).grammar()
