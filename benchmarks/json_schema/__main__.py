@@ -1,8 +1,8 @@
-"""JSON schemas, keyword by keyword: python -m benchmarks.json_schema --suite DIR --bench DIR [--every 10] [--processes 1]
+"""JSON schemas, keyword by keyword: python -m benchmarks.json_schema --suite DIR --bench DIR [--every 10]
 
---suite, --bench: checkouts (benchmarks/json_schema/data.py names the commits); either may be left out. --every: one of so
-many of JSONSchemaBench's schemas. --engine: quire or llguidance, or both. --worst: how many of what is wrong, refused or
-lost to print. Each schema runs in a process of its own. Prints for each keyword how many schemas are followed, refused,
+--suite, --bench: checkouts (benchmarks/json_schema/data.py names the commits); either may be left out. --every: the
+distance between the schemas taken from JSONSchemaBench. --engine: quire or llguidance, or both. --worst: the number of
+schemas to print that are wrong, refused or lost. Each schema runs in a process of its own. Prints for each keyword how many schemas are followed, refused,
 slow or crashed, of those followed how many are narrower (a text that follows is masked) or wrong (a text that does not
 follow is taken, or a random text fails midway); and the times of compiling and of masks.
 """

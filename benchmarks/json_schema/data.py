@@ -1,8 +1,8 @@
 """Cases from the two public sets: schemas, with texts that follow them and texts that do not.
 
-The JSON Schema Test Suite (json-schema-org/JSON-Schema-Test-Suite, MIT) at SUITE_COMMIT, and JSONSchemaBench with the texts
-of its MaskBench (guidance-ai/jsonschemabench, no licence named) at BENCH_COMMIT. Neither is copied here: `load` takes
-directories that hold checkouts of them.
+The JSON Schema Test Suite (json-schema-org/JSON-Schema-Test-Suite, MIT) at SUITE_COMMIT, and JSONSchemaBench with the
+texts of its MaskBench (guidance-ai/jsonschemabench, no licence named) at BENCH_COMMIT. Neither is copied here: the
+functions take directories that hold checkouts of them.
 """
 
 from __future__ import annotations

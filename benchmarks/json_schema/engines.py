@@ -20,9 +20,10 @@ def quire(schema: Any) -> LLMatcher:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     try:
-        return _matcher(write_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True)))
+        grammar = write_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
     except UserError as error:
         raise ValueError(error.message) from None
+    return _matcher(grammar)
 
 
 def llguidance(schema: Any) -> LLMatcher:

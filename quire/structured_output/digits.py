@@ -118,9 +118,8 @@ def _any(count: int) -> str:
 
 def number_range(low: Bound | None, high: Bound | None) -> str | None:
     """Numbers without exponents. None: there is no such number."""
-    if low is not None and high is not None:
-        if low.value > high.value or (low.value == high.value and (low.is_exclusive or high.is_exclusive)):
-            return None
+    if low is not None and high is not None and not _has_numbers(low, high):
+        return None
     options = []
     zero = Bound(Decimal(0), is_exclusive=True)
     if low is None or low.value < 0:
@@ -130,6 +129,10 @@ def number_range(low: Bound | None, high: Bound | None) -> str | None:
     if high is None or high.value > 0 or (high.value == 0 and not high.is_exclusive):
         options += _positives(low if low is not None and low.value >= 0 else Bound(Decimal(0)), high)
     return "|".join(options)
+
+
+def _has_numbers(low: Bound, high: Bound) -> bool:
+    return low.value < high.value or (low.value == high.value and not (low.is_exclusive or high.is_exclusive))
 
 
 def _positives(low: Bound, high: Bound | None) -> list[str]:

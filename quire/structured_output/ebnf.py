@@ -1,7 +1,7 @@
 """Grammars in EBNF (`name ::= ...`, as llama.cpp and xgrammar write them) as grammars in Lark's syntax.
 
 One pass over the text and one over its rules: the time is in proportion to the length. A rule that refers to no other
-rule, or to such rules alone, becomes a terminal: llguidance reads its text in one piece, which is what makes masks fast.
+rule, or to such rules alone, becomes a terminal: llguidance reads its text in one piece, which makes masks fast.
 """
 
 from __future__ import annotations

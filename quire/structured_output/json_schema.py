@@ -3,7 +3,8 @@
 `normalise` walks over what is reachable from the root: it resolves references inside of the document, leaves out what
 asks for nothing, writes anew what llguidance gets wrong, and refuses the rest. The form has the keywords type, const,
 enum, allOf, anyOf, oneOf, $ref (to `#/$defs/...`), those of strings, numbers, arrays (2020-12's) and objects, and
-`$digits` (quire/structured_output/schema_numbers.py). Nothing recurses deeper than MAX_DEPTH, and no schema is walked twice.
+`$digits` (quire/structured_output/schema_numbers.py). Nothing recurses deeper than MAX_DEPTH, and no schema is walked
+twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from quire.structured_output import patterns
 from quire.structured_output.productive import without_endless
-from quire.structured_output.schema_numbers import DIGITS, KEYWORDS, Numbers, Written, constant, is_number
+from quire.structured_output.schema_numbers import DIGITS, KEYWORDS, Numbers, Written, check_merges, constant, is_number
 from quire.structured_output.schema_objects import ObjectKeywords, all_of
 from quire.structured_output.schema_place import Place
 from quire.structured_output.schema_references import References
@@ -80,8 +81,8 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def normalise(schema: Any, *, closed: bool = False) -> NormalSchema:
-    """schema: as `parse_schema` returns it. closed: objects that name their properties have no others unless they say so.
-    Raises ValueError with one line."""
+    """schema: as `parse_schema` returns it. closed: objects that name their properties have no others unless they say
+    so. Raises ValueError with one line."""
     return Normaliser(schema, closed).run()
 
 
@@ -99,6 +100,9 @@ class Normaliser:
         self._names: dict[int, str] = {}
         self._todo: list[tuple[str, Any, Place]] = []
         self._found = NormalSchema(root)
+        self._numbers: list[Numbers] = []
+        self._merges = False
+        """Whether several schemas apply to one value somewhere."""
         self._budget = patterns.Budget()
         self._matchers: dict[str, patterns.Matcher] = {}
 
@@ -108,6 +112,8 @@ class Normaliser:
         while self._todo:
             name, target, place = self._todo.pop()
             found.definitions[name] = self.schema(target, place)
+        if self._merges or found.has_patterns:
+            check_merges(self._numbers)
         without_endless(found)
         return found
 
@@ -168,9 +174,11 @@ class Normaliser:
             kinds = ["number"] if types is None else [kind for kind in types if kind in ("number", "integer")]
             if kinds:
                 try:
-                    numbers = Numbers.of(given, is_integer=kinds[0] == "integer").schema()
+                    said = Numbers.of(given, is_integer=kinds[0] == "integer")
+                    numbers = said.schema()
                 except ValueError as error:
                     raise place.error(str(error)) from None
+                self._numbers.append(said)
                 others = [kind for kind in types or TYPES if kind not in ("number", "integer")]
                 if not isinstance(numbers, dict) or DIGITS in numbers:
                     self._found.has_digits |= isinstance(numbers, dict)
@@ -182,6 +190,7 @@ class Normaliser:
                     types = ["integer", *others]
         if types is not None:
             simple["type"] = types[0] if len(types) == 1 else types
+        self._merges |= len(before) + len(after) + bool(simple) > 1
         if simple and len({*dict(before), *dict(after)}) == len(before) + len(after):
             return {**dict(before), **simple, **dict(after)}
         return _all([*_each(before), simple or True, *_each(after)])
@@ -233,6 +242,7 @@ class Normaliser:
             if any(part is False for part in parts):
                 return False
             parts = [part for part in parts if part is not True and part != {}]
+            self._merges |= len(parts) > 1
             return (name, parts) if parts else True
         if name == "anyOf" and any(part is True or part == {} for part in parts):
             return True

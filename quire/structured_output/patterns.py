@@ -1,8 +1,8 @@
 """Regular expressions of JSON schemas (`pattern`, `patternProperties`), which are ECMA-262's, in Rust's syntax.
 
-`translate` reads an expression once and writes it anew, because the same characters mean other things in Rust: `.` takes
-a carriage return, `[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word. `Matcher`
-says whether an expression is found in a name, and `finite_language` which names it takes. None of them backtracks.
+`translate` reads an expression once and writes it anew, because the same characters mean other things in Rust: `.`
+takes a carriage return, `[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word.
+`Matcher` says whether an expression is found in a name, and `Languages` which names it takes. None of them backtracks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Repetition:
 Node = Characters | Anchor | Sequence | Choice | Repetition
 
 
-class UnknownSyntax(ValueError):
+class UnknownSyntaxError(ValueError):
     """An expression with flags of Rust's or Python's, which is not ECMA-262's."""
 
 
@@ -75,12 +75,12 @@ def translate(pattern: str) -> str:
     """The expression in Rust's syntax. Raises ValueError for what no constraint can follow."""
     try:
         return written(parse(pattern))
-    except UnknownSyntax:
+    except UnknownSyntaxError:
         return pattern
 
 
 def parse(pattern: str) -> Node:
-    """Raises ValueError, and UnknownSyntax for flags."""
+    """Raises ValueError, and UnknownSyntaxError for flags."""
     if len(pattern) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(pattern)} characters, more than {MAX_CHARACTERS}")
     return _Parser(pattern).parse()
@@ -155,7 +155,7 @@ class _Parser:
         assert found is not None
         if self._pattern.startswith("?", found.end()):
             if _FLAGS.match(self._pattern, self._at):
-                raise UnknownSyntax
+                raise UnknownSyntaxError
             raise ValueError("look-around is not supported")
         self._at = found.end()
         inner = self._choice(depth + 1)

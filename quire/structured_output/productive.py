@@ -1,5 +1,5 @@
-"""Schemas that only endless texts follow: a required property that leads back to itself, for example. A model would write
-until its length ends, so these parts count as schemas that nothing follows."""
+"""Schemas that only endless texts follow: a required property that leads back to itself, for example. A model would
+write until its length ends, so these parts count as schemas that nothing follows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""From a JSON schema in normal form to what llguidance compiles: a schema, or, where numbers stand in it that llguidance
-would change, rules in Lark's syntax for these and for all that is around them."""
+"""From a JSON schema in normal form to what llguidance compiles: a schema, or, where numbers stand in it that
+llguidance would change, rules in Lark's syntax for these and for all that is around them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F
 def json_document(schema: NormalSchema, options: dict[str, Any]) -> dict[str, Any]:
     """A schema with its options (`x-guidance`). schema: without `$digits`; it is changed.
 
-    llguidance lets a free name be spelled with escapes, as which it is none of the properties. Where any value may follow
-    a free name, the names are therefore those of a pattern that takes all, which are spelled plainly; elsewhere no text
-    has an escape with `u`.
+    llguidance lets a free name be spelled with escapes, as which it is none of the properties. Where any value may
+    follow a free name, the names are therefore those of a pattern that takes all, which are spelled plainly; elsewhere
+    no text has an escape with `u`.
     """
     if schema.has_patterns or any(map(_needs_plain_names, (schema.root, *schema.definitions.values()))):
         options = options | {"json_allowed_escapes": ESCAPES}
@@ -201,7 +201,7 @@ class LarkWriter:
         return self._rule(body, is_terminal=True)
 
     def _array(self, node: dict[str, Any]) -> str:
-        prefix = [part for part in node.get("prefixItems", ())]
+        prefix = list(node.get("prefixItems", ()))
         rest = node.get("items", True)
         low, high = node.get("minItems", 0), node.get("maxItems")
         if False in prefix:

@@ -14,6 +14,7 @@ from quire.structured_output.digits import MAX_DIGITS, Bound, exact_number, inte
 DIGITS = "$digits"
 LARGEST_EXACT = 2**53
 MAX_MULTIPLE = 2**32 - 1
+MAX_MERGED_DIGITS = 20
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEYWORDS = (*BOUNDS, "multipleOf")
 
@@ -138,6 +139,25 @@ class Numbers:
         return least < Fraction(high.value) or (least == Fraction(high.value) and not high.is_exclusive)
 
 
+def check_merges(found: list[Numbers]) -> None:
+    """Where several schemas apply to one value, llguidance joins what they say about numbers. Raises ValueError where
+    it could be wrong: for exclusive bounds beside others with the same digits before the point, and multiples whose
+    product has more than 32 bits."""
+    bounds = {bound for each in found if not each.is_integer for bound in (each.low, each.high) if bound is not None}
+    values: dict[int, set[Decimal]] = {}
+    for bound in bounds:
+        if bound.value.adjusted() < MAX_MERGED_DIGITS:
+            values.setdefault(int(bound.value), set()).add(bound.value)
+    for bound in bounds:
+        if bound.is_exclusive and len(values.get(int(bound.value), ())) > 1:
+            raise ValueError(f"the exclusive bound {bound.value} is not supported beside the bounds of other schemas")
+    steps = {each.multiple for each in found if each.multiple is not None}
+    scale = math.lcm(*(step.denominator for step in steps))
+    whole = [int(step * scale) for step in steps]
+    if len(steps) > 1 and math.lcm(*whole) * max(whole) > MAX_MULTIPLE:
+        raise ValueError("multipleOf is not supported with as many digits in several schemas")
+
+
 def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool, sign: int) -> Bound | None:
     """The narrower of the two. is_exclusive: draft 4's way to say it of `value`. sign: 1 for the lower bound."""
     found = None if value is None else Bound(value, is_exclusive)
@@ -155,8 +175,8 @@ def _integer(bound: Bound, sign: int) -> int:
 
 
 def _is_trusted(low: Bound | None, high: Bound | None) -> bool:
-    """Whether llguidance follows these bounds: doubles of at most 15 digits; it takes an exclusive bound itself where both
-    have the same digits before the point."""
+    """Whether llguidance follows these bounds: doubles of at most 15 digits; it takes an exclusive bound itself where
+    both have the same digits before the point."""
     for bound in (low, high):
         if (
             bound is not None

@@ -1,7 +1,7 @@
 """Where the references of a JSON schema lead: base URIs (`$id`), anchors and JSON pointers, inside of one document.
 
-One walk over the places that are schemas finds the resources; what stands in `const`, `enum`, `default` or `examples` is
-data, whatever it looks like.
+One walk over the places that are schemas finds the resources; what stands in `const`, `enum`, `default` or `examples`
+is data, whatever it looks like.
 """
 
 from __future__ import annotations

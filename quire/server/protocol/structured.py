@@ -29,8 +29,8 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: "text", "json_object" (perhaps with `schema`, as llama.cpp takes it), "json_schema" (with `json_schema`, or with
-    `schema`) or "structural_tag" (with `format`, or with `structures` and `triggers`)."""
+    """type: "text", "json_object" (perhaps with `schema`, as llama.cpp takes it), "json_schema" (with `json_schema`, or
+    with `schema`) or "structural_tag" (with `format`, or with `structures` and `triggers`)."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
