@@ -2,9 +2,10 @@
 
 --suite, --bench: checkouts (benchmarks/json_schema/data.py names the commits); either may be left out. --every: the
 distance between the schemas taken from JSONSchemaBench. --engine: quire or llguidance, or both. --worst: the number of
-schemas to print that are wrong, refused or lost. Each schema runs in a process of its own. Prints for each keyword how many schemas are followed, refused,
-slow or crashed, of those followed how many are narrower (a text that follows is masked) or wrong (a text that does not
-follow is taken, or a random text fails midway); and the times of compiling and of masks.
+schemas to print that are wrong, refused or lost. Each schema runs in a process of its own. Prints for each keyword how
+many schemas are followed, refused, slow or crashed, of those followed how many are narrower (a text that follows is
+masked) or wrong (a text that does not follow is taken, or a random text fails midway); and the times of compiling and
+of masks.
 """
 
 from __future__ import annotations

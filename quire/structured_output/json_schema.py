@@ -29,6 +29,12 @@ MAX_COUNT = 2**31
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Those that are followed. Every other one is an annotation, as the specification says of unknown ones."""
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|"
+    "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+DATES = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}[tT]"}
+"""The days that there are: llguidance takes the 29th of February in every year."""
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": KEYWORDS,
@@ -345,6 +351,8 @@ class Normaliser:
             found["format"] = given["format"]
         if "pattern" in given:
             found["pattern"] = self.pattern(given["pattern"], place.at("pattern"))
+        elif found.get("format") in DATES:
+            found["pattern"] = DATES[found["format"]]
         return found
 
     def pattern(self, pattern: Any, place: Place) -> str:
@@ -367,9 +375,9 @@ class Normaliser:
             found["prefixItems"] = [self.schema(each, place.at("items").at(i)) for i, each in enumerate(prefix)]
         if rest not in given and "unevaluatedItems" in given:
             rest = "unevaluatedItems"
-            if self.schema(given[rest], place.at(rest)) not in (True, {}) and any(name in given for name in IN_PLACE):
-                raise place.at(rest).error("is not supported beside other schemas")
         if rest in given and (items := self.schema(given[rest], place.at(rest))) not in (True, {}):
+            if rest == "unevaluatedItems" and any(name in given for name in (*IN_PLACE, "contains")):
+                raise place.at(rest).error("is not supported beside other schemas")
             found["items"] = items
         if "contains" in given:
             least = self.count(given, "minContains", place)
@@ -399,6 +407,14 @@ class Normaliser:
                 raise place.at(name).error("is more than any text has")
             return None
         return int(value)
+
+    def shared(self, schema: Any) -> Any:
+        """A schema in normal form that stands in several places: as a reference, if it is large."""
+        if not isinstance(schema, dict) or not any(isinstance(part, dict | list) for part in schema.values()):
+            return schema
+        name = f"s{len(self._found.definitions)}_{len(self._names)}"
+        self._found.definitions[name] = schema
+        return {"$ref": f"#/$defs/{name}"}
 
     def note_patterns(self) -> None:
         """Say that names are matched by patterns."""

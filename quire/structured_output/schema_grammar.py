@@ -86,6 +86,7 @@ class LarkWriter:
             self._note(node)
         self._names: dict[str, str] = {}
         """Of rules by what they say."""
+        self._forms: dict[int, str] = {}
 
     def grammar(self) -> str:
         definitions = {name: f"ref_{name}" for name in self._schema.definitions}
@@ -110,13 +111,21 @@ class LarkWriter:
         return self._names[body]
 
     def _form(self, node: Any) -> str:
+        """The name of the rule for a schema, which is written once however often it stands in the form."""
+        if not isinstance(node, dict):
+            return self._json(node)
+        if id(node) not in self._forms:
+            self._forms[id(node)] = self._new_form(node)
+        return self._forms[id(node)]
+
+    def _new_form(self, node: dict[str, Any]) -> str:
         if id(node) not in self._written:
             return self._json(node)
         if DIGITS in node:
             return self._rule(f"/{node[DIGITS]}/", is_terminal=True)
         keywords = set(node)
         if keywords == {"$ref"}:
-            return "ref_" + node["$ref"].removeprefix("#/$defs/")
+            return f"ref_{node['$ref'].removeprefix('#/$defs/')}"
         if keywords == {"allOf"} and len(node["allOf"]) == 1:
             return self._form(node["allOf"][0])
         if keywords == {"anyOf"}:

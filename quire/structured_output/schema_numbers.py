@@ -15,6 +15,7 @@ DIGITS = "$digits"
 LARGEST_EXACT = 2**53
 MAX_MULTIPLE = 2**32 - 1
 MAX_MERGED_DIGITS = 20
+MAX_MERGED_STEPS = 64
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 KEYWORDS = (*BOUNDS, "multipleOf")
 
@@ -152,6 +153,8 @@ def check_merges(found: list[Numbers]) -> None:
         if bound.is_exclusive and len(values.get(int(bound.value), ())) > 1:
             raise ValueError(f"the exclusive bound {bound.value} is not supported beside the bounds of other schemas")
     steps = {each.multiple for each in found if each.multiple is not None}
+    if len(steps) > MAX_MERGED_STEPS:
+        raise ValueError(f"multipleOf is not supported in more than {MAX_MERGED_STEPS} ways beside other schemas")
     scale = math.lcm(*(step.denominator for step in steps))
     whole = [int(step * scale) for step in steps]
     if len(steps) > 1 and math.lcm(*whole) * max(whole) > MAX_MULTIPLE:

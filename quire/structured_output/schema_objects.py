@@ -114,6 +114,7 @@ class ObjectKeywords:
         [keyword] = keywords
         if keyword == "enum":
             named = [name for name in names["enum"] if isinstance(name, str)]
+            self._additional = self._walk.shared(self._additional)
             self._properties = {name: part for name, part in self._properties.items() if name in named} | {
                 name: self._additional for name in named if name not in self._properties
             }
@@ -140,9 +141,10 @@ class ObjectKeywords:
     def _merge_patterns(self) -> None:
         """A named property follows the patterns that its name matches, too."""
         for pattern, schema in self._patterns.items():
-            for name in self._properties:
-                if self._matches(pattern, name):
-                    self._properties[name] = all_of(self._properties[name], schema)
+            names = [name for name in self._properties if self._matches(pattern, name)]
+            shared = self._walk.shared(schema) if len(names) > 1 else schema
+            for name in names:
+                self._properties[name] = all_of(self._properties[name], shared)
 
     def _drop_empty_patterns(self) -> None:
         """Patterns whose names are all properties of their own: behind a comma no name could follow."""
