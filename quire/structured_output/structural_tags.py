@@ -131,6 +131,8 @@ class TagGrammar:
         ends = end if isinstance(end, list) else [end]
         if not ends or not all(isinstance(each, str) for each in ends):
             raise _error("the end of a tag must be a string, or a list of them")
+        for each in ends:
+            _check_length(each, "end")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._rule(" | ".join(self._up_to(each) for each in ends))
         closing = self._rule(" | ".join(self._text(each) for each in ends))
@@ -197,9 +199,13 @@ def _string(form: dict[str, Any], name: str) -> str:
     value = form.get(name)
     if not isinstance(value, str):
         raise _error(f"{name} must be a string")
-    if len(value) > MAX_LITERAL:
-        raise _error(f"{name} has {len(value)} characters, more than {MAX_LITERAL}")
+    _check_length(value, name)
     return value
+
+
+def _check_length(text: str, name: str) -> None:
+    if len(text) > MAX_LITERAL:
+        raise _error(f"{name} has {len(text)} characters, more than {MAX_LITERAL}")
 
 
 def _objects(form: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
