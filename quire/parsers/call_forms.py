@@ -84,7 +84,7 @@ def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[st
     calls, definitions = [], dict[str, Any]()
     for number, (name, schema) in enumerate(schemas.items()):
         place = f"tool_{number}"
-        definitions[place] = _moved(schema, f"#/$defs/{place}")
+        definitions[place] = _resource(schema, number)
         calls.append(
             {
                 "type": "object",
@@ -98,18 +98,13 @@ def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[st
     return {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/call"}, "$defs": definitions, **limit}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with references into itself that hold when it stands at `place`."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+def _resource(schema: Any, number: int) -> Any:
+    """The schema as a resource with a base URI of its own: references into itself hold wherever it stands."""
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for name, value in schema.items()
-    }
+    identifier = schema.get("$id")
+    address, mark, fragment = identifier.partition("#") if isinstance(identifier, str) else ("", "", "")
+    return schema if address else {**schema, "$id": f"http://tool-{number}.invalid/{mark}{fragment}"}
 
 
 def call_objects(schemas: Schemas, keys: CallKeys, parallel: bool) -> Form:

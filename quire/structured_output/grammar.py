@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from quire.errors import UserError
+from quire.structured_output import ebnf
+from quire.structured_output.json_schema import MAX_LITERAL, NormalSchema, normalise, parse_schema
 from quire.structured_output.regex import without_anchors
+from quire.structured_output.schema_grammar import LarkWriter, json_document
 from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
-"""Of a schema, a regular expression or a grammar. The largest sets of tools have a tenth of it."""
+"""Of a JSON schema, a structural tag or what is made of them. The largest sets of tools have a tenth of it."""
+MAX_EXPRESSION_CHARACTERS = 2**16
+"""Of a regular expression or a grammar."""
 MAX_REASON = 300
+ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 """Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them
 until its length ends."""
@@ -33,6 +37,7 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
     """
     name = next(name for name in CONSTRAINTS if getattr(params, name) not in (None, False))
     try:
+        _check_lengths(params)
         text = _tags(params, special_tokens) if name == "structural_tag" else _WRITERS[name](params)
         if params.preamble is not None:
             text = _behind(params.preamble, text, special_tokens)
@@ -48,6 +53,8 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
 def refusal(name: str, reason: object) -> UserError:
     """reason: what is wrong with the field `name`."""
     text = " ".join(str(reason).split()) or type(reason).__name__
+    if "coerce_one_of" in text:  # an option of llguidance, which requests cannot set
+        text = ONE_OF
     return UserError(f"{name} cannot be used as a constraint: {text[:MAX_REASON]}", param="structured_outputs")
 
 
@@ -62,55 +69,55 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     return options | ({"whitespace_flexible": False} if params.disable_any_whitespace else {})
 
 
+def _check_lengths(params: StructuredOutputsParams) -> None:
+    """Before anything reads the texts. Raises ValueError."""
+    limits = {"regex": MAX_EXPRESSION_CHARACTERS, "grammar": MAX_EXPRESSION_CHARACTERS}
+    limits |= {"whitespace_pattern": MAX_EXPRESSION_CHARACTERS}
+    for name, limit in (limits | {"json": MAX_GRAMMAR_CHARACTERS, "structural_tag": MAX_GRAMMAR_CHARACTERS}).items():
+        text = getattr(params, name)
+        if isinstance(text, str) and len(text) > limit:
+            raise ValueError(f"{name} has {len(text)} characters, more than {limit}")
+    for text in params.choice or ():
+        if len(text) > MAX_LITERAL:
+            raise ValueError(f"a choice has {len(text)} characters, more than {MAX_LITERAL}")
+
+
+def json_text(value: str | dict[str, Any] | bool) -> str:
+    """A schema or a tag as its text. Raises ValueError for what is too large, or no JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters, more than {MAX_GRAMMAR_CHARACTERS}")
+    return text
+
+
 def read_object(value: str | dict[str, Any], what: str) -> dict[str, Any]:
-    """An object, or its text."""
-    if isinstance(value, str):
-        if len(value) > MAX_GRAMMAR_CHARACTERS:
-            raise UserError(
-                f"{what} has {len(value)} characters, more than {MAX_GRAMMAR_CHARACTERS}", param="structured_outputs"
-            )
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise UserError(f"{what} is not JSON: {error}", param="structured_outputs") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{what} must be a JSON object, not {type(value).__name__}", param="structured_outputs")
-    return value
-
-
-def read_schema(value: str | dict[str, Any] | bool, params: StructuredOutputsParams) -> dict[str, Any]:
-    """A JSON schema, with the changes that the params ask for."""
-    if isinstance(value, bool):
-        return {} if value else {"not": {}}
-    schema = read_object(value, "the JSON schema")
-    return _closed(schema) if params.disable_additional_properties else schema
-
-
-def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in every object that says nothing about them."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
-        closed["additionalProperties"] = False
-    return closed
+    """An object, or its text. Raises ValueError."""
+    try:
+        found = parse_schema(json_text(value))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} must be a JSON object, not {type(found).__name__}")
+    return found
 
 
 def _json(params: StructuredOutputsParams) -> str:
     assert params.json is not None
-    return _schema_grammar(read_schema(params.json, params), params)
+    schema = normalise(read_object(params.json, "the JSON schema"), closed=params.disable_additional_properties)
+    return _schema_grammar(schema, params)
 
 
 def _json_object(params: StructuredOutputsParams) -> str:
-    return _schema_grammar({"type": "object"}, params)
+    return _schema_grammar(normalise({"type": "object"}), params)
 
 
-def _schema_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+def _schema_grammar(schema: NormalSchema, params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(params))  # type: ignore[arg-type]
+    options = json_options(params)
+    if schema.has_digits:
+        return lark_grammar(LarkWriter(schema, options).grammar())
+    return LLMatcher.grammar_from_json_schema(json.dumps(json_document(schema, options)))
 
 
 def _regex(params: StructuredOutputsParams) -> str:
@@ -121,7 +128,7 @@ def _regex(params: StructuredOutputsParams) -> str:
 
 
 def _choice(params: StructuredOutputsParams) -> str:
-    return lark_grammar("start: " + " | ".join(quoted(text) for text in params.choice or ()))
+    return lark_grammar("start: " + " | ".join(ebnf.quoted(text) for text in params.choice or ()))
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
@@ -132,7 +139,12 @@ def _grammar(params: StructuredOutputsParams) -> str:
 def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     assert params.structural_tag is not None
     tag = read_object(params.structural_tag, "the structural tag")
-    return lark_grammar(TagGrammar(special_tokens, json_options(params)).start(tag))
+    grammar = TagGrammar(special_tokens, json_options(params), closed=params.disable_additional_properties)
+    start = grammar.start(tag)
+    if not grammar.schemas:
+        return lark_grammar(start)
+    named = [{"name": name, "lark_grammar": text} for name, text in grammar.schemas.items()]
+    return json.dumps({"grammars": [{"name": "tags", "lark_grammar": start}, *named]})
 
 
 def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
@@ -145,25 +157,13 @@ def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int])
 
 def to_lark(grammar: str) -> str:
     """A grammar in Lark's syntax, from that or from EBNF (`name ::= ...`)."""
-    if "::=" not in grammar:
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # the converter raises plain exceptions
-        raise ValueError(error) from None
+    return ebnf.to_lark(grammar) if ebnf.is_ebnf(grammar) else grammar
 
 
 def lark_grammar(text: str) -> str:
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_lark(text)
-
-
-def quoted(text: str) -> str:
-    """A literal in Lark's syntax."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 _WRITERS: dict[str, Callable[[StructuredOutputsParams], str]] = {

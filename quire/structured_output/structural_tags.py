@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import UserError
+from quire.structured_output.ebnf import quoted
+from quire.structured_output.json_schema import MAX_LITERAL, normalise
+from quire.structured_output.schema_grammar import LarkWriter, json_document, slashed
 
 MAX_DEPTH = 32
 MAX_PARTS = 4096
@@ -33,14 +36,20 @@ ANY_TEXT = r"/(.|\n)*/"
 class TagGrammar:
     """Writes the rules of one structural tag. `rules` has one line for each."""
 
-    def __init__(self, special_tokens: Mapping[str, int], schema_options: dict[str, Any]) -> None:
+    def __init__(
+        self, special_tokens: Mapping[str, int], schema_options: dict[str, Any], *, closed: bool = False
+    ) -> None:
         """special_tokens: texts that the model writes as one token, which is no text, and their ids. schema_options:
-        see `quire.structured_output.grammar.json_options`."""
+        see `quire.structured_output.grammar.json_options`. closed: as of `normalise`, for the schemas."""
+        self._closed = closed
         names = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._ids = special_tokens
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._schema_options = schema_options
+        self._schema_rules: dict[str, str] = {}
         self.rules: list[str] = []
+        self.schemas: dict[str, str] = {}
+        """Grammars beside this one, in Lark's syntax by their names."""
 
     def start(self, tag: dict[str, Any], behind: str = "") -> str:
         """The grammar in Lark's syntax. behind: the name of a grammar for the text behind the tag."""
@@ -60,7 +69,7 @@ class TagGrammar:
         writers: dict[str, Callable[[dict[str, Any], int], str]] = {
             "const_string": lambda form, _: self._text(_string(form, "value")),
             "json_schema": lambda form, _: self._schema(form.get("json_schema")),
-            "regex": lambda form, _: self._rule(f"/{_slashed(_string(form, 'pattern'))}/"),
+            "regex": lambda form, _: self._rule(f"/{slashed(_string(form, 'pattern'))}/"),
             "any_text": lambda form, _: "TAG_TEXT",
             "sequence": self._sequence,
             "or": self._or,
@@ -89,13 +98,22 @@ class TagGrammar:
         return " ".join(piece for piece in pieces if piece) or '""'
 
     def _schema(self, schema: Any) -> str:
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict | bool):
             raise _error("json_schema must be a JSON schema")
-        if self._schema_options:
-            schema = schema | {"x-guidance": self._schema_options}
-        return self._rule(f"%json {json.dumps(schema)}")
+        text = json.dumps(schema)
+        if text not in self._schema_rules:
+            try:
+                normal = normalise(schema, closed=self._closed)
+                if normal.has_digits:
+                    name = f"schema_{len(self.schemas)}"
+                    self.schemas[name] = LarkWriter(normal, self._schema_options).grammar()
+                    self._schema_rules[text] = self._rule(f"@{name}")
+                else:
+                    document = json_document(normal, self._schema_options)
+                    self._schema_rules[text] = self._rule(f"%json {json.dumps(document)}")
+            except ValueError as error:
+                raise _error(str(error)) from None
+        return self._schema_rules[text]
 
     def _sequence(self, form: dict[str, Any], depth: int) -> str:
         return self._rule(" ".join(self._form(each, depth) for each in _objects(form, "elements")))
@@ -113,6 +131,8 @@ class TagGrammar:
         ends = end if isinstance(end, list) else [end]
         if not ends or not all(isinstance(each, str) for each in ends):
             raise _error("the end of a tag must be a string, or a list of them")
+        for each in ends:
+            _check_length(each, "end")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._rule(" | ".join(self._up_to(each) for each in ends))
         closing = self._rule(" | ".join(self._text(each) for each in ends))
@@ -179,7 +199,13 @@ def _string(form: dict[str, Any], name: str) -> str:
     value = form.get(name)
     if not isinstance(value, str):
         raise _error(f"{name} must be a string")
+    _check_length(value, name)
     return value
+
+
+def _check_length(text: str, name: str) -> None:
+    if len(text) > MAX_LITERAL:
+        raise _error(f"{name} has {len(text)} characters, more than {MAX_LITERAL}")
 
 
 def _objects(form: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
@@ -190,12 +216,7 @@ def _objects(form: dict[str, Any], name: str) -> Sequence[dict[str, Any]]:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _slashed(pattern: str) -> str:
-    """A regular expression between slashes."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
+    return quoted(text) if text else ""
 
 
 def _error(reason: str) -> UserError:

@@ -29,26 +29,32 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: "text", "json_object", "json_schema" (with `json_schema`) or "structural_tag" (with `format`, or with
-    `structures` and `triggers`)."""
+    """type: "text", "json_object" (perhaps with `schema`, as llama.cpp takes it), "json_schema" (with `json_schema`, or
+    with `schema`) or "structural_tag" (with `format`, or with `structures` and `triggers`)."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
     def to_options(self) -> dict[str, Any]:
         """Fields of StructuredOutputsParams; empty: any text."""
+        if self.schema is not None and (
+            self.type not in ("json_object", "json_schema") or self.json_schema is not None
+        ):
+            raise UserError("response_format.schema is for type json_object, or for json_schema without json_schema")
         match self.type:
             case "text":
                 return {}
             case "json_object":
-                return {"json_object": True}
+                return {"json_object": True} if self.schema is None else {"json": self.schema}
             case "json_schema":
-                if self.json_schema is None or self.json_schema.schema is None:
+                schema = self.schema if self.json_schema is None else self.json_schema.schema
+                if schema is None:
                     raise UserError("response_format of type json_schema needs json_schema.schema")
-                return {"json": self.json_schema.schema}
+                return {"json": schema}
             case "structural_tag":
                 given = {name: getattr(self, name) for name in ("format", "structures", "triggers")}
                 return {"structural_tag": {name: value for name, value in given.items() if value is not None}}

@@ -1,0 +1,34 @@
+"""Where a part of a JSON schema stands, for errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a schema, and the place of the schema that it is in. Written out for an error only."""
+
+    parent: Place | None
+    name: str | int
+
+    def at(self, name: str | int) -> Place:
+        return Place(self, name)
+
+    def target(self) -> Place:
+        """The schema that the reference here leads to."""
+        return Place(None, f"the target of {self}")
+
+    def error(self, reason: str) -> ValueError:
+        return ValueError(f"{self}: {reason}")
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        place: Place | None = self
+        while place is not None:
+            parts.append(str(place.name)[:MAX_CHARACTERS])
+            place = place.parent
+        text = "/".join(reversed(parts))
+        return text if len(text) <= MAX_CHARACTERS else f"...{text[-MAX_CHARACTERS:]}"
