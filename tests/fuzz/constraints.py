@@ -15,6 +15,7 @@ from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.fuzz.harness import Attack, Fuzzer
 from tests.structured_output.schemas import Sampler, random_document
+from tests.structured_output.wild_schemas import EXPRESSIONS, wild_document
 
 TEXTS = {
     "regex": ["[a-z]{1,3}(x|y)+", r"(\d+\.)*\w{2}", "((a{1,9}){1,9}){1,9}", r"[\x00-\xff]*", "(?i)straße", r"\p{L}+"],
@@ -23,6 +24,7 @@ TEXTS = {
         'start: "(" start ")" | ""\n',
         'start: x[capture] %json {"type": "object"}\nx[lazy]: /.*/ "end"',
         'root ::= "a" [b-d]{2,3} | (root "," root)?\n',
+        'root ::= item+ # c\n  | ("a" | [^"\\n])\nitem ::= "\\x41" [\\]-a] list-1? .\nlist-1 ::= item | ""',
         "start: <|im_start|> <[5]> /a/",
     ],
     "json": [
@@ -72,9 +74,14 @@ def target() -> Iterator[Attack]:
     sampler = Sampler(load_tokenizer("bundled"), [0])
 
     def attack(rng: random.Random) -> None:
-        field = rng.choice([*TEXTS, "schema"])
+        field = rng.choice([*TEXTS, "schema", "wild", "pattern"])
         if field == "schema":
             fields: dict[str, Any] = {"json": random_value(rng, random_document(rng.randint(0, 10**6)))}
+        elif field == "wild":
+            fields = {"json": random_value(rng, wild_document(rng.randint(0, 10**6)))}
+        elif field == "pattern":
+            pattern = damaged(rng.choice([*EXPRESSIONS, *TEXTS["regex"]]), rng)
+            fields = {"json": {"type": "object", "properties": {"a1": {}}, "patternProperties": {pattern: {}}}}
         else:
             fields = {field: damaged(rng.choice(TEXTS[field]), rng)}
         try:

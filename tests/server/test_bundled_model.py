@@ -137,6 +137,9 @@ def test_answers_follow_their_schema_whole_and_streamed(client: openai.OpenAI) -
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
         ("response_format", {"type": "json_schema"}),
         ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "text", "schema": {}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}),
+        ("response_format", {"type": "json_object", "schema": {"uniqueItems": True}}),
         ("response_format", {"type": "structural_tag", "format": {"type": "nothing"}}),
         ("structured_outputs", {"regex": "("}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
@@ -150,6 +153,14 @@ def test_bad_constraints_are_errors_that_name_the_field(client: openai.OpenAI, f
     assert caught.value.param == field
     assert "\n" not in caught.value.message
     assert client.completions.create(model="bundled", prompt=PROMPT, max_tokens=1).choices[0].text
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_is_followed(client: openai.OpenAI, kind: str) -> None:
+    form = {"type": kind, "schema": {"const": {"whole": 2**60 + 1}}}
+    asked = {"model": "bundled", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+    [choice] = client.completions.create(**asked, extra_body={"response_format": form}).choices
+    assert choice.finish_reason == "length" or json.loads(choice.text) == {"whole": 2**60 + 1}
 
 
 def test_beams_under_a_schema(client: openai.OpenAI) -> None:

@@ -77,7 +77,8 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
     @property
     def constraint_field(self) -> str:
         """What the client calls the constraint."""
-        if self.response_format is not None and self.response_format.type != "text":
+        form = self.response_format
+        if form is not None and (form.type != "text" or form.schema is not None):
             return "response_format"
         names = [name for name in CONSTRAINTS if getattr(self, f"guided_{name}", None) is not None]
         return f"guided_{names[0]}" if names else "structured_outputs"
