@@ -175,7 +175,7 @@ def _put_over(path: Path, values: dict[str, Any]) -> None:
 def _older(path: Path, values: Mapping[str, Any]) -> dict[int, AddedToken]:
     """added_tokens.json: tokens by text, those that `values` does not name are no special ones."""
     named = [values.get(name) for name in SPECIAL_NAMES] + list(values.get(_EXTRA) or [])
-    special = {text_of(token) for each in named if each and (token := _token(path, _EXTRA, each)) is not None}
+    special = {text_of(token) for token in named if isinstance(token, str | AddedToken)}  # objects are not looked into
     found = {}
     for text, token_id in read_optional_json(path / ADDED_TOKENS_FILE).items():
         if not isinstance(token_id, int):

@@ -132,6 +132,41 @@ def test_chat_templates_in_their_three_places(directory: Path) -> None:
     assert load_tokenizer(directory).chat_template == "four"
 
 
+def test_the_chat_template_of_a_processor(directory: Path) -> None:
+    """It counts most where there is a processor, but for conversations with tools; elsewhere it is the last."""
+    write_json(directory / "chat_template.json", {"chat_template": "processor's"})
+    assert load_tokenizer(directory).chat_templates == {"default": "processor's"}
+    (directory / "chat_template.jinja").write_text("tokenizer's")
+    assert load_tokenizer(directory).chat_templates == {"default": "tokenizer's"}
+    write_json(directory / "preprocessor_config.json", {})
+    assert load_tokenizer(directory).chat_templates == {"default": "processor's", "tool_use": "tokenizer's"}
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert load_tokenizer(directory).chat_templates == {"default": "processor's", "tool_use": "tools"}
+    write_json(directory / "processor_config.json", {"chat_template": "of the configuration"})
+    assert load_tokenizer(directory).chat_template == "of the configuration"
+    write_json(directory / "processor_config.json", {"chat_template": 7})
+    with pytest.raises(ModelLoadError, match=r"processor_config\.json: chat_template must be a string"):
+        load_tokenizer(directory)
+
+
+def test_too_many_chat_templates(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    for number in range(65):
+        (directory / "additional_chat_templates" / f"{number}.jinja").touch()
+    with pytest.raises(ModelLoadError, match="may hold 64 templates, and holds 65"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "ends"), [("</s>", [7, 1]), ("<|im_start|>", [7, 2]), (None, [7]), ("<|new|>", [7, 332])]
+)
+def test_what_ends_a_text(directory: Path, eos_token: str | None, ends: list[int]) -> None:
+    write_json(directory / "tokenizer_config.json", {"eos_token": eos_token})
+    assert load_tokenizer(directory).ends([7]) == ends
+    assert load_tokenizer(directory).ends(ends) == ends
+
+
 @pytest.mark.parametrize("value", [7, [{"name": "default"}], ["text"]])
 def test_a_malformed_chat_template(directory: Path, value: object) -> None:
     write_json(directory / "tokenizer_config.json", {"chat_template": value})

@@ -157,6 +157,13 @@ def test_files_for_several_versions(tmp_path: Path, listed: list[str], taken: st
     assert load_tokenizer(tmp_path).token_to_id(taken) is not None
 
 
+def test_models_that_are_known_by_name() -> None:
+    config = {"tokenizer_class": "LlamaTokenizerFast"}
+    for name, expected in (("deepseek-ai/DeepSeek-Coder-6.7b", FROM_FILE), ("deepseek-ai/other", "LlamaTokenizer")):
+        assert tokenizer_names.class_name(name, config, {}, is_byte_level=False) == expected
+    assert tokenizer_names.class_name("other", config, {}, is_byte_level=True) == FROM_FILE
+
+
 @pytest.mark.parametrize("kind", ["sequence", "metaspace", "bytes"])
 @pytest.mark.parametrize("version", ["4.50.0", "5.1.0"])
 def test_a_pattern_of_mistral_that_is_put_right(tmp_path: Path, kind: str, version: str) -> None:
