@@ -158,6 +158,8 @@ def _read_described(path: Path) -> dict[str, Any]:
     if path.is_file():
         return read_gguf_config(path)
     config = read_json(path / CONFIG_FILE)
+    if config.get("configuration_files"):
+        raise ModelLoadError(f"{path / CONFIG_FILE}: configuration_files, which names other files, is not supported")
     if config.get("quantization_config") is None:
         # ModelOpt's older checkpoints say it in a file of its own.
         inner = read_optional_json(path / MODELOPT_FILE).get("quantization")

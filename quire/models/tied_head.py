@@ -17,14 +17,14 @@ import torch
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.logging import get_logger
-from quire.models.checkpoint_names import language_tensors
 from quire.models.claims import outline
 from quire.models.weight_files import WeightFiles
 from quire.quantization.file_tensor import FileTensor
 from quire.quantization.integer_weight import WeightSource
 
 HEAD = "lm_head.weight"
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
+_HEAD = re.compile(r"(.*language_model\.)?lm_head\.weight")
+_EMBEDDING = re.compile(r"((model|transformer|decoder|language_model)\.)*(embed_tokens|wte)\.weight")
 _CHUNK_BYTES = 2**26
 
 logger = get_logger(__name__)
@@ -36,13 +36,14 @@ def with_head_of(config: ModelConfig, files: WeightFiles) -> tuple[ModelConfig, 
     ("": none does). Raises ModelLoadError for files that cannot be read."""
     if not config.shape.is_tied or config.pooling is not None:
         return config, ""
-    found = {name for name, _ in _tables(config, files)}
+    found = {name: tensor.dtype for name, tensor in _tables(files)}
     if HEAD not in found:
         return config, ""
     if len(found) == 1:
         slots = outline(config).slots
-        return config, next(name for name in slots if _EMBEDDING.search(name))
-    digests = {_digest(name, tensor) for name, tensor in _tables(config, files)}
+        return config, next((name for name in slots if _EMBEDDING.fullmatch(name)), "")
+    wide = torch.float32 if len(set(found.values())) > 1 else None
+    digests = {_digest(name, tensor, wide) for name, tensor in _tables(files)}
     if len(digests) == 1:
         return config, ""
     logger.warning(
@@ -59,18 +60,18 @@ def as_embedding(tensors: Iterable[tuple[str, SourceT]], embedding: str) -> Iter
         yield embedding if name == HEAD else name, tensor
 
 
-def _tables(config: ModelConfig, files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor]]:
-    """The head and the embedding of the language model, where the files have them under names of their own."""
-    tensors: Iterable[tuple[str, torch.Tensor | FileTensor]] = files.stream(lambda done, total: None)
-    if config.is_multimodal:
-        tensors = language_tensors(tensors, files.directory)
-    for name, tensor in tensors:
-        if name == HEAD or _EMBEDDING.search(name):
+def _tables(files: WeightFiles) -> Iterator[tuple[str, torch.Tensor | FileTensor]]:
+    """The head, as HEAD, and the embedding of the language model, where the files have them."""
+    for name, tensor in files.stream(lambda done, total: None):
+        if _HEAD.fullmatch(name):
+            yield HEAD, tensor
+        elif _EMBEDDING.fullmatch(name):
             yield name, tensor
 
 
-def _digest(name: str, tensor: torch.Tensor | FileTensor) -> bytes:
-    """A digest of shape and values, read a part at a time. Raises ModelLoadError for a tensor that is no matrix."""
+def _digest(name: str, tensor: torch.Tensor | FileTensor, dtype: torch.dtype | None) -> bytes:
+    """A digest of shape and values, read a part at a time. dtype: what values are widened to (None: they are taken as
+    they are). Raises ModelLoadError for a tensor that is no matrix."""
     shape = tuple(tensor.shape)
     if len(shape) != 2:
         raise ModelLoadError(f"tensor {name!r} has shape {list(shape)}, which no table of the vocabulary has")
@@ -78,5 +79,6 @@ def _digest(name: str, tensor: torch.Tensor | FileTensor) -> bytes:
     step = max(1, _CHUNK_BYTES // (4 * max(1, shape[1])))
     for start in range(0, shape[0], step):
         part = tensor.narrow(0, start, min(step, shape[0] - start))
-        digest.update(part.float().contiguous().numpy().tobytes())
+        part = part if dtype is None else part.to(dtype)
+        digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
     return digest.digest()

@@ -132,7 +132,8 @@ def test_a_cut_reads_as_a_model_of_its_sizes_with_weights_of_one_deviation(
     cut = Cut(architecture, kind, dense, 1, 256, 256, 4, 2, 64, 4, 2, 256, extra)
     write(cut, tmp_path / "cut.gguf")
     config = read_gguf_config(tmp_path / "cut.gguf")
-    assert (config["num_experts"], config["num_experts_per_tok"], config["vocab_size"]) == (4, 2, 256)
+    count = config["num_local_experts" if architecture == "gpt-oss" else "num_experts"]
+    assert (count, config["num_experts_per_tok"], config["vocab_size"]) == (4, 2, 256)
     weights = dict(GGUFWeights(tmp_path / "cut.gguf").stream(lambda done, total: None))
     matrices = {name: weight for name, weight in weights.items() if "experts" in name and name.endswith("weight")}
     assert len(matrices) == 12

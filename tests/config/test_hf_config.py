@@ -238,6 +238,10 @@ def test_theta_of_the_first_llama() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor must be a number"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        (
+            {"configuration_files": ["config.5.0.0.json"]},
+            "configuration_files, which names other files, is not supported",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "list of 4 numbers"),
         (

@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, Olmo3Config, SmolLM3Config
 
 from quire.config.families import FAMILIES, read_shape
 from quire.config.hf_json import Fields
-from quire.config.rope import RopeConfig, RopeDefaults, read_layer_ropes
+from quire.config.rope import RopeConfig, RopeDefaults, read_layer_ropes, read_lengths, read_rope
 from quire.errors import ModelLoadError
 
 WINDOWS = (8, None, 8)
@@ -79,3 +79,40 @@ def test_layers_without_rotation(options: dict[str, Any], is_written: bool) -> N
 def test_settings_that_are_wrong(values: dict[str, Any], family: str, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         ropes(values, FAMILIES[family].rope)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "windows", "lengths"),
+    [
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, WINDOWS, (64, 64)),
+        ("olmo3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, WINDOWS, (512, 512)),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            WINDOWS,
+            (64, 64),
+        ),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}}, (8,), (128, 64)),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, (None,), (128, 64)),
+    ],
+)
+def test_lengths_follow_the_rotations_of_all_layers(
+    family: str, values: dict[str, Any], windows: tuple[int | None, ...], lengths: tuple[int, int]
+) -> None:
+    config = Fields({"max_position_embeddings": 64, **values}, "config.json")
+    assert read_lengths(config, 16, FAMILIES[family].rope, windows) == lengths
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ("yarn", 150_000.0, 32.0, 4096, False)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("linear", 150_000.0, 2.0, 64, True)),
+        ({"rope_theta": 70.0, "rope_parameters": {"rope_type": "default"}}, ("default", 70.0, None, 64, True)),
+    ],
+)
+def test_settings_of_gpt_oss(values: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = Fields({"max_position_embeddings": 64, **values}, "config.json")
+    rope = read_rope(config, 16, FAMILIES["gpt_oss"].rope)
+    read = (rope.rope_type, rope.theta, rope.factor, rope.original_max_position_embeddings, rope.truncate)
+    assert read == expected

@@ -140,6 +140,7 @@ def test_a_tied_head_in_the_file(
     assert torch.equal(logits_with(table), expected)
     assert torch.equal(logits_with(table, alone=True), expected)
     torch.testing.assert_close(logits_with(2.0 * table), 2.0 * expected)
+    torch.testing.assert_close(logits_with((2.0 * table).bfloat16()), 2.0 * expected, rtol=0.0, atol=0.2)
     with pytest.raises(ModelLoadError, match=r"tensor 'lm_head.weight' has shape \[3\], which no table of"):
         logits_with(torch.ones(3))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ _GGUF_LAYER = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _GGUF = GGUFNames("deepseek2", GGUF_TOP, _GGUF_LAYER)
-_VALUES: Mapping[str, Any] = {
+_VALUES: dict[str, Any] = {
     "num_key_value_heads": None,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from quire.config.families.family import Family, GGUFNames
@@ -26,7 +25,7 @@ GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
-LLAMA_VALUES: Mapping[str, Any] = {
+LLAMA_VALUES: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
