@@ -194,6 +194,7 @@ def test_structured_outputs_are_params_or_their_fields() -> None:
         {"json_object": 1},
         {"grammar": "a", "whitespace_pattern": 3},
         {"regex": "a", "start_after_token_ids": [-1]},
+        {"regex": "a", "preamble": {"format": {"type": "any_text"}}},
         {"regex": "a", "start_after_token_ids": list(range(100))},
     ):
         with pytest.raises(UserError) as caught:

@@ -75,9 +75,15 @@ def _dsml(section: str) -> ToolFormat:
 
 def _cohere(begin: str, end: str) -> ToolFormat:
     """begin, end: marks around an answer."""
-    marks = ("<|START_ACTION|>",), ("<|END_ACTION|>",)
-    keys = {"name": "tool_name", "arguments": "parameters", "identifier": "tool_call_id"}
-    return _of(JsonFormat(*marks, **keys, around=(begin, end)))
+    form = JsonFormat(
+        ("<|START_ACTION|>",),
+        ("<|END_ACTION|>",),
+        name="tool_name",
+        arguments="parameters",
+        identifier="tool_call_id",
+        around=(begin, end),
+    )
+    return _of(form)
 
 
 def _functions(section: str) -> ToolFormat:

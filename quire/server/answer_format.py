@@ -13,8 +13,8 @@ from quire.logging import get_logger
 from quire.outputs import CompletionOutput
 from quire.parsers.call_forms import CallKeys, Form, calls_schema, schema_form, thoughts
 from quire.parsers.output import OutputDelta, call_id
-from quire.parsers.parser import OutputParser, Program, call_list, named_call, plain
-from quire.parsers.reasoning import ReasoningCounter, ThinkFormat, Thought
+from quire.parsers.parser import OutputParser, call_list, named_call, plain
+from quire.parsers.reasoning import Program, ReasoningCounter, ThinkFormat, Thought
 from quire.parsers.registry import (
     AUTO,
     HARMONY,

@@ -398,7 +398,7 @@ HELP: dict[str, str] = {
     "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",
     "enable_auto_tool_choice": "do not start unless the model's way to write tool calls is known",
     "tool_call_parser": "how the model writes tool calls, such as hermes (default: as its chat template shows)",
-    "reasoning_parser": "how the model writes its reasoning, such as qwen3; auto: as its chat template shows (default: thoughts stay in the content)",
+    "reasoning_parser": "how the model writes its thoughts, such as qwen3, or auto (default: they stay in the content)",
     "exclude_tools_when_tool_choice_none": "keep tools from the chat template where tool_choice is none",
     "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
 }

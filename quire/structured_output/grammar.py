@@ -150,7 +150,11 @@ def _tags(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) ->
 def _behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
     """The grammar of a text with a preamble before the one that `grammar` (in Lark's syntax, or in llguidance's JSON)
     describes."""
-    grammars = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    grammars = [{"lark_grammar": grammar}]
+    if grammar.lstrip().startswith("{"):
+        grammars = json.loads(grammar).get("grammars")
+        if not isinstance(grammars, list) or not grammars or not all(isinstance(each, dict) for each in grammars):
+            raise ValueError("a grammar in JSON needs a list of `grammars`")
     first = TagGrammar({**special_tokens, **preamble.tokens}, {}).start({"format": preamble.format}, f"@{BEHIND}")
     return json.dumps({"grammars": [{"lark_grammar": first}, grammars[0] | {"name": BEHIND}, *grammars[1:]]})
 

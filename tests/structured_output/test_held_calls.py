@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.errors import UserError
 from quire.parsers.call_forms import schema_form, thoughts
 from quire.parsers.registry import TOOL_FORMATS
 from quire.structured_outputs_params import Preamble, StructuredOutputsParams
@@ -132,6 +133,35 @@ def test_forced_channels(sampler: Sampler) -> None:
         assert not takes(sampler, constraint, harmony([BAD_CITY]).removesuffix("<|call|>"))
     assert takes(sampler, free, thoughts + answer)
     assert not takes(sampler, forced, thoughts + answer)
+
+
+def test_a_preamble_before_each_kind_of_constraint(sampler: Sampler) -> None:
+    """Marks of one token, of several, and none; the text behind them is held all the same."""
+    thought = Preamble(thoughts(["<a>"], ["</a>", "</b>"], ["[TOOL_CALLS]"], is_open=False))
+    opened = Preamble(thoughts([], ["</a>"], is_open=True))
+    for fields, right, wrong in (
+        ({"regex": "^x+$"}, "xx", "xy"),
+        ({"choice": ["yes", "no"]}, "no", "nope"),
+        ({"json": {"const": 1}}, "1", "2"),
+        ({"json_object": True}, "{}", "[]"),
+        ({"grammar": 'start: "a" | "b"'}, "b", "c"),
+        ({"grammar": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'}, "a", "b"),
+        ({"structural_tag": {"format": {"type": "const_string", "value": "ab"}}}, "ab", "a"),
+    ):
+        free = StructuredOutputsParams(**fields, preamble=thought)
+        for before in ("", "<a>hm </a>", "<a></b>", "<a></b>[TOOL_CALLS]", "[TOOL_CALLS]"):
+            assert takes(sampler, free, before + right), (fields, before)
+            assert not takes(sampler, free, before + wrong), (fields, before)
+        for text in ("hm", "<a>hm", "<a>hm</a>", f"hm</a>{right}", f"<a>hm</a>{right}</a>"):
+            assert not takes(sampler, free, text), (fields, text)
+        must = StructuredOutputsParams(**fields, preamble=opened)
+        assert takes(sampler, must, f"hm</a>{right}")
+        assert not takes(sampler, must, right)
+    for grammar in ('{"a": 1}', '{"grammars": []}', '{"grammars": [1]}', "{"):
+        with pytest.raises(UserError, match="grammar cannot be used as a constraint"):
+            sampler.matcher(StructuredOutputsParams(grammar=grammar, preamble=thought))
+    with pytest.raises(UserError, match="regex cannot be used as a constraint"):
+        sampler.matcher(StructuredOutputsParams(regex="a(", preamble=thought))
 
 
 def test_thoughts_before_calls(sampler: Sampler) -> None:
