@@ -357,6 +357,24 @@ def test_slow_sequences_are_ready_with_their_masks(tokenizer: Tokenizer) -> None
     service.close()
 
 
+def test_copies_of_sequences_whose_masks_are_being_made(tokenizer: Tokenizer) -> None:
+    """The mask process neither waits for itself nor mixes up masks."""
+    service = make_service(module="tests.structured_output.late_server")
+    constraint = service.constraint(text_of(json={"type": "array", "items": {"type": "string"}}))
+    matchers = [constraint.matcher(ConstraintSpec(), []) for _ in range(12)]
+    settle(service, *matchers)
+    process = service.masks.connection
+    for token_id in tokenizer.encode('["abc", "def', add_special_tokens=False):
+        matchers = [matcher.copy() for matcher in matchers]
+        for matcher in matchers:
+            matcher.advance([token_id], 0)
+        settle(service, *matchers)
+    copies = [matcher.copy() for matcher in matchers]
+    assert len({matcher.mask() for matcher in (*copies, *matchers)}) == 1
+    assert service.masks.connection is process
+    service.close()
+
+
 def test_it_prepares_once() -> None:
     service = make_service()
     service.prepare()
