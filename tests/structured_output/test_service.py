@@ -106,7 +106,10 @@ def test_masks_are_those_of_a_matcher_in_this_process(
             matchers[chosen[0]] = copy
 
 
-CONSTANT = {"type": "object", "properties": {"a": {"const": "first of all, " * 40}, "b": {"type": "integer"}}}
+CONSTANT: dict[str, object] = {
+    "type": "object",
+    "properties": {"a": {"const": "first of all, " * 40}, "b": {"type": "integer"}},
+}
 CONSTANT |= {"required": ["a", "b"], "additionalProperties": False}
 
 
