@@ -347,7 +347,7 @@ class MaskClient:
         busy = self._busy()
         late = [each.slot for each in busy if now - each.since > HANG_SECONDS]
         if late or (not busy and now - self._last_sign > HANG_SECONDS):
-            self._restart(late)
+            self._restart(late, is_hang=True)
 
     def start_again(self) -> None:
         """The fork server is gone, and the mask process with it."""
@@ -380,12 +380,13 @@ class MaskClient:
         self._start(theirs.detach(), os.dup(descriptor))
         return self.connection
 
-    def _restart(self, slots: list[int]) -> None:
+    def _restart(self, slots: list[int], *, is_hang: bool = False) -> None:
         """Go on without the process, which died or hangs while it worked for these slots."""
         self.close()
         at_work = [matcher for slot in slots if (matcher := self._matcher(slot)) is not None]
         tried = None if self._tried is None else self._tried()
-        logger.warning("the process that makes masks has ended at work for %d sequences", len(at_work))
+        how = "hangs" if is_hang else "has ended"
+        logger.warning("the process that makes masks %s at work for %d sequences", how, len(at_work))
         suspects = [matcher for each in self._suspects if (matcher := each()) is not None]
         if tried is not None and at_work == [tried]:
             self._end_culprit(tried)

@@ -76,22 +76,22 @@ class Slot:
         self.is_ended = False
         self.mask_seconds = seconds
         """Processor time of its last mask."""
-        self._num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
+        self.num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
 
     @property
     def is_slow(self) -> bool:
-        return self._num_slow > 0
+        return self.num_slow > 0
 
     def note(self, seconds: float) -> None:
         """A token or a mask took so long."""
         if seconds > SLOW_SECONDS:
-            self._num_slow = SLOW_TOKENS
+            self.num_slow = SLOW_TOKENS
 
     def note_mask(self, seconds: float) -> None:
         """A mask took so long."""
         self.mask_seconds = seconds
-        if self._num_slow:
-            self._num_slow -= 1
+        if self.num_slow:
+            self.num_slow -= 1
         self.note(seconds)
 
 
@@ -248,34 +248,35 @@ class MaskProcess:
         frames = self._reader.read()
         if not frames:
             os._exit(0)  # the engine core is gone
-        messages = [self._decoder.decode(frame) for frame in frames]
+        tasks = [task for frame in frames for task in self._take(self._decoder.decode(frame))]
         with self._lock:
             self._is_read = False
             self._last_message = time.monotonic()
-            for message in messages:
-                self._take(message)
+            for task in tasks:
+                self._add(task)
             if self._num_asleep == NUM_THREADS - 1 or (self._num_asleep and self._slow):
                 self._work_came.notify()
 
-    def _take(self, work: Work) -> None:
-        """Note what a message asks for. Called under the lock."""
-        self._memory.hold(work.num_slots)
-        for number in work.ended_slots:
-            self._slots.pop(number).is_ended = True
+    def _take(self, work: Work) -> list[Task]:
+        """Note what a message asks for; returns the tasks. Called by the thread that reads: no other one changes the
+        slots and grammars. It does not hold the lock, because a copy waits for the source's mask."""
+        with self._lock:
+            self._memory.hold(work.num_slots)
+            for number in work.ended_slots:
+                self._slots.pop(number).is_ended = True
         for number in work.ended_grammars:
             del self._grammars[number]
         for grammar in work.grammars:
             self._grammars[grammar.number] = Compiled(grammar)
-        for copy in work.copies:
-            self._copy(copy)
+        tasks = [task for copy in work.copies if (task := self._copy(copy)) is not None]
         for new in work.news:
             compiled = self._grammars[new.grammar]
             slot = self._slots[new.slot] = Slot(new.slot, new.charge, compiled.seconds)
-            self._add(Task(slot, new, compiled))
-        for advance in work.advances:
-            self._add(Task(self._slots[advance.slot], advance))
+            tasks.append(Task(slot, new, compiled))
+        return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
     def _add(self, task: Task) -> None:
+        """Add a task. Called under the lock."""
         if task.is_slow:
             self._slow.add(task)
         elif task.work is None:
@@ -283,16 +284,16 @@ class MaskProcess:
         else:
             self._firsts.append(task)
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: Copy) -> Task | None:
+        """Make a slot like another one; returns the task of its mask, if that is asked for."""
         source = self._slots[copy.source]
         slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0)
         with source.lock:
             assert source.state is not None, "copies are made of matchers that have answered"
             slot.state = source.state.copy()
-            slot.mask_seconds, slot._num_slow = source.mask_seconds, source._num_slow
+            slot.mask_seconds, slot.num_slow = source.mask_seconds, source.num_slow
         slot.serial = copy.serial
-        if copy.wants_mask:
-            self._add(Task(slot, None, mask_serial=copy.serial))
+        return Task(slot, None, mask_serial=copy.serial) if copy.wants_mask else None
 
     def _perform(self, task: Task, scratch: Scratch) -> None:
         slot, work = task.slot, task.work

@@ -106,7 +106,10 @@ def test_masks_are_those_of_a_matcher_in_this_process(
             matchers[chosen[0]] = copy
 
 
-CONSTANT = {"type": "object", "properties": {"a": {"const": "first of all, " * 40}, "b": {"type": "integer"}}}
+CONSTANT: dict[str, object] = {
+    "type": "object",
+    "properties": {"a": {"const": "first of all, " * 40}, "b": {"type": "integer"}},
+}
 CONSTANT |= {"required": ["a", "b"], "additionalProperties": False}
 
 
@@ -354,6 +357,24 @@ def test_slow_sequences_are_ready_with_their_masks(tokenizer: Tokenizer) -> None
             matcher.advance(tokens, 0)
     settle(service, *matchers)
     assert all(matcher.is_finished for matcher in matchers)
+    service.close()
+
+
+def test_copies_of_sequences_whose_masks_are_being_made(tokenizer: Tokenizer) -> None:
+    """The mask process neither waits for itself nor mixes up masks."""
+    service = make_service(module="tests.structured_output.late_server")
+    constraint = service.constraint(text_of(json={"type": "array", "items": {"type": "string"}}))
+    matchers = [constraint.matcher(ConstraintSpec(), []) for _ in range(12)]
+    settle(service, *matchers)
+    process = service.masks.connection
+    for token_id in tokenizer.encode('["abc", "def', add_special_tokens=False):
+        matchers = [matcher.copy() for matcher in matchers]
+        for matcher in matchers:
+            matcher.advance([token_id], 0)
+        settle(service, *matchers)
+    copies = [matcher.copy() for matcher in matchers]
+    assert len({matcher.mask() for matcher in (*copies, *matchers)}) == 1
+    assert service.masks.connection is process
     service.close()
 
 
