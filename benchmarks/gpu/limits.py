@@ -17,9 +17,6 @@ class Work:
     bytes: float
     operations: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.operations + other.operations)
-
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:

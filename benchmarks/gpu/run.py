@@ -74,7 +74,7 @@ def first_parts() -> list[Part]:
         spread = ("-n", str(NUM_TEST_PROCESSES), "--dist", "worksteal")
     engine, narrow = python("benchmarks.gpu.engine", *out), python("benchmarks.gpu.engine", *out, "--format", "fp8")
     return [
-        Part("machine", python("benchmarks.gpu.machine", *out), 15),
+        Part("machine", python("benchmarks.gpu.machine", *out), 20),
         Part("gate", pytest_command(*GATE), 40, ("--interpreted",)),
         Part("engine", engine, 85),
         Part("kernels", python("benchmarks.gpu.kernels", *out), 65),

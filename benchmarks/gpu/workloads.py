@@ -64,11 +64,6 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[l
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def num_tokens(work: Work) -> int:
-    """In and out, over all requests."""
-    return sum(work.input_lens) + sum(work.output_lens)
-
-
 RAGGED_WORK = RaggedWorkload(128)
 TINY_WORK = Workload(2, 5, 4)
 """For trying things out without a card."""

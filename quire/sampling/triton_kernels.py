@@ -3,9 +3,9 @@
 Which rows a kernel concerns it finds out itself. Greedy rows take two launches and read the logits once.
 
 The memory that a batch takes: almost nothing without filters; 12 KiB for each row and 8,192 tokens of the vocabulary
-with them (58 MB for 256 rows of 151,936); float32 scores, 4 bytes per token of the vocabulary and row, where rules or
-penalties change logits of 16 bits, or logits that log-probabilities are wanted of. Penalties keep as much for good,
-from their first use.
+with them (58 MB for 256 rows of 151,936); 4 bytes for each row and token of the longest list of allowed tokens; float32
+scores, 4 bytes per token of the vocabulary and row, where rules or penalties change logits of 16 bits, or logits that
+log-probabilities are wanted of. Penalties keep as much for good, from their first use.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import LatentShape
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
-
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_and_keys
 from quire.kernels.triton.qkv_write import Rotation
@@ -211,9 +210,8 @@ def _latent_kernel(
     first_position = tl.load(seq_lens + sequence) - num_new + first
     end = first_position + num_tokens
     num_parts = tl.cdiv(end, SPLIT_KEYS)
-    if IS_SPLIT:
-        if tl.program_id(2) >= num_parts:
-            return
+    if tl.program_id(2) >= num_parts:
+        return
     row = tl.arange(0, BLOCK_M)
     token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
     inside = (token < num_tokens) & (head < NUM_HEADS)
