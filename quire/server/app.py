@@ -111,6 +111,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         ],
     )
     app.state.context = context
+    app.state.follows_vllm = settings.follows_vllm
     app.router.route_class = DirectRoute
     add_completion_routes(app, context)
     add_chat_routes(app, context)

@@ -15,11 +15,11 @@ from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.auth import client_of
-from quire.server.body import read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import render_chat
+from quire.server.generation import FieldNames, render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.long_bodies import read_long_request
 from quire.server.protocol.pooling import (
@@ -81,6 +81,8 @@ def _add_route(
         context.served_name(body.model)
         context.admit()
         context.check_priority(body.priority, client_of(request))
+        if body.priority and not context.engine.takes_priorities:
+            report_ignored(request, context, ["priority"])
 
         async def work() -> msgspec.Struct | Response:
             return await answer(context, body)
@@ -123,9 +125,14 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
 
 
+async def _run_inputs(context: ServerContext, body: InputFields, params: PoolingParams) -> list[RequestOutput]:
+    texts = await _texts(context, body)
+    return await _run(context, body, params, texts, [body.field_name] * len(texts))
+
+
 async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse | Response:
     params = body.params(dimensions=body.dimensions, normalize=body.normalizes)
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     listed = partial(_listed, EmbeddingResponse, "embd", context, body, outputs)
     if body.wants_bytes:
@@ -137,7 +144,7 @@ async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingRespo
     if body.task is not None:
         _check_wanted_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     listed = partial(_listed, PoolingResponse, "pool", context, body, outputs)
     if body.wants_bytes:
@@ -147,7 +154,7 @@ async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingRespo
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
     params, labels = body.params(), context.engine.pooling.labels
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     scores = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [
         ClassificationItem(index, labels[each.index(max(each))], each, len(each)) for index, each in enumerate(scores)
@@ -181,11 +188,13 @@ async def _scores(
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)
     places = [min(index, len(firsts) - 1) for index in range(len(seconds))]
+    first_name, second_name = body.field_names
     if pooling.is_cross_encoder:
         pairs: list[Text] = [(firsts[place], second) for place, second in zip(places, seconds, strict=True)]
-        outputs = await _run(context, body, params, pairs)
+        outputs = await _run(context, body, params, pairs, [second_name] * len(pairs))
         return [pooling.pair_score(output, params).outputs.score for output in outputs], outputs
-    outputs = await _run(context, body, params, [(text, None) for text in (*firsts, *seconds)])
+    names = [first_name] * len(firsts) + [second_name] * len(seconds)
+    outputs = await _run(context, body, params, [(text, None) for text in (*firsts, *seconds)], names)
     lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
     found = [pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)]
     return [each.outputs.score for each in found], outputs
@@ -199,19 +208,23 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
 
 
 async def _run(
-    context: ServerContext, body: PoolingFields, params: PoolingParams, texts: Sequence[Text]
+    context: ServerContext, body: PoolingFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
-    all of them."""
+    all of them. names: what the request calls each text, for its error."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
+    priority = body.priority if context.engine.takes_priorities else 0
 
     async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
         part = None if turns is None else Part(turns, 0, 1)
-        output = await context.engine.pool(
-            prompt, params, second=second, priority=body.priority, part=part, cache_salt=salt
-        )
+        try:
+            output = await context.engine.pool(
+                prompt, params, second=second, priority=priority, part=part, cache_salt=salt
+            )
+        except UserError as error:
+            raise FieldNames(names[index]).explain(error) from None
         charge.count(index, output)
         return output
 

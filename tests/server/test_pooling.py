@@ -247,7 +247,7 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
     [
         ({"input": []}, "input", "length"),
         ({"input": ["w1", 3]}, "input", "must not mix"),
-        ({"input": "w1 " * 300}, "prompt", "maximum context length is 256"),
+        ({"input": "w1 " * 300}, "input", "maximum context length is 256"),
         ({"input": "w1", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "context of 256 tokens"),
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
