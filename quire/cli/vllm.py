@@ -25,6 +25,8 @@ from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
 """vLLM listens on every address unless told otherwise, and its lines count on it."""
+IN_VLLMS_PLACE = {"dialect": "vllm"}
+"""Settings of a server that clients of vLLM call, unless the line has them."""
 POSITIONAL = "model_tag"
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"--[^=.]+")
@@ -53,7 +55,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         raise UserError(f"only vLLM's `serve` is available here{wanted}; `quire --help` lists Quire's own commands")
     line = read_line(arguments[1:])
     options = EngineOptions.from_keywords(line.options)
-    settings = ServerSettings.from_keywords(line.settings)
+    settings = ServerSettings.from_keywords({**IN_VLLMS_PLACE, **line.settings})
     for note in line.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
@@ -83,7 +85,6 @@ def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
                 (settings if target in ServerSettings.__struct_fields__ else options)[target] = ours
     if values.get(POSITIONAL) is not None:
         options["model"] = values[POSITIONAL]
-    settings.setdefault("dialect", "vllm")
     if not settings.keys() & {"host", "uds"}:
         settings["host"] = DEFAULT_HOST
     key = envs.vllm_api_key() or envs.api_key()

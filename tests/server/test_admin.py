@@ -192,8 +192,8 @@ async def test_caches_that_text_models_do_not_have(model_path: Path) -> None:
     ("path", "body", "id_of", "num_same"),
     [
         ("/v1/completions", BODY, "cmpl-mine", 2),
-        ("/v1/completions", {**BODY, "n": 20, "temperature": 1}, "cmpl-mine", 1),
-        ("/v1/completions", {**BODY, "prompt": ["abc"] * 20}, "cmpl-mine", 1),
+        ("/v1/completions", {**BODY, "n": 4, "temperature": 1}, "cmpl-mine", 1),
+        ("/v1/completions", {**BODY, "prompt": ["abc"] * 8}, "cmpl-mine", 1),
         ("/v1/chat/completions", CHAT, "chatcmpl-mine", 2),
     ],
 )
@@ -201,7 +201,7 @@ async def test_answers_are_aborted_by_their_ids(
     model_path: Path, path: str, body: dict[str, object], id_of: str, num_same: int
 ) -> None:
     """Those of the same id too, and what waits for its turn; no others."""
-    async with serving(model_path, ADMIN, executor="slow", max_num_seqs=16) as served:
+    async with serving(model_path, ADMIN, executor="slow", max_num_seqs=4) as served:
         post = served.client.post
         headers = {"X-Request-Id": "mine"}
         long = {**body, "max_tokens": 200}
