@@ -42,7 +42,8 @@ class Answer(ABC, Generic[Body]):
         """header_id: the request's X-Request-Id, which counts before the body's `request_id`.
 
         Raises UserError or UnknownModelError for what is wrong with the request."""
-        self._ineffective = [] if context.engine.takes_priorities or not body.priority else ["priority"]
+        has_priority = bool(body.priority) and not context.engine.takes_priorities
+        self._ineffective: list[str] = ["priority"] if has_priority else []
         body = with_defaults(body, context)
         self._body: Body = body
         self._context = context
@@ -59,8 +60,8 @@ class Answer(ABC, Generic[Body]):
     @property
     def ineffective_fields(self) -> list[str]:
         """Fields of the request that are known and have no effect on this server."""
-        is_idle = self._body.include_metrics and not self._context.settings.enable_per_request_metrics
-        return [*self._ineffective, *(["include_metrics"] if is_idle else [])]
+        is_idle = bool(self._body.include_metrics) and not self._context.settings.enable_per_request_metrics
+        return self._ineffective + (["include_metrics"] if is_idle else [])
 
     @property
     def params(self) -> SamplingParams:

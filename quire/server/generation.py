@@ -144,11 +144,7 @@ async def generate(
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
     salt = client_salt(cache_salt)
-
-    def name_of(number: int) -> str:
-        index, place = divmod(number, per_prompt)
-        name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        return name if per_prompt == 1 else f"{name}.{place}"
+    ids = _part_ids(request_id, len(prompts), per_prompt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
         index, place = divmod(number, per_prompt)
@@ -160,13 +156,7 @@ async def generate(
         if len(prompts) * size > share:
             part = parts[number]
         return context.engine.generate(
-            prompts[index],
-            settings,
-            name_of(number),
-            delta=True,
-            cache_salt=salt,
-            priority=priority,
-            part=part,
+            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part
         )
 
     context.admit()
@@ -187,7 +177,7 @@ async def generate(
         return index, output
 
     try:
-        with context.running.hold((answer_id, request_id), Work([*map(name_of, range(len(parts)))], turns)):
+        with context.running.hold((answer_id, request_id), Work(ids, turns)):
             if len(streams) == 1:  # every generator that an output passes through costs it time
                 async with aclosing(streams[0]) as outputs:
                     async for output in outputs:
@@ -198,6 +188,12 @@ async def generate(
                         yield placed(number, output)
     except UserError as error:
         raise names.explain(error) from None
+
+
+def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
+    """The engine's ids of the parts of a request, prompt after prompt."""
+    prompts = [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
+    return prompts if per_prompt == 1 else [f"{name}.{place}" for name in prompts for place in range(per_prompt)]
 
 
 def spaced(
