@@ -28,6 +28,7 @@ from quire.server.errors import install_error_handlers
 from quire.server.headers import ReportHeaders
 from quire.server.health import RestartCounter, SilenceGauge, add_health_routes
 from quire.server.home import add_home_routes
+from quire.server.invocations import add_invocation_route
 from quire.server.json_bodies import JsonBodies
 from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
@@ -119,6 +120,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_message_routes(app, context)
     add_response_routes(app, context)
     add_pooling_routes(app, context)
+    add_invocation_route(app, context)
     add_model_routes(app, context)
     add_tokenize_routes(app, context)
     add_health_routes(app, context)

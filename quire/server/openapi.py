@@ -22,6 +22,7 @@ from quire.server.admin import (
 )
 from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from quire.server.health import Health, Load, Version
+from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
@@ -108,6 +109,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/classify": [_TEXTS],
     "/pooling": [_TEXTS],
     "/tokenize": [{"prompt": "hello"}, {"messages": _HELLO}],
+    "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
@@ -231,6 +233,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         PrefixCacheReset,
         parameters={"reset_running_requests": "only false", "reset_external": "only false"},
         is_admins=True,
+    ),
+    ("post", "/invocations"): Operation(
+        "A request of another route, which its fields tell",
+        InvocationResponse,
+        InvocationRequest,
+        is_queued=True,
+        names_model=True,
     ),
     ("post", "/reset_mm_cache"): Operation("Forget cached images: there are none", None, is_admins=True),
     ("post", "/reset_encoder_cache"): Operation("Forget what encoders made: there are none", None, is_admins=True),
