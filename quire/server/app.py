@@ -22,6 +22,7 @@ from quire.server.anthropic import add_message_routes
 from quire.server.auth import key_check
 from quire.server.chat import add_chat_routes
 from quire.server.chat_batch import add_chat_batch_route
+from quire.server.cohere import add_cohere_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
@@ -120,6 +121,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_message_routes(app, context)
     add_response_routes(app, context)
     add_pooling_routes(app, context)
+    add_cohere_routes(app, context)
     add_invocation_route(app, context)
     add_model_routes(app, context)
     add_tokenize_routes(app, context)

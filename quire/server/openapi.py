@@ -26,6 +26,7 @@ from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
+from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.pooling import (
@@ -109,6 +110,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/classify": [_TEXTS],
     "/pooling": [_TEXTS],
     "/tokenize": [{"prompt": "hello"}, {"messages": _HELLO}],
+    "/v2/embed": [{"texts": ["one text", "another"], "embedding_types": ["float", "base64"]}],
     "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
@@ -234,6 +236,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters={"reset_running_requests": "only false", "reset_external": "only false"},
         is_admins=True,
     ),
+    ("post", "/v2/embed"): _generating("Vectors of texts, as Cohere has them", CohereEmbedRequest, CohereEmbedResponse),
     ("post", "/invocations"): Operation(
         "A request of another route, which its fields tell",
         InvocationResponse,

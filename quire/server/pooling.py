@@ -33,6 +33,7 @@ from quire.server.protocol.pooling import (
     InputFields,
     ListResponse,
     PairFields,
+    PooledFields,
     PoolingFields,
     PoolingItem,
     PoolingRequest,
@@ -50,7 +51,7 @@ from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
 from quire.server.vector_format import bytes_response, encoded
 
-Body = TypeVar("Body", bound=PoolingFields)
+Body = TypeVar("Body", bound=PooledFields)
 ListT = TypeVar("ListT", bound=ListResponse)
 Text = tuple[str | list[int], str | None]
 """A text, and the second one of a pair."""
@@ -58,14 +59,14 @@ Text = tuple[str | list[int], str | None]
 
 def add_pooling_routes(app: FastAPI, context: ServerContext) -> None:
     """They exist for every model; one that cannot do what a route is for answers 404."""
-    _add_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
-    _add_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
-    _add_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
-    _add_route(app, context, ("/score", "/v1/score"), "score", ScoreRequest, _score)
-    _add_route(app, context, ("/rerank", "/v1/rerank", "/v2/rerank"), "score", RerankRequest, _rerank)
+    add_pooling_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
+    add_pooling_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
+    add_pooling_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
+    add_pooling_route(app, context, ("/score", "/v1/score"), "score", ScoreRequest, _score)
+    add_pooling_route(app, context, ("/rerank", "/v1/rerank", "/v2/rerank"), "score", RerankRequest, _rerank)
 
 
-def _add_route(
+def add_pooling_route(
     app: FastAPI,
     context: ServerContext,
     paths: Sequence[str],
@@ -73,6 +74,7 @@ def _add_route(
     body_type: type[Body],
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
 ) -> None:
+    """POST each of `paths`, for models that can do `task`."""
     read = read_long_request if issubclass(body_type, InputFields) else read_request
 
     async def create(request: Request) -> Response:
@@ -127,7 +129,7 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
 
 async def _run_inputs(context: ServerContext, body: InputFields, params: PoolingParams) -> list[RequestOutput]:
     texts = await _texts(context, body)
-    return await _run(context, body, params, texts, [body.field_name] * len(texts))
+    return await run_texts(context, body, params, texts, [body.field_name] * len(texts))
 
 
 async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse | Response:
@@ -191,10 +193,10 @@ async def _scores(
     first_name, second_name = body.field_names
     if pooling.is_cross_encoder:
         pairs: list[Text] = [(firsts[place], second) for place, second in zip(places, seconds, strict=True)]
-        outputs = await _run(context, body, params, pairs, [second_name] * len(pairs))
+        outputs = await run_texts(context, body, params, pairs, [second_name] * len(pairs))
         return [pooling.pair_score(output, params).outputs.score for output in outputs], outputs
     names = [first_name] * len(firsts) + [second_name] * len(seconds)
-    outputs = await _run(context, body, params, [(text, None) for text in (*firsts, *seconds)], names)
+    outputs = await run_texts(context, body, params, [(text, None) for text in (*firsts, *seconds)], names)
     lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
     found = [pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)]
     return [each.outputs.score for each in found], outputs
@@ -207,8 +209,8 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
     return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
 
 
-async def _run(
-    context: ServerContext, body: PoolingFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
+async def run_texts(
+    context: ServerContext, body: PooledFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
     all of them. names: what the request calls each text, for its error."""

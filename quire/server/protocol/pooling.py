@@ -25,17 +25,22 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
-class PoolingFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
-    have them."""
+class PooledFields(RequestStruct, kw_only=True, frozen=True):
+    """Fields of every request for what a model makes of texts."""
 
     model: str | None = None
-    truncate_prompt_tokens: Int32 | None = None
-    use_activation: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
     priority: Priority = 0
     request_id: Identifier | None = None
     user: str | None = None
+
+
+class PoolingFields(PooledFields, kw_only=True, frozen=True):
+    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
+    have them."""
+
+    truncate_prompt_tokens: Int32 | None = None
+    use_activation: bool | None = None
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         "chat_template": (),
