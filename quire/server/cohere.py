@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -44,10 +45,8 @@ async def _embedded(context: ServerContext, body: CohereEmbedRequest) -> CohereE
     params = PoolingParams(dimensions=body.output_dimension, truncate_prompt_tokens=body.num_kept)
     prompts: list[str | list[int]] = list(texts)
     if (name := body.input_type) is not None:
-        prompts = [
-            await engine.off_loop(len(text), lambda text=text: engine.pooling.tokens_behind(name, text, body.num_kept))
-            for text in texts
-        ]
+        behind = partial(engine.pooling.tokens_behind, name, truncate=body.num_kept)
+        prompts = [await engine.off_loop(len(text), partial(behind, text)) for text in texts]
     outputs = await run_texts(context, body, params, [(each, None) for each in prompts], ["texts"] * len(texts))
     longest = max(len(output.prompt_token_ids) for output in outputs)
     if body.max_tokens is not None and longest > body.max_tokens:
