@@ -22,7 +22,7 @@ MOST_LOGPROBS = 2**20
 """What may be asked for at most, more than any vocabulary has."""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_TIMEOUT_SECONDS = 1e9
 MAX_PATTERN_TOKENS = 256
 """Of a repetition: each length up to it is compared at every token."""
@@ -155,7 +155,7 @@ class SamplingParams(
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _optional_integer("seed", self.seed, -MAX_SEED, MAX_SEED)
+        _optional_integer("seed", self.seed, MIN_SEED, MAX_SEED)
         _optional_integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
         _optional_integer("logprobs", self.logprobs, -1, MOST_LOGPROBS)

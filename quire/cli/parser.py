@@ -6,7 +6,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -31,6 +31,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    @property
+    def known_flags(self) -> Collection[str]:
+        """The flags of the parser, each in all its spellings."""
+        return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
 from quire.errors import UserError
+from quire.server.listener import bind, url_of
 from quire.server.settings import HELP, ServerSettings
 
 OF_THE_API = (
@@ -31,6 +34,8 @@ OF_THE_API = (
     "exclude_tools_when_tool_choice_none",
 )
 """The server's settings that say how requests are answered; the others are about clients."""
+OF_METRICS = ("host", "port", "allowed_hosts", "metrics_names")
+"""Settings of the server of metrics."""
 MIN_CONCURRENCY = 64
 
 
@@ -49,9 +54,11 @@ def build_parser() -> Parser:
         metavar="N",
         help=f"requests that are answered at a time (default: 4 x max_num_seqs, at least {MIN_CONCURRENCY})",
     )
+    parser.add_argument("--enable-metrics", action="store_true", help="serve /metrics on --host and --port meanwhile")
     add_engine_flags(parser, positional=False)
-    others = [name for name in ServerSettings.__struct_fields__ if name not in OF_THE_API]
-    add_struct_flags(parser, ServerSettings, HELP, title="options of the API", skip=others)
+    for title, names in (("options of the API", OF_THE_API), ("options of --enable-metrics", OF_METRICS)):
+        others = [name for name in ServerSettings.__struct_fields__ if name not in names]
+        add_struct_flags(parser, ServerSettings, HELP, title=title, skip=others)
     return parser
 
 
@@ -69,22 +76,37 @@ def main(arguments: Sequence[str]) -> int:
     if target.exists() and source.exists() and target.samefile(source):
         raise UserError("input_file and output_file are the same file", param="output_file")
     options = engine_options(namespace)
-    settings = ServerSettings.from_keywords({**given(namespace, ServerSettings), "max_num_queued": None})
-    with _opened(source, "rb", "input_file") as requests:
+    keywords = given(namespace, ServerSettings)
+    if not namespace.enable_metrics and (without := sorted(keywords.keys() & {*OF_METRICS})):
+        raise UserError(f"{', '.join(without)} is of the server of metrics: give --enable-metrics", param=without[0])
+    settings = ServerSettings.from_keywords({**keywords, "max_num_queued": None})
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(settings)) if namespace.enable_metrics else None
+        requests = stack.enter_context(_opened(source, "rb", "input_file"))
         if requests.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise UserError("input_file is UTF-16: a file of requests must be UTF-8", param="input_file")
-        with _opened(target, "wb", "output_file") as answers:
-            return asyncio.run(_run(options, settings, namespace.max_concurrency, requests, answers))
+        answers = stack.enter_context(_opened(target, "wb", "output_file"))
+        return asyncio.run(_run(options, settings, namespace.max_concurrency, Files(requests, answers), listener))
+
+
+class Files(NamedTuple):
+    requests: BinaryIO
+    answers: BinaryIO
 
 
 async def _run(
-    options: EngineOptions, settings: ServerSettings, concurrency: int | None, requests: BinaryIO, answers: BinaryIO
+    options: EngineOptions,
+    settings: ServerSettings,
+    concurrency: int | None,
+    files: Files,
+    listener: socket.socket | None,
 ) -> int:
-    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. Raises EngineDeadError when
-    the engine dies."""
+    """Returns the exit status: 0 also where requests failed, 1 where a line was no request. listener: of the server of
+    metrics, if there is to be one. Raises EngineDeadError when the engine dies."""
     from quire.engine.async_engine import AsyncLLM  # after the options are known to be good: it takes a while
     from quire.server.app import create_app
     from quire.server.batch import run_batch
+    from quire.server.metrics_server import serving_metrics
 
     engine = AsyncLLM.from_options(options)
     try:
@@ -92,12 +114,16 @@ async def _run(
         started = time.monotonic()
 
         def write(line: bytes) -> None:
-            answers.write(line)
-            answers.flush()
+            files.answers.write(line)
+            files.answers.flush()
             engine.check_health()
 
         limit = concurrency or max(MIN_CONCURRENCY, 4 * engine.max_num_seqs)
-        counts = await run_batch(app, requests, write, concurrency=limit)
+        async with contextlib.AsyncExitStack() as stack:
+            if listener is not None:
+                await stack.enter_async_context(serving_metrics(app.state.context, settings, listener))
+                sys.stderr.write(f"quire: metrics on {url_of(settings, listener)}/metrics\n")
+            counts = await run_batch(app, files.requests, write, concurrency=limit)
         seconds = time.monotonic() - started
         sys.stderr.write(
             f"quire: {counts.total} requests in {seconds:.1f} s: {counts.num_answered} answered, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from quire.cli.main import run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
-from quire.config.vllm import FLAGS, GROUPS, REFUSED, VERSION, VllmFlag, finish, translate
+from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
 from quire.errors import ConfigError, UserError
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
@@ -24,8 +25,11 @@ from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
 """vLLM listens on every address unless told otherwise, and its lines count on it."""
+IN_VLLMS_PLACE = {"dialect": "vllm"}
+"""Settings of a server that clients of vLLM call, unless the line has them."""
 POSITIONAL = "model_tag"
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)(?:=(.*))?", re.DOTALL)
+_NAME = re.compile(r"--[^=.]+")
 _LEVEL = re.compile(r"-O=?([0-9])")
 
 
@@ -51,7 +55,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         raise UserError(f"only vLLM's `serve` is available here{wanted}; `quire --help` lists Quire's own commands")
     line = read_line(arguments[1:])
     options = EngineOptions.from_keywords(line.options)
-    settings = ServerSettings.from_keywords(line.settings)
+    settings = ServerSettings.from_keywords({**IN_VLLMS_PLACE, **line.settings})
     for note in line.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
@@ -192,7 +196,7 @@ def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> a
     prefix: as for `add_flags`. Raises UserError."""
     plain: list[str] = []
     keyed: dict[str, dict[str, Any]] = {}
-    rest = [part for argument in arguments for part in _spelled(argument)]
+    rest = [_whole(part, parser) for argument in arguments for part in _spelled(argument)]
     while rest:
         argument = rest.pop(0)
         dotted = _DOTTED.fullmatch(argument)
@@ -223,6 +227,29 @@ def _spelled(argument: str) -> list[str]:
         head, dot, keys = name.partition(".")
         return [head.replace("_", "-") + dot + keys + equals + value]
     return [argument]
+
+
+def _whole(argument: str, parser: Parser) -> str:
+    """An argument with the whole name of the flag that it begins. vLLM's flags count before those that only Quire has
+    or that older versions of vLLM had, so that what is clear to vLLM is clear here. Raises UserError for a beginning
+    of several flags."""
+    head = _NAME.match(argument)
+    known = parser.known_flags
+    if head is None or head[0] in known:
+        return argument
+    found = [flag for flag in known if flag.startswith(head[0])]
+    found = [flag for flag in found if flag in current_flags()] or found
+    if len(found) > 1:
+        raise UserError(f"ambiguous option: {head[0]} could match {', '.join(sorted(found))}")
+    return found[0] + argument[head.end() :] if found else argument
+
+
+@functools.cache
+def current_flags() -> frozenset[str]:
+    """The flags that vLLM itself has, with those that turn one off."""
+    entries = [entry for entry in FLAGS.values() if entry not in OLDER]
+    negative = ["--no-" + entry.flag[2:] for entry in entries if entry.kind == "flag"]
+    return frozenset(["--config", "--help", *(entry.flag for entry in entries), *negative])
 
 
 def _json_flag(flag: str) -> VllmFlag | None:

@@ -62,7 +62,7 @@ class PoolingConfig:
     says otherwise. dense: what the vector goes through before that. activation: what makes probabilities of logits.
     dimensions: leading elements of a vector that are a vector of their own (Matryoshka); empty: `any_dimensions` says
     whether every number of them is. prompt: what stands before each text that is embedded (sentence-transformers'
-    default prompt)."""
+    default prompt). prompts: (name, what a request may have there instead)."""
 
     task: Task
     method: Method
@@ -73,6 +73,7 @@ class PoolingConfig:
     any_dimensions: bool = False
     dense: tuple[DenseModule, ...] = ()
     prompt: str = ""
+    prompts: tuple[tuple[str, str], ...] = ()
 
 
 def read_pooling(
@@ -107,6 +108,7 @@ def read_pooling(
         any_dimensions=fields.boolean("is_matryoshka", False),
         dense=tuple(_dense(path, folder) for kind, folder in modules or () if kind == "Dense"),
         prompt=_default_prompt(path, method),
+        prompts=_prompts(path, fields),
     )
 
 
@@ -211,6 +213,17 @@ def _method(path: Path) -> Method:
             f"{file}: pooling by {', '.join(chosen) or 'nothing'} is not supported (known: cls, mean and last token)"
         )
     return method
+
+
+def _prompts(path: Path, fields: Fields) -> tuple[tuple[str, str], ...]:
+    """(name, prompt): `task_instructions` of the configuration, else those of sentence-transformers."""
+    for found in (
+        fields.values.get("task_instructions"),
+        read_optional_json(path / "config_sentence_transformers.json").get("prompts"),
+    ):
+        if isinstance(found, dict) and found:
+            return tuple((name, text) for name, text in found.items() if isinstance(text, str))
+    return ()
 
 
 def _default_prompt(path: Path, method: Method) -> str:

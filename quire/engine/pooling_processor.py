@@ -56,6 +56,15 @@ class PoolingProcessor:
         """A text as the model embeds it: behind the default prompt, where its files name one."""
         return text if not text or self._pooling is None else self._pooling.prompt + text
 
+    def tokens_behind(self, name: str, text: str, truncate: int | None) -> list[int]:
+        """The tokens of a text behind the prompt of this name, in place of the default one. truncate: as PoolingParams
+        have truncate_prompt_tokens. Raises UserError for a name that the model's files do not have."""
+        prompts = {} if self._pooling is None else dict(self._pooling.prompts)
+        if name not in prompts:
+            known = f"Supported values: {', '.join(sorted(prompts))}" if prompts else "This model defines no prompts"
+            raise UserError(f"Unsupported input_type {name!r}. {known}", param="input_type")
+        return self._tokens(prompts[name] + text if text else "", None, truncate)[0]
+
     def check_task(self, task: str) -> None:
         """Raise UserError for a task of TASKS that the model cannot do."""
         pooling = self._pooling

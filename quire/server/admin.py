@@ -3,24 +3,28 @@ them, and answer only admins (quire/server/auth.py)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
+from msgspec import Meta
 
 from quire.config.engine import EngineConfig
 from quire.engine.async_control import check_mode
 from quire.errors import UserError
 from quire.server.auth import admin
+from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
+from quire.server.protocol.common import RequestStruct
 from quire.server.query import truth
 from quire.server.responses import json_response
 from quire.version import __version__
 
 SECRETS = ("api_key", "admin_api_key")
 """Settings that /server_info leaves out."""
-"""What wakes up, always together."""
+MAX_ABORTED = 4096
+"""Ids of one request."""
 
 
 class Status(msgspec.Struct):
@@ -40,6 +44,21 @@ class PrefixCacheReset(msgspec.Struct):
 
     status: str
     num_blocks: int
+
+
+class AbortRequest(RequestStruct, kw_only=True, frozen=True):
+    """request_ids: of answers, as they have them (`cmpl-...`, `chatcmpl-...`, `resp_...`, `msg_...`)."""
+
+    request_ids: str | Annotated[list[str], Meta(max_length=MAX_ABORTED)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request_ids is None:
+            raise UserError("Missing 'request_ids' in request body", param="request_ids")
+
+    @property
+    def ids(self) -> list[str]:
+        given = self.request_ids or []
+        return [given] if isinstance(given, str) else given
 
 
 class ServerInfo(msgspec.Struct):
@@ -65,6 +84,8 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
     settings = context.settings
     if settings.enable_admin_routes:
         _add_pause_routes(app, context)
+        _add_cache_routes(app, context)
+        _add_abort_route(app, context)
         _add_info_routes(app, context)
     if settings.enable_sleep_mode:
         _add_sleep_routes(app, context)
@@ -97,6 +118,18 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
         context.check_alive()
         return json_response(Paused(await engine.is_paused()))
 
+
+def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
+    engine = context.engine
+
+    @app.post("/reset_mm_cache")
+    @app.post("/reset_encoder_cache")
+    @admin
+    async def reset_nothing() -> Response:
+        """vLLM's caches of images and of what encoders make of them. Text models have neither, so both are empty."""
+        context.check_alive()
+        return Response()
+
     @app.post("/reset_prefix_cache")
     @admin
     async def reset_prefix_cache(reset_running_requests: str = "false", reset_external: str = "false") -> Response:
@@ -106,6 +139,17 @@ def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:
             if truth(name, value):
                 raise UserError(f"{name} is not supported by this server (only false is)", param=name)
         return json_response(PrefixCacheReset("reset", await engine.reset_prefix_cache()))
+
+
+def _add_abort_route(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/abort_requests")
+    @admin
+    async def abort_requests(request: Request) -> Response:
+        """End the answers of these ids with what they have. Ids of none that is being generated are ignored."""
+        context.check_alive()
+        body = await read_request(request, context, AbortRequest)
+        await context.engine.abort(context.running.end_turns(body.ids))
+        return Response()
 
 
 def _add_info_routes(app: FastAPI, context: ServerContext) -> None:

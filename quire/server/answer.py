@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
+from quire.sampling_params import SamplingParams
 from quire.server.auth import client_of
 from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
@@ -25,6 +26,9 @@ from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
+
+MAX_BIAS = 100.0
+"""The bound of `logit_bias`, which vLLM puts in the place of values beyond it."""
 
 Body = TypeVar("Body", ChatRequest, ChatBatchRequest, CompletionRequest)
 
@@ -38,6 +42,8 @@ class Answer(ABC, Generic[Body]):
         """header_id: the request's X-Request-Id, which counts before the body's `request_id`.
 
         Raises UserError or UnknownModelError for what is wrong with the request."""
+        has_priority = bool(body.priority) and not context.engine.takes_priorities
+        self._ineffective: list[str] = ["priority"] if has_priority else []
         body = with_defaults(body, context)
         self._body: Body = body
         self._context = context
@@ -47,13 +53,19 @@ class Answer(ABC, Generic[Body]):
         self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)
         # A proxy repeats a request under the id of the first one, which may still run.
         self.engine_id = self.response_id if header_id is None else f"{self.response_id}-{uuid.uuid4().hex[:8]}"
+        self.answer_id = self.response_id
+        """The id that the client knows: of a conversation among several, that of their common answer."""
         self._counter = TokenCounter()
 
     @property
     def ineffective_fields(self) -> list[str]:
         """Fields of the request that are known and have no effect on this server."""
-        is_idle = self._body.include_metrics and not self._context.settings.enable_per_request_metrics
-        return ["include_metrics"] if is_idle else []
+        is_idle = bool(self._body.include_metrics) and not self._context.settings.enable_per_request_metrics
+        return self._ineffective + (["include_metrics"] if is_idle else [])
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._params
 
     def _times(self) -> AnswerTimes | UnsetType | None:
         """What the phases of the request took, where the server tells that and the request does not refuse it; None for
@@ -86,7 +98,8 @@ def header_id(request: Request) -> str | None:
 
 def with_defaults(body: Body, context: ServerContext) -> Body:
     """The request with what it does not say: the model's defaults of sampling (ModelConfig.sampling_defaults), the
-    server's, and the usage in every chunk of a stream where the server always sends it."""
+    server's, and the usage in every chunk of a stream where the server always sends it. Without a priority where the
+    engine takes none, and with biases in their bounds where the server follows vLLM."""
     defaults = context.engine.model_config.sampling_defaults
     changes: dict[str, Any] = {
         name: value for name, value in defaults.items() if name != "max_tokens" and getattr(body, name) is None
@@ -95,6 +108,10 @@ def with_defaults(body: Body, context: ServerContext) -> Body:
     for name in ("return_tokens_as_token_ids", "stream_interval"):
         if getattr(body, name) is None:
             changes[name] = getattr(settings, name)
+    if not context.engine.takes_priorities:
+        changes["priority"] = 0
+    if settings.follows_vllm and body.logit_bias is not None:
+        changes["logit_bias"] = {token: min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in body.logit_bias.items()}
     if body.stream and settings.enable_force_include_usage:
         options = body.stream_options or StreamOptions()
         changes["stream_options"] = msgspec.structs.replace(options, include_usage=True, continuous_usage_stats=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.types import Scope
 
 from quire.server.body import report_ignored
 from quire.server.chat import Asked
@@ -160,5 +161,5 @@ def _event(name: str, /, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode({"type": name, **fields}))
 
 
-def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: %b\n\n" % error_body(error, MESSAGES_PATH)
+def _error_event(error: ApiError, scope: Scope) -> bytes:
+    return b"event: error\ndata: %b\n\n" % error_body(error, scope)

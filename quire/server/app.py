@@ -22,12 +22,14 @@ from quire.server.anthropic import add_message_routes
 from quire.server.auth import key_check
 from quire.server.chat import add_chat_routes
 from quire.server.chat_batch import add_chat_batch_route
+from quire.server.cohere import add_cohere_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
 from quire.server.headers import ReportHeaders
 from quire.server.health import RestartCounter, SilenceGauge, add_health_routes
 from quire.server.home import add_home_routes
+from quire.server.invocations import add_invocation_route
 from quire.server.json_bodies import JsonBodies
 from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
@@ -112,6 +114,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         ],
     )
     app.state.context = context
+    app.state.follows_vllm = settings.follows_vllm
     app.router.route_class = DirectRoute
     add_completion_routes(app, context)
     add_chat_routes(app, context)
@@ -119,6 +122,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_message_routes(app, context)
     add_response_routes(app, context)
     add_pooling_routes(app, context)
+    add_cohere_routes(app, context)
+    add_invocation_route(app, context)
     add_model_routes(app, context)
     add_tokenize_routes(app, context)
     add_health_routes(app, context)

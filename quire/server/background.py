@@ -230,5 +230,7 @@ def not_streamed(response_id: str) -> ApiError:
 
 
 def not_found(response_id: str, param: str = "response_id", code: str | None = None) -> ApiError:
-    message = f"no response {response_id!r} is stored: it never was, was deleted, or had to leave for later ones"
+    message = (
+        f"Response with id {response_id!r} not found. It never was stored, was deleted, or had to leave for later ones"
+    )
     return invalid_request(message, param=param, code=code, status=404)

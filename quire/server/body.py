@@ -14,6 +14,7 @@ from quire.errors import UserError
 from quire.server.body_pieces import PIECE_BYTES, decode_known
 from quire.server.errors import ApiError, invalid_request
 from quire.server.fields import check_containers, check_fields, coerce, hints, join, structs_in
+from quire.server.protocol.common import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -161,6 +162,8 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError
         field = join(path, text[len(_MISSING_FIELD) : -1])
         return invalid_request(f"{field} is required", param=field, code="missing_required_parameter")
     text = text[0].lower() + text[1:].replace(" | null", "").replace("`", "")
+    if text == f"expected int <= {MAX_TOKEN_ID}" and (path.endswith("]") or _OF_A_KEY in str(error)):
+        text += " (a larger token id is out of vocabulary)"
     table = fields.get(path)
     if _AT_PATH + _OF_A_KEY in str(error) and isinstance(table, dict):
         wrong = [key for key in table if not key.isdecimal()]

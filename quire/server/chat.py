@@ -86,7 +86,7 @@ class ChatAnswer(Answer[ChatRequest]):
         except UserError as error:
             raise self._in_wire_words(error) from None
         self._prompt_text = ""
-        logger.debug("%s: %d messages, user %r", self.response_id, body.num_messages, body.user)
+        logger.debug("%s: %d messages, user %.100r", self.response_id, body.num_messages, body.user)
 
     @property
     def ineffective_fields(self) -> list[str]:
@@ -167,6 +167,7 @@ class ChatAnswer(Answer[ChatRequest]):
             [prompt],
             self._params,
             self.engine_id,
+            answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("messages", self._format.constraint_field, self._in_wire_words),

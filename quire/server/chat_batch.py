@@ -37,6 +37,8 @@ class ChatBatch(Answer[ChatBatchRequest]):
         first, *others = body.conversations
         answer = ChatAnswer(context, first)
         self._answers = [answer, *(ChatAnswer(context, other, weight=answer.weight) for other in others)]
+        for each in self._answers:
+            each.answer_id = self.response_id
         answer.weigh_plan(len(self._answers))
 
     @property

@@ -60,7 +60,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         self._columns: dict[int, CompletionColumns] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None] | None] = {}
         """By prompt: they come once, with the first output, for all of the prompt's choices."""
-        logger.debug("%s: %d prompts, user %r", self.response_id, len(body.prompts), body.user)
+        logger.debug("%s: %d prompts, user %.100r", self.response_id, len(body.prompts), body.user)
 
     async def complete(self) -> CompletionResponse:
         choices: dict[int, CompletionChoice] = {}
@@ -117,6 +117,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             prompts,
             self._params,
             self.engine_id,
+            answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
             names=FieldNames("prompt", body.constraint_field),

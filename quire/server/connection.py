@@ -375,7 +375,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             arriving.message_event.set()
             self._running = None
         self.flow.resume_reading()
-        self.transport.write(_whole_answer(error, self.server_state.default_headers))
+        self.transport.write(_whole_answer(error, self.app, self.server_state.default_headers))
         self._linger()
 
     def _linger(self) -> None:
@@ -413,9 +413,9 @@ def _too_much_pipelined() -> ApiError:
     return invalid_request("too many requests were sent ahead of an answer", status=400)
 
 
-def _whole_answer(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The bytes of an answer that no application makes."""
-    body = error_body(error)
+def _whole_answer(error: ApiError, app: object, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The bytes of an answer that no application makes, in the words of the one that is served."""
+    body = error_body(error, {"app": app, "path": ""})
     headers: Mapping[str, str] = {
         **{name.decode("latin-1"): value.decode("latin-1") for name, value in default_headers},
         "content-type": "application/json",

@@ -15,6 +15,7 @@ from quire.server.answer_format import AnswerFormats
 from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
 from quire.server.response_store import Responses
+from quire.server.running import RunningAnswers
 from quire.server.settings import ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
@@ -44,6 +45,7 @@ class ServerContext:
     max_body_bytes: int
     formats: AnswerFormats
     responses: Responses
+    running: RunningAnswers = field(default_factory=RunningAnswers)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     start_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from quire.errors import (
     ChatTemplateProcessError,
@@ -36,13 +37,15 @@ MAX_PARAM_CHARACTERS = 200
 
 
 class ErrorDetail(msgspec.Struct):
-    """The message of a client's error. This is the one place that shortens it: a message may quote a value or a field's
-    name that the client sent, of any length."""
+    """One error of a client. code: a word for what is wrong; where the server follows vLLM the HTTP status, and the
+    word is the `reason`. This is the one place that shortens the message, which may quote a value or a field's name
+    that the client sent, of any length."""
 
     message: str
     type: str
     param: str | None = None
-    code: str | None = None
+    code: str | int | None = None
+    reason: str | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         self.message = shorten(self.message, MAX_MESSAGE_CHARACTERS)
@@ -186,18 +189,27 @@ def _see_log(error_id: str) -> str:
     return f"error {error_id}; the server's log says more"
 
 
-def error_body(error: ApiError, path: str = "") -> bytes:
-    """path: of the request, for the shape."""
+def error_body(error: ApiError, scope: Scope) -> bytes:
+    """scope: of the request, whose path and server say the shape."""
+    path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
         details = _MESSAGES_ERROR_DETAILS.get(error.detail.param or "", UNSET)
         return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
-    return msgspec.json.encode(ErrorBody(error.detail))
+    detail, code = error.detail, error.detail.code
+    if follows_vllm(scope.get("app")):
+        detail = msgspec.structs.replace(detail, code=error.status, reason=UNSET if code is None else str(code))
+    return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(error: ApiError, path: str = "") -> Response:
-    """path: as for `error_body`."""
-    return Response(error_body(error, path), error.status, error.headers, media_type="application/json")
+def follows_vllm(app: object) -> bool:
+    """Whether the errors of an application have vLLM's codes: those of `create_app` whose settings say so."""
+    return getattr(getattr(app, "state", None), "follows_vllm", False)
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """scope: as for `error_body`."""
+    return Response(error_body(error, scope), error.status, error.headers, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -206,8 +218,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = _no_such_route(request, error)
-        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        return error_response(to_api_error(error), path)
+        return error_response(to_api_error(error), request.scope)
 
     for kind in (ApiError, QuireError, HTTPException, ClientDisconnectedError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle)

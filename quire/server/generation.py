@@ -21,6 +21,7 @@ from quire.server.limits import CHARGE, Charge, client_salt
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.messages import ChatMessage, LongMessages
+from quire.server.running import Work
 from quire.server.turns import Part, Turns, share_of, split
 from quire.tokenization.chat_template import TemplateChoice
 
@@ -118,6 +119,7 @@ async def generate(
     params: SamplingParams,
     request_id: str,
     *,
+    answer_id: str,
     cache_salt: str | None,
     priority: int,
     names: FieldNames,
@@ -127,7 +129,8 @@ async def generate(
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. names: for errors about the request.
+    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: for errors about the
+    request.
     """
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
@@ -141,20 +144,19 @@ async def generate(
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
     salt = client_salt(cache_salt)
+    ids = _part_ids(request_id, len(prompts), per_prompt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
         index, place = divmod(number, per_prompt)
-        name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
         settings, part = params, None
         if per_prompt > 1:
-            name = f"{name}.{place}"
             # What is said of the prompt comes with the first part.
             scored = params.prompt_logprobs if place == 0 else None
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
         if len(prompts) * size > share:
             part = parts[number]
         return context.engine.generate(
-            prompts[index], settings, name, delta=True, cache_salt=salt, priority=priority, part=part
+            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part
         )
 
     context.admit()
@@ -175,16 +177,23 @@ async def generate(
         return index, output
 
     try:
-        if len(streams) == 1:  # every generator that an output passes through costs it time
-            async with aclosing(streams[0]) as outputs:
-                async for output in outputs:
-                    yield placed(0, output)
-        else:
-            async with aclosing(_merge(streams)) as merged:
-                async for number, output in merged:
-                    yield placed(number, output)
+        with context.running.hold((answer_id, request_id), Work(ids, turns)):
+            if len(streams) == 1:  # every generator that an output passes through costs it time
+                async with aclosing(streams[0]) as outputs:
+                    async for output in outputs:
+                        yield placed(0, output)
+            else:
+                async with aclosing(_merge(streams)) as merged:
+                    async for number, output in merged:
+                        yield placed(number, output)
     except UserError as error:
         raise names.explain(error) from None
+
+
+def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:
+    """The engine's ids of the parts of a request, prompt after prompt."""
+    prompts = [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
+    return prompts if per_prompt == 1 else [f"{name}.{place}" for name in prompts for place in range(per_prompt)]
 
 
 def spaced(

@@ -47,7 +47,7 @@ class JsonBodies:
         if scope["type"] != "http" or not _has_body(scope):
             await self.app(scope, receive, send)
         elif (error := _objection(scope)) is not None:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         else:
             body = scope[IN_FLIGHT] = _BodyInFlight(self, receive)
             try:

@@ -30,6 +30,8 @@ from quire.tokenization.chat_template import PreparedConversation, prepare_conve
 
 LONG_BODY_BYTES = 2**20
 """Larger bodies are read elsewhere: smaller ones hold the event loop for less than the hop to a process takes."""
+STAND_IN = "-"
+"""What stands for a text that the other process keeps: no route refuses it."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
 _KINDS: dict[str, type[msgspec.Struct]] = {
@@ -187,7 +189,7 @@ def read(argument: str, body: bytes) -> bytes:
         fields["messages"] = [_last_message(parsed, fields["messages"])]
         return msgspec.msgpack.encode(Found(msgspec.json.encode(fields), unknown, conversation, None))
     texts = _texts(parsed)
-    fields[texts.field] = "" if texts.values[0].ids is None else [0]
+    fields[texts.field] = STAND_IN if texts.values[0].ids is None else [0]
     return msgspec.msgpack.encode(Found(msgspec.json.encode(fields), unknown, None, texts))
 
 

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from quire.dashboard.frame import Frame
 from quire.server.admin import (
+    AbortRequest,
     Paused,
     PrefixCacheReset,
     ServerInfo,
@@ -21,9 +22,11 @@ from quire.server.admin import (
 )
 from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from quire.server.health import Health, Load, Version
+from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
 from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
+from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.pooling import (
@@ -107,18 +110,22 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/classify": [_TEXTS],
     "/pooling": [_TEXTS],
     "/tokenize": [{"prompt": "hello"}, {"messages": _HELLO}],
+    "/v2/embed": [{"texts": ["one text", "another"], "embedding_types": ["float", "base64"]}],
+    "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
+    "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
 """Bodies of each route that takes one. MODEL stands for the first name of the model that is served."""
 
 
 class Operation(NamedTuple):
-    """One method of one path. request: None for a route that reads no body. parameters: name -> what it says, of the
+    """One method of one path. response: None for an answer without a body. request: None for a route that reads no
+    body. parameters: name -> what it says, of the
     query, and of the path where the path has it. is_public: it needs no key. is_admins: it needs an admin's.
     is_queued: its requests wait for a place in the batch. names_model: it is 404 for models that are not served."""
 
     summary: str
-    response: type[msgspec.Struct]
+    response: type[msgspec.Struct] | None
     request: type[msgspec.Struct] | None = None
     parameters: Mapping[str, str] = MappingProxyType({})
     is_public: bool = False
@@ -229,6 +236,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters={"reset_running_requests": "only false", "reset_external": "only false"},
         is_admins=True,
     ),
+    ("post", "/v2/embed"): _generating("Vectors of texts, as Cohere has them", CohereEmbedRequest, CohereEmbedResponse),
+    ("post", "/invocations"): Operation(
+        "A request of another route, which its fields tell",
+        InvocationResponse,
+        InvocationRequest,
+        is_queued=True,
+        names_model=True,
+    ),
+    ("post", "/reset_mm_cache"): Operation("Forget cached images: there are none", None, is_admins=True),
+    ("post", "/reset_encoder_cache"): Operation("Forget what encoders made: there are none", None, is_admins=True),
+    ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
     ("get", "/server_info"): Operation(
         "How the server is set up", ServerInfo, parameters={"config_format": "json (default) or text"}, is_admins=True
     ),
@@ -282,7 +300,9 @@ def api_description(
     schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
     for (method, path), each in operations.items():
-        answer: dict[str, Any] = {"200": {"description": "OK", "content": _json(schemas[each.response])}}
+        answer: dict[str, Any] = {"200": {"description": "OK"}}
+        if each.response is not None:
+            answer["200"]["content"] = _json(schemas[each.response])
         if each.request is not None and "stream" in each.request.__struct_fields__:
             answer["200"]["content"]["text/event-stream"] = {}
         error = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody

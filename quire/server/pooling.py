@@ -15,11 +15,11 @@ from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.auth import client_of
-from quire.server.body import read_request
+from quire.server.body import read_request, report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import render_chat
+from quire.server.generation import FieldNames, render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.long_bodies import read_long_request
 from quire.server.protocol.pooling import (
@@ -33,6 +33,7 @@ from quire.server.protocol.pooling import (
     InputFields,
     ListResponse,
     PairFields,
+    PooledFields,
     PoolingFields,
     PoolingItem,
     PoolingRequest,
@@ -50,7 +51,7 @@ from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
 from quire.server.vector_format import bytes_response, encoded
 
-Body = TypeVar("Body", bound=PoolingFields)
+Body = TypeVar("Body", bound=PooledFields)
 ListT = TypeVar("ListT", bound=ListResponse)
 Text = tuple[str | list[int], str | None]
 """A text, and the second one of a pair."""
@@ -58,14 +59,14 @@ Text = tuple[str | list[int], str | None]
 
 def add_pooling_routes(app: FastAPI, context: ServerContext) -> None:
     """They exist for every model; one that cannot do what a route is for answers 404."""
-    _add_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
-    _add_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
-    _add_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
-    _add_route(app, context, ("/score", "/v1/score"), "score", ScoreRequest, _score)
-    _add_route(app, context, ("/rerank", "/v1/rerank", "/v2/rerank"), "score", RerankRequest, _rerank)
+    add_pooling_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
+    add_pooling_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
+    add_pooling_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
+    add_pooling_route(app, context, ("/score", "/v1/score"), "score", ScoreRequest, _score)
+    add_pooling_route(app, context, ("/rerank", "/v1/rerank", "/v2/rerank"), "score", RerankRequest, _rerank)
 
 
-def _add_route(
+def add_pooling_route(
     app: FastAPI,
     context: ServerContext,
     paths: Sequence[str],
@@ -73,6 +74,7 @@ def _add_route(
     body_type: type[Body],
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
 ) -> None:
+    """POST each of `paths`, for models that can do `task`."""
     read = read_long_request if issubclass(body_type, InputFields) else read_request
 
     async def create(request: Request) -> Response:
@@ -81,6 +83,8 @@ def _add_route(
         context.served_name(body.model)
         context.admit()
         context.check_priority(body.priority, client_of(request))
+        if body.priority and not context.engine.takes_priorities:
+            report_ignored(request, context, ["priority"])
 
         async def work() -> msgspec.Struct | Response:
             return await answer(context, body)
@@ -123,9 +127,14 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
 
 
+async def _run_inputs(context: ServerContext, body: InputFields, params: PoolingParams) -> list[RequestOutput]:
+    texts = await _texts(context, body)
+    return await run_texts(context, body, params, texts, [body.field_name] * len(texts))
+
+
 async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse | Response:
     params = body.params(dimensions=body.dimensions, normalize=body.normalizes)
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     listed = partial(_listed, EmbeddingResponse, "embd", context, body, outputs)
     if body.wants_bytes:
@@ -137,7 +146,7 @@ async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingRespo
     if body.task is not None:
         _check_wanted_task(context, body.task)
     params = body.params(dimensions=body.dimensions, normalize=body.normalize)
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     vectors = [context.engine.pooling.vector(output, params) for output in outputs]
     listed = partial(_listed, PoolingResponse, "pool", context, body, outputs)
     if body.wants_bytes:
@@ -147,7 +156,7 @@ async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingRespo
 
 async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
     params, labels = body.params(), context.engine.pooling.labels
-    outputs = await _run(context, body, params, await _texts(context, body))
+    outputs = await _run_inputs(context, body, params)
     scores = [context.engine.pooling.vector(output, params) for output in outputs]
     data = [
         ClassificationItem(index, labels[each.index(max(each))], each, len(each)) for index, each in enumerate(scores)
@@ -181,11 +190,13 @@ async def _scores(
     firsts = await _shortened(context, firsts, body.max_tokens_per_query)
     seconds = await _shortened(context, seconds, body.max_tokens_per_doc)
     places = [min(index, len(firsts) - 1) for index in range(len(seconds))]
+    first_name, second_name = body.field_names
     if pooling.is_cross_encoder:
         pairs: list[Text] = [(firsts[place], second) for place, second in zip(places, seconds, strict=True)]
-        outputs = await _run(context, body, params, pairs)
+        outputs = await run_texts(context, body, params, pairs, [second_name] * len(pairs))
         return [pooling.pair_score(output, params).outputs.score for output in outputs], outputs
-    outputs = await _run(context, body, params, [(text, None) for text in (*firsts, *seconds)])
+    names = [first_name] * len(firsts) + [second_name] * len(seconds)
+    outputs = await run_texts(context, body, params, [(text, None) for text in (*firsts, *seconds)], names)
     lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
     found = [pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)]
     return [each.outputs.score for each in found], outputs
@@ -198,20 +209,24 @@ async def _shortened(context: ServerContext, texts: list[str], max_tokens: int) 
     return await asyncio.to_thread(context.tokenizer.beginnings, texts, max_tokens)
 
 
-async def _run(
-    context: ServerContext, body: PoolingFields, params: PoolingParams, texts: Sequence[Text]
+async def run_texts(
+    context: ServerContext, body: PooledFields, params: PoolingParams, texts: Sequence[Text], names: Sequence[str]
 ) -> list[RequestOutput]:
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
-    all of them."""
+    all of them. names: what the request calls each text, for its error."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
+    priority = body.priority if context.engine.takes_priorities else 0
 
     async def one(index: int, prompt: str | list[int], second: str | None) -> RequestOutput:
         part = None if turns is None else Part(turns, 0, 1)
-        output = await context.engine.pool(
-            prompt, params, second=second, priority=body.priority, part=part, cache_salt=salt
-        )
+        try:
+            output = await context.engine.pool(
+                prompt, params, second=second, priority=priority, part=part, cache_salt=salt
+            )
+        except UserError as error:
+            raise FieldNames(names[index]).explain(error) from None
         charge.count(index, output)
         return output
 

@@ -20,6 +20,7 @@ from quire.utils.sizes import parse_bytes
 MAX_PORT = 65535
 MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
+DIALECTS = ("openai", "vllm")
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
@@ -81,6 +82,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ssl_ca_certs, ssl_cert_reqs: the authorities of clients' certificates, and whether clients must have one (as
         Python's ssl module counts: 0 no, 1 if they like, 2 yes). ssl_ciphers: of TLS 1.2, in OpenSSL's words.
     max_head_size, max_num_headers: of the head of one request.
+    dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
+        or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -144,6 +147,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_stored_responses: int = 1000
     response_store_size: int | str = "64MiB"
     enable_tokenizer_info_endpoint: bool = False
+    dialect: str = "openai"
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -213,6 +217,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 param="max_total_body_size",
             )
         _check_choice("metrics_names", self.metrics_names, METRICS_NAMES)
+        _check_choice("dialect", self.dialect, DIALECTS)
         if self.log_format is not None:
             _check_choice("log_format", self.log_format, LOG_FORMATS)
         for detail in ",".join(self.collect_detailed_traces).split(",") if self.collect_detailed_traces else ():
@@ -233,6 +238,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, not {self.ssl_cert_reqs}", param="ssl_cert_reqs")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, which say whose certificates", param="ssl_ca_certs")
+
+    @property
+    def follows_vllm(self) -> bool:
+        return self.dialect == "vllm"
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
@@ -387,12 +396,13 @@ HELP: dict[str, str] = {
     "collect_detailed_traces": "model, worker or all: a span for each phase of a request; may be given several times",
     "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
     "trust_request_chat_template": "take chat templates from requests (chat_template)",
+    "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
     "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
     "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
     "or auto (as the template asks for it)",
     "max_stored_responses": "responses of /v1/responses that are kept for requests that go on from them; 0: none",
     "response_store_size": "most memory that these responses may take, such as 64MiB",
-    "enable_admin_routes": "serve POST /pause, /resume, /reset_prefix_cache and GET /server_info",
+    "enable_admin_routes": "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache and GET /server_info",
     "admin_api_key": "key that control routes ask for; may be given several times (default: only clients on this "
     "machine may use them)",
     "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",

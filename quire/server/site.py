@@ -65,7 +65,7 @@ class SiteGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := await self._objection(scope)) is not None:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 

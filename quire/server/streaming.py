@@ -56,7 +56,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
         *,
-        error_event: Callable[[ApiError], bytes] | None = None,
+        error_event: Callable[[ApiError, Scope], bytes] | None = None,
     ) -> None:
         """error_event: how the API says an error; None: as OpenAI's chat completions."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
@@ -66,12 +66,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_until_disconnect(receive, self._send_events(send, scope.get(CHUNK_WRITER)))
+            await run_until_disconnect(receive, self._send_events(send, scope))
         except ClientDisconnectedError:
             return
 
-    async def _send_events(self, send: Send, writer: ChunkWriter | None) -> None:
-        """writer: None where another server than ours runs the application."""
+    async def _send_events(self, send: Send, scope: Scope) -> None:
+        writer: ChunkWriter | None = scope.get(CHUNK_WRITER)  # None where another server than ours runs the application
         started = False
         async with aclosing(self.events) as events:
             try:
@@ -88,7 +88,7 @@ class EventStream(Response):
                 if not started:
                     with panics_are_errors("the stream"):
                         raise
-                event = self._error_event(to_api_error(error))
+                event = self._error_event(to_api_error(error), scope)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         if not started:
             await send(self._start())
@@ -98,5 +98,5 @@ class EventStream(Response):
         return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
 
 
-def _error_event(error: ApiError) -> bytes:
-    return b"data: %b\n\n" % error_body(error)
+def _error_event(error: ApiError, scope: Scope) -> bytes:
+    return b"data: %b\n\n" % error_body(error, scope)

@@ -49,7 +49,7 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
         largest = max(body.tokens, default=0)
         if largest >= tokenizer.vocab_size:
             raise UserError(
-                f"token id {largest} is out of range: the vocabulary has {tokenizer.vocab_size} tokens", param="tokens"
+                f"token id {largest} is out of vocabulary (0 to {tokenizer.vocab_size - 1})", param="tokens"
             )
         text = await engine.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return json_response(DetokenizeResponse(text))

@@ -16,6 +16,7 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
+from quire.sampling_params import SamplingParams
 from quire.server.answer import header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
@@ -147,8 +148,9 @@ _decoder = msgspec.json.Decoder(_Chunk)
 class Turn:
     """A turn that is being generated. Its fields are complete when `events` has ended."""
 
-    def __init__(self, answer: ChatAnswer) -> None:
-        self._answer = answer
+    def __init__(self, answer: ChatAnswer, names: dict[str, str]) -> None:
+        """names: as `begin_turn` has them."""
+        self._answer, self._names = answer, names
         self.response_id = answer.engine_id
         """Another one for each request, so that a repeated X-Request-Id overwrites no stored response."""
         self.segments: list[Segment] = []
@@ -164,11 +166,16 @@ class Turn:
         self._logprobs: list[Any] = []
         """Of tokens whose text has not come yet."""
 
+    @property
+    def params(self) -> SamplingParams:
+        """The settings that the turn is sampled with."""
+        return self._answer.params
+
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Everything that happens, as it happens. Raises as ChatAnswer.stream does, and ApiError (503) when the server
-        ended the request early."""
+        """Everything that happens, as it happens. Raises as ChatAnswer.stream does, with the request's own names of
+        fields, and ApiError (503) when the server ended the request early."""
         begun = False
-        async with aclosing(self._answer.stream()) as chunks:
+        async with aclosing(self._chunks()) as chunks:
             async for data in chunks:
                 if data == DONE:
                     break
@@ -185,6 +192,14 @@ class Turn:
             yield event
         if (reason := ENDED_BY_SERVER.get(self.finish_reason)) is not None:
             raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(self._answer.stream()) as chunks:
+                async for data in chunks:
+                    yield data
+        except (ApiError, UserError) as error:
+            raise in_words(error, self._names) from None
 
     async def run(self) -> Turn:
         """The turn at its end."""
@@ -290,7 +305,7 @@ def begin_turn(
         answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
         # Tools are flat in these APIs.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
-        return Turn(answer)
+        return Turn(answer, names)
     except EngineDeadError:
         raise
     except (ApiError, UserError) as error:

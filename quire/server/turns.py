@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from quire.request import EngineRequest
 
 SHORTEST_TIMEOUT = 1e-9
-"""Seconds, for a part whose time was over before its turn: it ends with the finish reason "timeout"."""
+"""Seconds, for a part whose time was over, or whose request was aborted, before its turn: it ends with the finish
+reason "timeout"."""
 
 
 def share_of(max_num_seqs: int) -> int:
@@ -40,6 +41,11 @@ class Turns:
     def __init__(self, share: int) -> None:
         self._num_free = share
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.has_ended = False
+
+    def end(self) -> None:
+        """Parts that still wait get their turns, and no time for them."""
+        self.has_ended = True
 
     async def take(self, num_places: int) -> None:
         """Wait for `num_places` (at most the share) at once. Cancelled, it leaves nothing taken."""
@@ -85,7 +91,9 @@ class Part:
         await self._turns.take(self.num_sequences)
         self._num_taken = self.num_sequences
         params = request.params
-        if params.timeout_s is not None:
+        if self._turns.has_ended:
+            params = msgspec.structs.replace(params, timeout_s=SHORTEST_TIMEOUT)
+        elif params.timeout_s is not None:
             left = max(SHORTEST_TIMEOUT, params.timeout_s - (time.monotonic() - self._arrival))
             params = msgspec.structs.replace(params, timeout_s=left)
         return msgspec.structs.replace(request, params=params, first_index=self.first_index)

@@ -280,7 +280,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message
         ("--hf-overrides [1]", "invalid JSON object value"),
         ("--allowed-origins *", "invalid JSON list of strings value"),
         ("--hf-overrides.a", "--hf-overrides.a needs a value"),
-        ("--enable-lor", "unknown option '--enable-lor'; did you mean '--enable-lora'"),
+        ("--enable-lor", "--enable-lora is not supported"),
+        ("--enabel-lora", "unknown option '--enabel-lora'; did you mean '--enable-lora'"),
         ("-dp 2", "--data-parallel-size is not supported: one engine serves"),
     ],
 )
@@ -348,3 +349,61 @@ def test_traces_are_the_servers() -> None:
     assert translate_keywords({"otlp_traces_endpoint": None}, ()) == ({}, [])
     with pytest.raises(ConfigError, match="only the server traces requests"):
         translate_keywords({"otlp_traces_endpoint": "http://localhost:4318"}, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "settings"),
+    [
+        (["--tensor-par", "2"], {"tensor_parallel_size": 2}, {}),
+        (["--tensor_par=2"], {"tensor_parallel_size": 2}, {}),
+        (["--no-enable-pref"], {"enable_prefix_caching": False}, {}),
+        (["--hf-over.rope_theta", "5"], {"hf_overrides": {"rope_theta": 5}}, {}),
+        (["--served", "a", "b"], {}, {"served_model_name": ["a", "b"]}),
+        # vLLM has one flag that begins so; Quire and vLLM's older versions have others.
+        (["--max-model", "5k"], {"max_model_len": 5000}, {}),
+        (["--response", "bot"], {}, {"response_role": "bot"}),
+        (["--kv-offload-d", "/kv"], {"kv_offload_dir": "/kv"}, {}),
+        (["--model", "--enforce"], None, None),
+    ],
+    ids=str,
+)
+def test_the_beginning_of_one_flag_stands_for_it(
+    arguments: list[str], options: dict[str, Any] | None, settings: dict[str, Any] | None
+) -> None:
+    if options is None:
+        with pytest.raises(UserError, match="expected one argument"):
+            read_line(arguments)
+        return
+    line = read_line(arguments)
+    assert line.options == options
+    assert settings is not None
+    assert settings.items() <= line.settings.items()
+
+
+@pytest.mark.parametrize(
+    ("flag", "candidates"),
+    [
+        ("--max-num-queued-", "--max-num-queued-reqs, --max-num-queued-tokens"),
+        ("--conf", "--config, --config-format"),
+        ("--kv-offload-", "--kv-offload-dir, --kv-offload-size"),
+    ],
+)
+def test_the_beginning_of_several_flags_is_refused(flag: str, candidates: str) -> None:
+    with pytest.raises(UserError, match=f"ambiguous option: {flag} could match {candidates}"):
+        read_line([flag, "1"])
+
+
+def test_beginnings_in_a_file_and_exact_names_before_them(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("tensor-par: 2\nmodel: some/model\n")
+    assert read_line(["--config", str(path)]).options == {"tensor_parallel_size": 2, "model": "some/model"}
+
+
+@pytest.mark.parametrize(("arguments", "dialect"), [([], "vllm"), (["--dialect", "openai"], "openai")])
+def test_a_line_is_served_in_the_dialect_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], dialect: str
+) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("quire.server.run.serve", lambda options, settings: served.append(settings) or 0)
+    assert main(["serve", *arguments]) == 0
+    assert [settings.dialect for settings in served] == [dialect]

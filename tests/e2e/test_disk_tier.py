@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.worker.kv_connector import offload as offload_worker
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.models.harness import random_prompts
 
@@ -35,6 +36,12 @@ def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     return replace(variant, directory=str(saved_model(variant.family).directory))
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that ends writes all that it has ordered, however busy the machine is."""
+    monkeypatch.setattr(offload_worker, "CLOSE_SECONDS", 200.0)
+
+
 @pytest.fixture
 def llama(saved_model) -> str:  # type: ignore[no-untyped-def]
     return str(saved_model("llama-wide").directory)
@@ -48,12 +55,14 @@ def offload(directory: Path, **options: object) -> dict[str, object]:
 def test_a_restart_hits_and_changes_no_bit(model: Variant, tmp_path: Path, queue_depth: int) -> None:
     computed, _ = generate(model, PROMPTS, SHORT, enable_prefix_caching=False)
     options = offload(tmp_path, queue_depth=queue_depth)
-    stored, stats = generate(model, PROMPTS, SHORT, **options)
+    stored, _ = generate(model, PROMPTS, SHORT, **options)
     assert exact(stored) == exact(computed)
-    assert stats["offload_stored_blocks_total"] == stats["num_offloaded_blocks"] > 0
+    # The engine counts a block at the first step after its file is written, which may be none: its end waits for files.
+    num_files = len(list(tmp_path.rglob("*-[0-9]")))
     loaded, stats = generate(model, PROMPTS, SHORT, **options)
     assert exact(loaded) == exact(computed)
     assert [output.num_cached_tokens for output in loaded] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert stats["num_offloaded_blocks"] == num_files > 0
     assert stats["disk_cache_hit_blocks_total"] > 0
     assert stats["offload_loaded_blocks_total"] >= stats["disk_cache_hit_blocks_total"]
     assert stats["offload_stored_blocks_total"] == stats["offload_load_failures_total"] == 0

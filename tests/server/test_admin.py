@@ -6,12 +6,14 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from quire.server.settings import ServerSettings
 from tests.server.conftest import serving
 
 SETTINGS = ServerSettings(enable_sleep_mode=True)
 ADMIN = ServerSettings(enable_admin_routes=True)
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 
 
@@ -78,6 +80,7 @@ async def test_a_level_that_there_is_not(model_path: Path) -> None:
 async def test_without_the_settings_there_are_no_such_routes(model_path: Path) -> None:
     async with serving(model_path) as served:
         routes = [("POST", path) for path in ("/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache")]
+        routes += [("POST", path) for path in ("/reset_mm_cache", "/reset_encoder_cache", "/abort_requests")]
         routes += [("GET", path) for path in ("/is_sleeping", "/is_paused", "/server_info", "/tokenizer_info")]
         for method, path in routes:
             assert (await served.client.request(method, path)).status_code == 404
@@ -176,3 +179,64 @@ async def test_an_admins_key(model_path: Path, tmp_path: Path) -> None:
     async with serving(model_path, open_keys) as served:
         assert (await served.client.get("/v1/models")).status_code == 200, "an admin's key locks nothing else"
         assert (await served.client.get("/is_paused")).status_code == 401
+
+
+async def test_caches_that_text_models_do_not_have(model_path: Path) -> None:
+    async with serving(model_path, ADMIN) as served:
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            answer = await served.client.post(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "id_of", "num_same"),
+    [
+        ("/v1/completions", BODY, "cmpl-mine", 2),
+        ("/v1/completions", {**BODY, "n": 4, "temperature": 1}, "cmpl-mine", 1),
+        ("/v1/completions", {**BODY, "prompt": ["abc"] * 8}, "cmpl-mine", 1),
+        ("/v1/chat/completions", CHAT, "chatcmpl-mine", 2),
+    ],
+)
+async def test_answers_are_aborted_by_their_ids(
+    model_path: Path, path: str, body: dict[str, object], id_of: str, num_same: int
+) -> None:
+    """Those of the same id too, and what waits for its turn; no others."""
+    async with serving(model_path, ADMIN, executor="slow", max_num_seqs=4) as served:
+        post = served.client.post
+        headers = {"X-Request-Id": "mine"}
+        long = {**body, "max_tokens": 200}
+        other = asyncio.ensure_future(post("/v1/completions", json={**BODY, "max_tokens": 200, "request_id": "mine-1"}))
+        await served.until_running(1)
+        mine = [asyncio.ensure_future(post(path, json=long, headers=headers)) for _ in range(num_same)]
+        await served.until_running(1 + num_same)
+        answer = await post("/abort_requests", json={"request_ids": [id_of, "cmpl-none"]})
+        assert (answer.status_code, answer.content) == (200, b"")
+        for aborted in await asyncio.gather(*mine):
+            reasons = {choice["finish_reason"] for choice in aborted.json()["choices"]}
+            assert "abort" in reasons
+            assert reasons <= {"abort", "timeout"}
+        assert not other.done()
+        served.hurry()
+        assert (await other).json()["choices"][0]["finish_reason"] == "length"
+        await served.until_idle()
+
+
+async def test_responses_and_messages_are_aborted_by_theirs(model_path: Path) -> None:
+    async with serving(model_path, ADMIN, executor="slow") as served:
+        post, get = served.client.post, served.client.get
+        asked = {"input": "hi", "background": True, "max_output_tokens": 200}
+        made = (await post("/v1/responses", json=asked)).json()
+        await served.until_running(1)
+        assert (await post("/abort_requests", json={"request_ids": made["id"]})).status_code == 200
+        while (ended := (await get(f"/v1/responses/{made['id']}")).json())["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.005)
+        assert ended["status"] == "failed"
+        await served.until_idle()
+
+
+async def test_what_is_to_be_aborted_must_be_said(model_path: Path) -> None:
+    async with serving(model_path, ADMIN) as served:
+        answer = await served.client.post("/abort_requests", json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "request_ids")
+        assert error["message"] == "Missing 'request_ids' in request body"

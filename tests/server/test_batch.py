@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ async def test_a_full_disk_ends_all(local: Served) -> None:
         (["-i", "WIDE", "-o", "OUT"], "input_file is UTF-16"),
         (["-i", "IN"], "two files are required"),
         (["IN"], "two files are required"),
+        (["IN", "OUT", "--port", "8358"], "port is of the server of metrics: give --enable-metrics"),
         (["OUT", "-i", "IN"], "two files are required"),
         (["IN", "OUT", "-o", "IN"], "two files are required"),
     ],
@@ -186,10 +188,15 @@ def test_wrong_use(
 def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(line(0, prompt="import os\n", temperature=0) + line(1, prompt="def f(", temperature=0, n=2))
-    assert main(["run-batch", str(source), str(target), "--num-blocks-override", "64"]) == 0
+    assert (
+        main(["run-batch", str(source), str(target), "--num-blocks-override", "64", "--enable-metrics", "--port", "0"])
+        == 0
+    )
     found = [json.loads(each) for each in target.read_text().splitlines()]
     assert [len(each["response"]["body"]["choices"]) for each in found] == [1, 2]
-    assert "2 requests in" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "2 requests in" in told
+    assert re.search(r"quire: metrics on http://127\.0\.0\.1:\d+/metrics\n", told)
     source.write_bytes(b'{"custom_id": "no url"}\n' + line(0, prompt="import os\n", temperature=0))
     assert main(["run-batch", str(source), str(target), "--num-blocks-override", "64"]) == 1
     assert [json.loads(each)["error"] is None for each in target.read_text().splitlines()] == [False, True]

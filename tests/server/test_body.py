@@ -17,7 +17,7 @@ from quire.server.body import parse_body
 from quire.server.body_pieces import decode_known
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
-from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.completion import NO_PROMPT, CompletionRequest
 from quire.server.protocol.messages import ChatMessage
 from quire.server.protocol.tokenize import TokenizeRequest
 from tests.server.conftest import Served
@@ -65,7 +65,6 @@ def test_what_is_not_a_json_object(body: bytes, code: str) -> None:
         ('"n": 99999999999999999999', "n"),
         ('"temperature": "hot"', "temperature"),
         ('"stop": ["a", 3]', "stop[1]"),
-        ('"stop": "' + "x" * 1025 + '"', "stop"),
         ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
         ('"logit_bias": {"a": 1}', "logit_bias"),
         ('"logit_bias": {"1": "much"}', "logit_bias"),
@@ -75,7 +74,6 @@ def test_what_is_not_a_json_object(body: bytes, code: str) -> None:
         ('"request_id": "line\\nbreak"', "request_id"),
         ('"request_id": "' + "x" * 129 + '"', "request_id"),
         ('"cache_salt": ""', "cache_salt"),
-        ('"user": "' + "x" * 1025 + '"', "user"),
         ('"best_of": 2, "stream": true', "stream"),
         ('"beam_width": 2', "beam_width"),
         ('"use_beam_search": true, "beam_width": 2, "best_of": 3', "best_of"),
@@ -110,7 +108,7 @@ def test_keys_that_are_no_numbers_are_named() -> None:
 
 def test_missing_prompt() -> None:
     error = failure('{"n": 1}')
-    assert (error.detail.param, error.detail.code) == ("prompt", "missing_required_parameter")
+    assert (error.detail.param, error.detail.message) == ("prompt", NO_PROMPT)
 
 
 def test_unknown_fields_suggest_the_nearest_name() -> None:

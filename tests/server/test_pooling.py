@@ -248,7 +248,7 @@ async def test_documents_in_order(path: str, paths: dict[str, Path], references:
     [
         ({"input": []}, "input", "length"),
         ({"input": ["w1", 3]}, "input", "must not mix"),
-        ({"input": "w1 " * 300}, "prompt", "maximum context length is 256"),
+        ({"input": "w1 " * 300}, "input", "maximum context length is 256"),
         ({"input": "w1", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "context of 256 tokens"),
         ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
         ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
@@ -297,3 +297,16 @@ async def test_a_model_that_generates_has_no_vectors(served: Served) -> None:
     answer = await served.client.post("/v1/embeddings", json={"input": "abc"})
     assert answer.status_code == 404
     assert "runner='pooling'" in answer.json()["error"]["message"]
+
+
+async def test_sagemakers_address(embedder: httpx.AsyncClient) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": "w1 w2"}),
+        ("/score", {"text_1": "w1", "text_2": ["w2", "w3"]}),
+        ("/rerank", {"query": "w1", "documents": ["w2", "w3"]}),
+    ):
+        mine, theirs = [(await embedder.post(each, json=body)).json() for each in ("/invocations", path)]
+        name = "results" if path == "/rerank" else "data"
+        assert mine[name] == theirs[name]
+    refused = await embedder.post("/invocations", json={"prompt": "w1"})
+    assert refused.status_code == 400

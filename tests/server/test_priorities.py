@@ -25,11 +25,26 @@ async def statuses(served: Served, *priorities: int) -> list[int]:
     return list(same)
 
 
-async def test_by_default_a_priority_is_refused(served: Served) -> None:
-    assert await statuses(served, 0, 1, -1) == [200, 400, 400]
-    error = (await served.client.post("/v1/completions", json={**COMPLETION, "priority": -100})).json()["error"]
-    assert error["param"] == "priority"
-    assert "got priority -100, but priorities are off" in error["message"]
+RESPONSE = {"input": "hi", "max_output_tokens": 1}
+BATCH = {"messages": [CHAT["messages"]], "max_tokens": 1}
+MESSAGE = {**CHAT, "model": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *BODIES.items(),
+        ("/v1/responses", RESPONSE),
+        ("/v1/chat/completions/batch", BATCH),
+        ("/v1/messages", MESSAGE),
+    ],
+)
+async def test_first_come_first_served_notes_a_priority(served: Served, path: str, body: dict[str, object]) -> None:
+    for priority in (7, -(2**63)):
+        answer = await served.client.post(path, json={**body, "priority": priority})
+        assert (answer.status_code, answer.headers["x-quire-ignored"]) == (200, "priority")
+    answer = await served.client.post(path, json={**body, "priority": 0})
+    assert (answer.status_code, answer.headers.get("x-quire-ignored")) == (200, None)
 
 
 async def test_with_priorities_a_client_may_step_back_and_not_ahead(model_path: Path) -> None:

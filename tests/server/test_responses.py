@@ -119,6 +119,7 @@ async def test_going_on(client: openai.AsyncOpenAI, fast: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await other.responses.create(model="tiny", input="a", previous_response_id=first.id)
     assert (missing.value.param, missing.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert f"Response with id '{first.id}' not found." in missing.value.message
     with pytest.raises(openai.BadRequestError, match="synchronous"):
         await client.responses.cancel(first.id)
     await client.responses.delete(first.id)

@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 
+from quire.sampling_params import SamplingParams
 from quire.server import turn
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
@@ -46,6 +47,7 @@ class ScriptedAnswer:
     bodies: ClassVar[list[Any]] = []
     ineffective_fields: ClassVar[list[str]] = []
     engine_id = "chatcmpl-1"
+    params = SamplingParams(temperature=0.5, top_p=0.9)
 
     def __init__(self, context: object = None, body: object = None, header_id: str | None = None, **_: object) -> None:
         self.bodies.append(body)
@@ -206,7 +208,7 @@ async def test_a_turn_that_the_server_ends_is_an_error(reason: str) -> None:
         finish = reason
 
     with pytest.raises(ApiError, match="before its end") as caught:
-        await Turn(Ended()).run()  # type: ignore[arg-type]
+        await Turn(Ended(), {}).run()  # type: ignore[arg-type]
     assert caught.value.status == 503
 
 
@@ -220,7 +222,7 @@ async def test_logprobs_come_with_the_text_that_they_are_of() -> None:
     class Scripted(Late):
         deltas: ClassVar[list[dict[str, Any]]] = [{"content": ""}, {"content": "b"}, {"content": "c"}]
 
-    [segment] = (await Turn(Scripted()).run()).segments  # type: ignore[arg-type]
+    [segment] = (await Turn(Scripted(), {}).run()).segments  # type: ignore[arg-type]
     assert (segment.kind, segment.text, segment.logprobs) == (Kind.TEXT, "bc", ["", "b", "c"])
 
 

@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 VERSION = "0.33"
 """The version of vLLM whose flags these are; flags of older versions that scripts still have come last."""
 
+OLDER = running.OLDER
 GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
     {
         "Model": engine.MODEL,
@@ -30,7 +31,7 @@ GROUPS: Mapping[str, tuple[VllmFlag, ...]] = MappingProxyType(
         "Features": running.FEATURES,
         "Chat and answers": SERVER,
         "HTTP": HTTP,
-        "Of older versions": running.OLDER,
+        "Of older versions": OLDER,
     }
 )
 FLAGS: Mapping[str, VllmFlag] = MappingProxyType({entry.name: entry for group in GROUPS.values() for entry in group})

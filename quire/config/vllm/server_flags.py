@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
-NO_COHERE = "Cohere's own routes are not served"
+NO_COHERE = "Cohere's chat is not served"
 SUPERVISOR = "one engine serves: there is no supervisor of replicas"
 
 _CHAT: tuple[VllmFlag, ...] = (

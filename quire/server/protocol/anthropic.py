@@ -214,7 +214,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     """A conversation to answer, with Anthropic's fields and `chat_template_kwargs`, `request_id` and `priority`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    stop_sequences: list[ShortString] | None = None
+    stop_sequences: list[str] | None = None
     stream: bool = False
     temperature: float | None = None
     top_k: Int32 | None = None

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.request import MAX_PRIORITY
 from quire.server.protocol.foreign import CHANGES_ANSWER, NO_EFFECT
 
 MAX_STRING = 1024
@@ -15,9 +14,10 @@ MAX_SEQUENCES = 4096
 """Most sequences (prompts times n) of one request."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-"""Lower is earlier."""
+MAX_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""Lower is earlier. The server's range bounds it where the engine takes priorities."""
 ShortString = Annotated[str, Meta(max_length=MAX_STRING)]
 Identifier = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]
 """Printable ASCII without spaces: safe in a header, a log line and a response id. (`$` alone lets a line feed follow in
@@ -47,12 +47,12 @@ class SharedFields(RequestStruct, kw_only=True, frozen=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: ShortString | list[ShortString] | None = None
+    stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
     request_id: Identifier | None = None
     priority: Priority = 0
-    user: ShortString | None = None
+    user: str | None = None
 
 
 BEAM_SEARCH_FIELDS = ("use_beam_search", "beam_width", "length_penalty", "early_stopping")

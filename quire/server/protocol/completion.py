@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
@@ -24,6 +24,8 @@ from quire.server.protocol.sampling import SamplingFields
 Prompt = str | list[int]
 
 MAX_PROMPTS = 1024
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
+"""vLLM's words, which programs look for."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
@@ -37,7 +39,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
     suffix: what comes behind the completion, for models that were trained to infill.
     """
 
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    prompt: str | list[str | TokenId | list[TokenId]] = ""
     max_tokens: Int32 = 16
     logprobs: Int32 | None = None
     echo: bool = False
@@ -60,6 +62,8 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True):
         self._check_ranking()
         if self.max_tokens == 0 and not self.echo:
             raise UserError("max_tokens must be at least 1, or 0 together with echo", param="max_tokens")
+        if not self.prompt:
+            raise UserError(NO_PROMPT, param="prompt")
         prompts = self.prompts
         if self.suffix and not isinstance(prompts[0], str):
             raise UserError("suffix needs a prompt that is a text", param="suffix")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -26,17 +25,22 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
-class PoolingFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
-    have them."""
+class PooledFields(RequestStruct, kw_only=True, frozen=True):
+    """Fields of every request for what a model makes of texts."""
 
     model: str | None = None
-    truncate_prompt_tokens: Int32 | None = None
-    use_activation: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
     priority: Priority = 0
     request_id: Identifier | None = None
-    user: ShortString | None = None
+    user: str | None = None
+
+
+class PoolingFields(PooledFields, kw_only=True, frozen=True):
+    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize, use_activation: as PoolingParams
+    have them."""
+
+    truncate_prompt_tokens: Int32 | None = None
+    use_activation: bool | None = None
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         "chat_template": (),
@@ -70,6 +74,11 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
             check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
         elif len(self.inputs) > MAX_INPUTS:
             raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.inputs)}", param="input")
+
+    @property
+    def field_name(self) -> str:
+        """What the request calls its texts."""
+        return "input" if self.messages is None else "messages"
 
     def params(self, **more: Any) -> PoolingParams:
         return super().params(padding=self.padding, **more)
@@ -144,6 +153,11 @@ class PairFields(PoolingFields, kw_only=True, frozen=True):
         "padding": ("do_not_pad",),
     }
 
+    @property
+    def field_names(self) -> tuple[str, str]:
+        """What the request calls the first and the second texts of its pairs."""
+        return "query", "documents"
+
 
 class ScoreRequest(PairFields, kw_only=True, frozen=True):
     """text_1: one text for all, or as many as text_2. The others are vLLM's newer names of the same."""
@@ -166,15 +180,22 @@ class ScoreRequest(PairFields, kw_only=True, frozen=True):
             )
 
     @property
+    def field_names(self) -> tuple[str, str]:
+        first, second = (
+            next(name for name in names if getattr(self, name) is not None) for names in (FIRST_NAMES, SECOND_NAMES)
+        )
+        return first, second
+
+    @property
     def firsts(self) -> list[str]:
-        return self._given(FIRST_NAMES)
+        return self._given(0)
 
     @property
     def seconds(self) -> list[str]:
-        return self._given(SECOND_NAMES)
+        return self._given(1)
 
-    def _given(self, names: Sequence[str]) -> list[str]:
-        texts: Texts = next(found for name in names if (found := getattr(self, name)) is not None)
+    def _given(self, place: int) -> list[str]:
+        texts: Texts = getattr(self, self.field_names[place])
         return [texts] if isinstance(texts, str) else texts
 
 

@@ -63,9 +63,9 @@ class Reasoning(msgspec.Struct, frozen=True):
 class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     """input: a text of the user, or items. instructions: the system's message. store: whether the response can be gone
     on from. background: the answer says only that the response is queued, and it is made whether the client waits or
-    not. truncation: whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether
-    the response tells the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has
-    them."""
+    not. max_tool_calls: bounds the calls of the server's own tools, of which there are none: only echoed. truncation:
+    whether the beginning of a prompt that is too long is cut off. enable_response_messages: whether the response tells
+    the texts and tokens that the model was given and gave. Sampling fields as the chat endpoint has them."""
 
     input: str | Items
     instructions: str | None = None
@@ -81,6 +81,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     include: Annotated[list[ShortString], Meta(max_length=64)] = []  # noqa: RUF012
     top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     metadata: dict[str, str] = {}  # noqa: RUF012
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
@@ -114,7 +115,6 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
         "conversation": (),
         "ec_transfer_params": ({},),
         "kv_transfer_params": ({},),
-        "max_tool_calls": (),
         "mm_payload": ({},),
         "previous_input_messages": ([],),
         "prompt": (),
@@ -123,7 +123,7 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
 
     def __post_init__(self) -> None:
         if self.background and not self.store:
-            raise UserError("what is made in the background is fetched later: store must be true", param="background")
+            raise UserError("background can only be used when `store` is true", param="background")
 
     def to_chat(self, items: Sequence[InputItem], num_before: int = 0) -> dict[str, Any]:
         """The body of the chat completion that goes on from `items`: those of the conversation before, of which there
@@ -233,7 +233,8 @@ class ResponseError(msgspec.Struct):
 
 class ResponseBody(msgspec.Struct, kw_only=True):
     """A response, as it is or as it was stored. status: queued, in_progress, completed, incomplete, failed or
-    cancelled."""
+    cancelled. temperature, top_p, presence_penalty, frequency_penalty: those that were sampled with, the model's own
+    defaults where the request has none."""
 
     id: str
     object: str = "response"
@@ -244,21 +245,24 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
+    frequency_penalty: float
     max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None = None
     reasoning: Reasoning
     service_tier: str = "default"
     store: bool
-    temperature: float | None = None
+    temperature: float
     text: TextConfig
     tool_choice: str | NamedTool
     tools: list[ResponseTool]
     top_logprobs: int | None = None
-    top_p: float | None = None
+    top_p: float
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None = None

@@ -1,0 +1,97 @@
+"""POST /invocations: SageMaker's one address of a model, for requests of any generating or pooling route."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from quire.errors import UserError
+from quire.server.body import parse_body, read_body
+from quire.server.context import ServerContext
+from quire.server.errors import invalid_request
+from quire.server.long_bodies import fields_of
+from quire.server.protocol.common import RequestStruct
+from quire.server.protocol.pooling import FIRST_NAMES
+
+_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
+_OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
+"""What models that pool are for -> the route of their texts."""
+
+
+class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
+    """The body of another route, which its fields tell: `messages` and `prompt` of models that generate; of models that
+    pool `input` or `messages`, `text_1` (by any of its names) with `text_2`, or `query` with `documents`."""
+
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    text_1: Any = None
+    query: Any = None
+    stream: bool = False
+
+
+class InvocationResponse(msgspec.Struct):
+    """The answer of the route that the body is for."""
+
+
+def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/invocations")
+    async def invoke(request: Request) -> Response:
+        body = await read_body(request, context.max_body_bytes)
+        path = path_of(_names(body), _task_of(context))
+        [endpoint] = [route.endpoint for route in app.routes if isinstance(route, Route) and route.path == path]
+        response: Response = await endpoint(Request(request.scope, _Again(body, request)))
+        return response
+
+
+class _Again:
+    """The receive channel of a request whose body was read: it brings the body again, then what comes behind it."""
+
+    def __init__(self, body: bytes, request: Request) -> None:
+        self._body: bytes | None = body
+        self._request = request
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._request.receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _names(body: bytes) -> Collection[str]:
+    """The fields of a body that are not null. Raises ApiError (400) for one that is no JSON object."""
+    try:
+        return [name for name, value in fields_of(body).items() if bytes(value) != b"null"]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        parse_body(body, InvocationRequest)  # says what is wrong with it
+        raise
+
+
+def _task_of(context: ServerContext) -> str | None:
+    """What a model that pools is for; None: it generates."""
+    for task in _OF_TASKS:
+        try:
+            context.engine.pooling.check_task(task)
+        except UserError:
+            continue
+        return task
+    return None
+
+
+def path_of(names: Collection[str], task: str | None) -> str:
+    """The route that a body with fields of these names is for. task: as of `_task_of`. Raises ApiError (400) for a body
+    of none."""
+    if task is None:
+        known = {"messages": _CHAT, "prompt": _COMPLETION}
+    else:
+        path = _OF_TASKS[task]
+        known = {"input": path, "messages": path, **dict.fromkeys(FIRST_NAMES, "/score"), "query": "/rerank"}
+    for name, path in known.items():
+        if name in names:
+            return path
+    raise invalid_request(f"Cannot find suitable handler for request. Expected one of: {', '.join(known)}")
