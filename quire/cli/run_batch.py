@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
 from quire.errors import UserError
-from quire.server.listener import bind, url_of
+from quire.server.listener import Listener, bind
 from quire.server.settings import HELP, ServerSettings
 
 OF_THE_API = (
@@ -99,7 +98,7 @@ async def _run(
     settings: ServerSettings,
     concurrency: int | None,
     files: Files,
-    listener: socket.socket | None,
+    listener: Listener | None,
 ) -> int:
     """Returns the exit status: 0 also where requests failed, 1 where a line was no request. listener: of the server of
     metrics, if there is to be one. Raises EngineDeadError when the engine dies."""
@@ -122,7 +121,7 @@ async def _run(
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
                 await stack.enter_async_context(serving_metrics(app.state.context, settings, listener))
-                sys.stderr.write(f"quire: metrics on {url_of(settings, listener)}/metrics\n")
+                sys.stderr.write(f"quire: metrics on {listener.url}/metrics\n")
             counts = await run_batch(app, files.requests, write, concurrency=limit)
         seconds = time.monotonic() - started
         sys.stderr.write(

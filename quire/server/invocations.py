@@ -14,7 +14,7 @@ from quire.errors import UserError
 from quire.server.body import parse_body, read_body
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
-from quire.server.long_bodies import fields_of
+from quire.server.long_bodies import raw_fields
 from quire.server.protocol.common import RequestStruct
 from quire.server.protocol.pooling import FIRST_NAMES
 
@@ -66,7 +66,7 @@ class _Again:
 def _names(body: bytes) -> Collection[str]:
     """The fields of a body that are not null. Raises ApiError (400) for one that is no JSON object."""
     try:
-        return [name for name, value in fields_of(body).items() if bytes(value) != b"null"]
+        return [name for name, value in raw_fields(body).items() if bytes(value) != b"null"]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         parse_body(body, InvocationRequest)  # says what is wrong with it
         raise

@@ -196,7 +196,12 @@ def read(argument: str, body: bytes) -> bytes:
 def fields_of(body: bytes, parsed: msgspec.Struct) -> dict[str, Any]:
     """The fields of a body that `parsed` was made of, undecoded."""
     known = parsed.__struct_encode_fields__
-    return {name: value for name, value in _FIELDS.decode(body).items() if name in known}
+    return {name: value for name, value in raw_fields(body).items() if name in known}
+
+
+def raw_fields(body: bytes) -> dict[str, Any]:
+    """All fields of a JSON object, undecoded. Raises msgspec.DecodeError for a body that is none."""
+    return dict(_FIELDS.decode(body))
 
 
 def _conversation(parsed: Any) -> Conversation | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
@@ -12,6 +11,7 @@ from fastapi import FastAPI
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
 from quire.server.http_protocol import make_http_server
+from quire.server.listener import Listener
 from quire.server.scrape import add_metrics_route
 from quire.server.settings import ServerSettings
 from quire.server.site import HostRules, SiteGuard
@@ -21,17 +21,17 @@ STARTED_SECONDS = 0.005
 
 
 @contextlib.asynccontextmanager
-async def serving_metrics(
-    context: ServerContext, settings: ServerSettings, listener: socket.socket
-) -> AsyncIterator[None]:
+async def serving_metrics(context: ServerContext, settings: ServerSettings, listener: Listener) -> AsyncIterator[None]:
     """Serve the metrics of `context` on `listener`, which is bound to the address of `settings`, until the end of the
-    context. Requests meet the bounds that `settings` have for connections."""
+    context. Requests meet the bounds that `settings` have for connections. Raises ConfigError when another server has
+    taken the address."""
+    listener.listen()
     app = FastAPI(openapi_url=None)
     add_metrics_route(app, context)
     install_error_handlers(app)
     app.add_middleware(SiteGuard, hosts=HostRules(settings.host, settings.allowed_hosts), origins=[])
     server = make_http_server(app, settings, shutdown_grace_seconds=1)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
     try:
         while not server.started and not serving.done():
             await asyncio.sleep(STARTED_SECONDS)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.listener import bind, url_of
+from quire.server.listener import bind
 from quire.server.metrics_server import serving_metrics
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served
@@ -16,7 +16,7 @@ SETTINGS = ServerSettings(port=0)
 
 async def test_metrics_and_nothing_else(served: Served) -> None:
     with bind(SETTINGS) as listener:
-        url = url_of(SETTINGS, listener)
+        url = listener.url
         async with serving_metrics(served.context, SETTINGS, listener), httpx.AsyncClient(base_url=url) as client:
             await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
             metrics = await client.get("/metrics")

@@ -6,8 +6,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from quire.structured_output.compiler import start_matcher
 from quire.structured_output.grammar import write_grammar
+from quire.structured_output.rehearsal import start_matcher
 from quire.structured_outputs_params import StructuredOutputsParams
 
 VOCABULARY = LLTokenizer("byte")

@@ -13,11 +13,18 @@ from quire.errors import UserError
 from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS, write_grammar
 from quire.structured_output.json_schema import normalise, parse_schema
 from quire.structured_outputs_params import StructuredOutputsParams
+from quire.tokenization.tokenizer import load_tokenizer
 from tests.structured_output.bytes_matcher import matcher, schema_matcher, takes
+from tests.structured_output.schemas import Sampler
 
 INTEGER = {"type": "integer"}
 TEXT = {"type": "string"}
 ANYTHING = ['"x"', "1", "null", "[]", "{}", "true"]
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return Sampler(load_tokenizer("bundled"), [0])
 
 
 def follows(schema: Any, taken: list[str], not_taken: list[str]) -> None:
@@ -311,17 +318,9 @@ def test_what_no_finite_text_follows() -> None:
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "no text follows"),
     ],
 )
-def test_refusals_name_the_keyword_and_its_place(schema: dict[str, Any], reason: str) -> None:
-    from quire.structured_output.compiler import GrammarCompiler
-    from quire.tokenization.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer("bundled")
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [0])
-    try:
-        with pytest.raises(UserError) as caught:
-            compiler.compile(StructuredOutputsParams(json=schema))
-    finally:
-        compiler.close()
+def test_refusals_name_the_keyword_and_its_place(sampler: Sampler, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sampler.compile(StructuredOutputsParams(json=schema))
     assert reason in caught.value.message
     assert "coerce" not in caught.value.message
     assert "\n" not in caught.value.message

@@ -12,8 +12,8 @@ import pytest
 from llguidance import LLMatcher
 
 from quire.errors import UserError
-from quire.structured_output.compiler import start_matcher
 from quire.structured_output.grammar import write_grammar
+from quire.structured_output.rehearsal import start_matcher
 from quire.structured_outputs_params import StructuredOutputsParams
 from tests.structured_output.bytes_matcher import VOCABULARY, takes
 from tests.structured_output.wild_schemas import validator, wild_document, wild_value
