@@ -80,5 +80,5 @@ def _digest(name: str, tensor: torch.Tensor | FileTensor, dtype: torch.dtype | N
     for start in range(0, shape[0], step):
         part = tensor.narrow(0, start, min(step, shape[0] - start))
         part = part if dtype is None else part.to(dtype)
-        digest.update(memoryview(part.contiguous().view(torch.uint8).numpy()))
+        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.digest()
