@@ -35,6 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
@@ -135,7 +136,7 @@ class CompilingRecorder:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         compiled = kernel.warmup(*args, grid=grid, **constants)
-        ptx = compiled.asm["ptx"]
+        ptx = compiled.asm.get("ptx", "")  # a cache for engines has the last stage alone
         wide = Counter(re.findall(r"\b(?:ld|st)\.global\.v4|\bwgmma\.mma_async|\bmma\.sync|\bcp\.async\.c\w", ptx))
         line = {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
         print(json.dumps(line | wide), flush=True)
@@ -410,6 +411,7 @@ def main() -> None:
     with ExitStack() as stack:
         if "cache" in words:
             envs.keep_triton_cache()
+            knobs.compilation.store_binary_only = True
             python = Python.of(named.get("for", sys.executable))
             if "for" in named:
                 libtriton = named.get("libtriton") or python.fetch_libtriton(ROOT / "build" / "triton")

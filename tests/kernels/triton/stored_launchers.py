@@ -99,7 +99,9 @@ def stored_for(python: Python) -> Iterator[None]:
         knobs.nvidia.libcuda_path = place
 
         def compile_module_from_src(src: str, name: str, include_dirs: list[str], **_: Any) -> SimpleNamespace:
-            options = [f"-L{place}", "-l:libcuda.so.1", f"-I{python.headers}", *(f"-I{each}" for each in include_dirs)]
+            # A linker may leave out a library that gives it nothing, and then the driver's is not loaded either.
+            options = [f"-L{place}", "-Wl,--no-as-needed", "-l:libcuda.so.1"]
+            options += [f"-I{python.headers}", *(f"-I{each}" for each in include_dirs)]
             store(src, f"{name}{python.suffix}", Path(place) / f"module{python.suffix}", options)
             return SimpleNamespace(launch=None)
 

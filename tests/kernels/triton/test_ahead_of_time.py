@@ -72,6 +72,9 @@ def test_an_engine_of_another_python_finds_what_was_compiled_for_it(tmp_path: Pa
     names = [path.name for path in modules]
     assert names.count("cuda_utils.cpython-399.so") == 2, "with the program `file` and without"
     assert len(names) == 2 + 2 * len(compiled)
+    for module in modules:
+        needed = subprocess.run(("readelf", "-d", module), capture_output=True, text=True, check=True).stdout
+        assert "Shared library: [libcuda.so.1]" in needed, "else it cannot be loaded on a card"
 
 
 def copy_of_triton(to: Path) -> None:

@@ -1,0 +1,59 @@
+"""What a run says of the cache of compiled kernels, with Triton's own loader and a driver's library of nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT
+from tests.kernels.triton.test_ahead_of_time import run_module
+
+STUB = "\n".join(
+    f"int {name}(void) {{ return 0; }}"
+    for name in (
+        *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain"),
+        *("cuFuncSetAttribute", "cuGetErrorString", "cuPointerGetAttribute"),
+    )
+)
+SCRIPT = """
+import sys
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.driver import driver
+from benchmarks.gpu.machine import cache_hits
+from quire import envs
+from tests.kernels.triton.cached_launches import CardOfNinety
+envs.keep_triton_cache()
+knobs.nvidia.libcuda_path = sys.argv[1]
+card = CardOfNinety()
+card.launcher_cls = CudaLauncher
+driver.set_active(card)
+print(cache_hits())
+"""
+
+
+@pytest.mark.long
+def test_hits_of_the_cache(tmp_path: Path) -> None:
+    """None in an empty cache, where what is missing is compiled; all in one that was filled ahead."""
+    stub = tmp_path / "stub" / "libcuda.so.1"
+    stub.parent.mkdir()
+    subprocess.run(("gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", stub), input=STUB, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["LD_LIBRARY_PATH"] = str(stub.parent)
+
+    def hits(cache: Path) -> dict[str, object]:
+        own = environment | {"QUIRE_TRITON_CACHE": str(cache)}
+        command = (sys.executable, "-c", SCRIPT, str(stub.parent))
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own)
+        assert run.returncode == 0, run.stderr[-2000:]
+        found: dict[str, object] = ast.literal_eval(run.stdout)
+        return found
+
+    assert hits(tmp_path / "empty").items() >= {"kernels": (0, 3), "launchers": (0, 3)}.items()
+    run_module("ahead_of_time", "90", "rows", "cache", QUIRE_TRITON_CACHE=str(tmp_path / "filled"))
+    assert hits(tmp_path / "filled").items() >= {"kernels": (3, 3), "launchers": (3, 3)}.items()
