@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 END = "<|end|>"
 START = "<|start|>"
@@ -47,11 +47,11 @@ def write_model(path: Path, chat_template: str = CHAT_TEMPLATE, max_model_len: i
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([START, END])
     tokenizer.add_tokens([f"[{index}]" for index in range(258, VOCAB_SIZE)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 256)])
     tokenizer.save(str(path / "tokenizer.json"))
     tokenizer_config = {
         "bos_token": START,
         "eos_token": END,
-        "add_bos_token": True,
         "chat_template": chat_template,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))

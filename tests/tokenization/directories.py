@@ -114,6 +114,13 @@ def draw(number: int) -> Drawn:
     return drawn
 
 
+def plain(kind: str, config: Mapping[str, Any]) -> Drawn:
+    """A directory of one kind of vocabulary, with this tokenizer_config.json."""
+    backend = _BACKENDS[kind](random.Random(3))
+    backend.add_special_tokens([text for text in MARKS if backend.token_to_id(text) is None])
+    return Drawn({"tokenizer.json": backend.to_str(), "tokenizer_config.json": dict(config)})
+
+
 def _written(rng: random.Random, backend: Tokenizer) -> str:
     """As new releases of the library write it, or older ones."""
     content = json.loads(backend.to_str())

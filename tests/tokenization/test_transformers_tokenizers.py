@@ -24,7 +24,8 @@ from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from quire.tokenization.tokenizer_classes import CLASSES, FROM_FILE
 from quire.tokenization.user_tokenizer import UserTokenizer
 from tests.tokenization.build import sentencepiece_backend
-from tests.tokenization.directories import PAIRS, TEXTS, draw
+from tests.tokenization.directories import CLASSES as BY_KIND
+from tests.tokenization.directories import PAIRS, TEXTS, draw, plain
 
 MESSAGES = [{"role": "system", "content": "Be <s> brief."}, {"role": "user", "content": "Hi  \n there"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -127,6 +128,32 @@ def test_forty_directories(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_hundred_directories(tmp_path: Path) -> None:
     check(tmp_path, range(1000, 1200))
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "legacy": (True, False),
+    "add_prefix_space": (True, False),
+    "do_lower_case": (False,),
+    "strip_accents": (True, False, None),
+    "tokenize_chinese_chars": (False,),
+    "clean_up_tokenization_spaces": (True,),
+    "split_special_tokens": (True,),
+    "eos_token": ("<|im_end|>", None),
+    "add_bos_token": (True,),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BY_KIND.items() for name in names])
+def test_each_class_with_each_option(tmp_path: Path, kind: str, name: str) -> None:
+    refused = 0
+    for number, (option, value) in enumerate((option, value) for option, values in OPTIONS.items() for value in values):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        plain(kind, {"tokenizer_class": name, option: value}).write(directory)
+        found = differences(directory)
+        assert not found, (option, value)
+        refused += found is None
+    assert refused <= 1, "XLM-RoBERTa's class needs an end-of-sequence token"
 
 
 def test_classes_that_are_not_built_here_are_refused(tmp_path: Path) -> None:
