@@ -117,7 +117,7 @@ def _schema_grammar(schema: NormalSchema, params: StructuredOutputsParams) -> st
     options = json_options(params)
     if schema.has_digits:
         return lark_grammar(LarkWriter(schema, options).grammar())
-    return LLMatcher.grammar_from_json_schema(json.dumps(json_document(schema, options)))
+    return LLMatcher.grammar_from_json_schema(json.dumps(json_document(schema, options), separators=(",", ":")))
 
 
 def _regex(params: StructuredOutputsParams) -> str:

@@ -14,7 +14,7 @@ MAX_CHARACTERS = 2**16
 MAX_DEPTH = 100
 """Of parentheses, one in the other."""
 MAX_STATES = 4096
-MAX_STEPS = 500_000
+MAX_STEPS = 1_000_000
 LAST_CHARACTER = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
@@ -350,6 +350,8 @@ class Matcher:
         self._end = self._add(node, 0)
 
     def is_found(self, text: str) -> bool:
+        """Whether some part of the text is in the language. Raises ValueError where the budget does not last."""
+        self._budget.spend(1 + len(text))
         states = self._closed({0}, is_start=True, is_end=not text)
         for index, character in enumerate(text):
             if self._end in states:
@@ -449,6 +451,7 @@ class Languages:
             if len(parts) < 2 or parts[0] != Anchor(is_end=False) or parts[-1] != Anchor(is_end=True):
                 return None
             texts = self._texts(Sequence(parts[1:-1]))
+            self._budget.spend(len(found))
             if texts is None or len(found := found | texts) > self._limit:
                 return None
         return found
@@ -460,11 +463,13 @@ class Languages:
             case Characters(ranges=ranges):
                 if ranges is None or sum(high - low + 1 for low, high in ranges) > self._limit:
                     return None
+                self._budget.spend(sum(high - low + 1 for low, high in ranges))
                 return {chr(code) for low, high in ranges for code in range(low, high + 1)}
             case Anchor():
                 return None
             case Choice():
                 for option in node.options:
+                    self._budget.spend(len(found))
                     texts = self._texts(option)
                     if texts is None or len(found := found | texts) > self._limit:
                         return None
@@ -489,6 +494,7 @@ class Languages:
         found: set[str] = set()
         product: set[str] | None = {""}
         for count in range(high + 1):
+            self._budget.spend(len(found))
             if product is None or (count >= low and len(found := found | product) > self._limit):
                 return None
             product = self._joined(product, texts) if count < high else product

@@ -14,6 +14,8 @@ from quire.structured_output.digits import MAX_DIGITS, Bound, exact_number, inte
 DIGITS = "$digits"
 LARGEST_EXACT = 2**53
 MAX_MULTIPLE = 2**32 - 1
+MAX_RANGE = 2**13
+"""Characters of an expression; one for 64 bits has some 900."""
 MAX_MERGED_DIGITS = 20
 MAX_MERGED_STEPS = 64
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -112,8 +114,7 @@ class Numbers:
             return found if step == 1 else found | {"multipleOf": step}
         if step != 1:
             raise ValueError("multipleOf is not supported beside bounds of more than 53 bits")
-        expression = integer_range(low, high)
-        return False if expression is None else {DIGITS: expression}
+        return _range(integer_range(low, high))
 
     def _of_numbers(self) -> Any:
         low, high = self.low, self.high
@@ -129,8 +130,7 @@ class Numbers:
             return found
         if self.multiple is not None:
             raise ValueError("multipleOf is not supported beside these bounds")
-        expression = number_range(low, high)
-        return False if expression is None else {DIGITS: expression}
+        return _range(number_range(low, high))
 
     @staticmethod
     def _has_multiple(low: Bound, high: Bound, step: Fraction) -> bool:
@@ -138,6 +138,12 @@ class Numbers:
         if low.is_exclusive and least == Fraction(low.value):
             least += step
         return least < Fraction(high.value) or (least == Fraction(high.value) and not high.is_exclusive)
+
+
+def _range(expression: str | None) -> Any:
+    if expression is not None and len(expression) > MAX_RANGE:
+        raise ValueError("the bounds have too many digits to be followed one by one")
+    return False if expression is None else {DIGITS: expression}
 
 
 def check_merges(found: list[Numbers]) -> None:

@@ -30,7 +30,8 @@ class ObjectKeywords:
             text = walk.pattern(pattern, place.at("patternProperties"))
             self._patterns[text] = all_of(self._patterns.get(text, True), schema)
             self._nodes[text] = _parsed(pattern)
-        self._required = self._names("required", given.get("required", []))
+        self._required = dict.fromkeys(self._names("required", given.get("required", [])))
+        """In order."""
         self._additional = self._additional_schema(closed)
 
     def normal(self) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class ObjectKeywords:
         if self._additional is not True and self._additional != {}:
             found["additionalProperties"] = self._additional
         if self._required:
-            found["required"] = self._required
+            found["required"] = [*self._required]
         names = (*self._properties, *self._required)
         if self._additional is not False and any(map(_CONTROL.search, names)):
             self._walk.note_patterns()
@@ -91,7 +92,7 @@ class ObjectKeywords:
                 if isinstance(needed, list) and keyword != "dependentSchemas":
                     names = self._names(keyword, needed)
                     if name in self._required:
-                        self._required = list(dict.fromkeys([*self._required, *names]))
+                        self._required |= dict.fromkeys(names)
                     elif any(each not in self._required and each != name for each in names):
                         raise place.error("is supported for required properties only")
                 elif self._walk.schema(needed, place.at(name)) not in (True, {}):
@@ -113,7 +114,7 @@ class ObjectKeywords:
             raise place.error("is supported for one pattern, or a list of names, without patternProperties")
         [keyword] = keywords
         if keyword == "enum":
-            named = [name for name in names["enum"] if isinstance(name, str)]
+            named = dict.fromkeys(name for name in names["enum"] if isinstance(name, str))
             self._additional = self._walk.shared(self._additional)
             self._properties = {name: part for name, part in self._properties.items() if name in named} | {
                 name: self._additional for name in named if name not in self._properties
@@ -168,12 +169,12 @@ class ObjectKeywords:
         high = walk.count(self._given, "maxProperties", place)
         is_closed = self._additional is False and not self._patterns
         if is_closed:
-            possible = [name for name, schema in self._properties.items() if schema is not False]
+            possible = {name: None for name, schema in self._properties.items() if schema is not False}
             if low > len(possible) or any(name not in possible for name in self._required):
                 return None
             high = None if high is not None and high >= len(possible) else high
             if low == len(possible):
-                self._required = list(dict.fromkeys([*self._required, *possible]))
+                self._required |= possible
         if low - len(self._required) > 1 and not is_closed:
             raise place.at("minProperties").error("cannot be followed where names are free, because they may repeat")
         found = {"minProperties": low} if low > len(self._required) else {}
