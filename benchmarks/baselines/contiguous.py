@@ -372,6 +372,7 @@ class ContiguousScheduler(ABC):
         if not search.offer(beam, candidates):
             return []
         children = search.expand()
+        assert children is not None, "there are no matchers to wait for"
         if search.is_done:
             updates = hypothesis_updates(request)
             for update in updates:

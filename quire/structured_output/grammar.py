@@ -20,7 +20,6 @@ MAX_GRAMMAR_CHARACTERS = 2**19
 MAX_EXPRESSION_CHARACTERS = 2**16
 """Of a regular expression or a grammar."""
 MAX_REASON = 300
-ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 """Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them
 until its length ends."""
@@ -53,8 +52,6 @@ def write_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, 
 def refusal(name: str, reason: object) -> UserError:
     """reason: what is wrong with the field `name`."""
     text = " ".join(str(reason).split()) or type(reason).__name__
-    if "coerce_one_of" in text:  # an option of llguidance, which requests cannot set
-        text = ONE_OF
     return UserError(f"{name} cannot be used as a constraint: {text[:MAX_REASON]}", param="structured_outputs")
 
 

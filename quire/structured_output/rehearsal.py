@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_REASON = 300
+ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 
 def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
@@ -95,4 +96,6 @@ def in_one_line(reason: str) -> str:
     text = " ".join(reason.split())
     if text.startswith("NoExtension"):
         text = "no token of this model continues the text"
+    if "coerce_one_of" in text:  # an option of the library, which requests cannot set
+        text = ONE_OF
     return text[:MAX_REASON]

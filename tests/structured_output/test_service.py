@@ -192,8 +192,8 @@ def test_a_matcher_goes_on_from_tokens_that_another_engine_generated(
     [
         ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "too deeply"),
         ({"grammar": 'start: %json {"enum": [1, -9223372036854775808]}'}, "too deeply"),
-        ({"json": {"type": "nothing"}}, "Invalid type"),
-        ({"json": {"enum": []}}, "nsatisfiable"),
+        ({"grammar": 'start: %json {"type": "nothing"}'}, "Invalid type"),
+        ({"grammar": 'start: %json {"enum": []}'}, "nsatisfiable"),
         ({"regex": "["}, "invalid"),
         ({"grammar": "start: missing"}, "unknown name"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
