@@ -97,11 +97,17 @@ def _tried(case: Case, start: Callable[[Any], Any], num_walks: int) -> Result:
             result.wrong.append(text[:200])
     for seed in range(num_walks):
         text, end = walk(matcher, random.Random(seed), result.mask_times)
-        if end == "failed":
+        if end == "failed" and _fails(start(case.schema), text):
             result.wrong.append(f"fails behind {text[-100:]}")
         elif end == "whole" and (reason := _reason_against(text, validator)):
             result.wrong.append(f"{text[:200]}: {reason[:100]}")
     return result
+
+
+def _fails(matcher: Any, text: str) -> bool:
+    """Whether nothing may follow the text with a matcher of its own, too. All copies of one share its limits: a pattern
+    that has used up llguidance's number of expressions ends the texts after it."""
+    return not all(matcher.consume_token(byte) for byte in text.encode()) or not any(matcher.compute_bitmask())
 
 
 def takes(matcher: Any, text: str) -> bool:
