@@ -89,7 +89,7 @@ class ObjectKeywords:
             if not isinstance(value, dict):
                 raise place.error("must be an object")
             for name, needed in value.items():
-                if isinstance(needed, list) and keyword != "dependentSchemas":
+                if keyword == "dependentRequired" or (keyword == "dependencies" and isinstance(needed, list)):
                     names = self._names(keyword, needed)
                     if name in self._required:
                         self._required |= dict.fromkeys(names)

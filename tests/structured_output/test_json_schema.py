@@ -292,6 +292,7 @@ def test_what_no_finite_text_follows() -> None:
         ({"not": {"required": ["a"]}}, "#/not"),
         ({"contains": INTEGER}, "#/contains"),
         ({"dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
+        ({"dependentRequired": {"a": {"type": "string"}}}, "#/dependentRequired"),
         ({"dependencies": {"a": {"required": ["b"]}}}, "#/dependencies"),
         ({"propertyNames": {"minLength": 3}}, "#/propertyNames"),
         ({"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]}, "#/unevaluatedProperties"),
