@@ -399,6 +399,8 @@ def rename_tokens(path: Path, first: int, texts: list[str], *, are_special: bool
     for token, text in zip(tokenizer["added_tokens"][first:], texts, strict=False):
         token["content"], token["special"] = text, are_special
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    file = path / "tokenizer_config.json"  # whose end-of-sequence token has the next id
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": tokenizer["added_tokens"][1]["content"]}))
 
 
 async def test_calls_of_gpt_oss(tmp_path: Path) -> None:
