@@ -37,7 +37,7 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
 
 
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:
-    if config.model.pooling is not None:
+    if config.model.pooling is not None or options.skip_tokenizer_init:
         return NO_MASKS
     return ConstraintService(options, config.model.vocab_size, config.model.eos_token_ids)
 

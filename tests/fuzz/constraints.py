@@ -1,6 +1,7 @@
 """Constraints of structured outputs: schemas, expressions and grammars with random edits.
 
-The promises: every constraint compiles or is refused with one clear error, and what compiles allows at least one token.
+The promises: every constraint compiles or is refused with one clear error, no process of the engine ends, and what
+compiles allows a token at each place, which it then takes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.errors import UserError
-from quire.structured_outputs_params import StructuredOutputsParams
-from quire.tokenization.tokenizer import load_tokenizer
+from quire.structured_output.service import ConstraintService
 from tests.fuzz.harness import Attack, Fuzzer
-from tests.structured_output.schemas import Sampler, random_document
+from tests.structured_output.schemas import random_document
+from tests.structured_output.services import VOCAB_SIZE, advance, make_service, start, text_of
 from tests.structured_output.wild_schemas import EXPRESSIONS, wild_document
 
 TEXTS = {
@@ -60,18 +61,28 @@ def random_value(rng: random.Random, value: Any) -> Any:
     return [random_value(rng, each) for each in value] if isinstance(value, list) else value
 
 
-def drawn(sampler: Sampler, params: StructuredOutputsParams, seed: int) -> str:
-    """Draw a text; returns why that failed: llguidance gives up in the middle, or no token continues the text."""
+def drawn(service: ConstraintService, text: str, rng: random.Random) -> str:
+    """Draw tokens under a constraint; returns why that failed: it does not compile, or the library gives up in the
+    middle, or no token continues the text."""
     try:
-        sampler.draw(params, seed)
+        matcher = start(service, text)
+        for _ in range(40):
+            mask = None if matcher.error is not None else matcher.mask()
+            if matcher.error is not None or matcher.is_finished:
+                break
+            assert mask is not None
+            allowed = [token for token in range(VOCAB_SIZE) if mask[token // 8] >> token % 8 & 1]
+            assert allowed, "a mask without a token"
+            advance(service, matcher, rng.choice(allowed))
+            assert matcher.error is not None or matcher.num_accepted == 1, "a mask allows a token that does not follow"
     except UserError as error:
         return error.message
-    return ""
+    return "" if matcher.error is None else matcher.error.message
 
 
 @contextmanager
 def target() -> Iterator[Attack]:
-    sampler = Sampler(load_tokenizer("bundled"), [0])
+    service = make_service()
 
     def attack(rng: random.Random) -> None:
         field = rng.choice([*TEXTS, "schema", "wild", "pattern"])
@@ -85,19 +96,18 @@ def target() -> Iterator[Attack]:
         else:
             fields = {field: damaged(rng.choice(TEXTS[field]), rng)}
         try:
-            params = StructuredOutputsParams(**fields)
-            sampler.compiler.compile(params)
+            text = text_of(**fields)
         except UserError as error:
             refused = error.message
         else:
-            refused = drawn(sampler, params, rng.randint(0, 2**32))
-        if "\n" in refused:
+            refused = drawn(service, text, rng)
+        if "\n" in refused or "out of order" in refused:
             raise AssertionError(refused)
 
     try:
         yield attack
     finally:
-        sampler.close()
+        service.close()
 
 
 FUZZER = Fuzzer("constraints", target, num_test_cases=60)

@@ -10,11 +10,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.config.hf_json import Fields
-from quire.config.rope import read_rope
+from quire.config.rope import RopeDefaults, read_rope
 from quire.layers.rotary import RotaryEmbedding, rope_frequencies
 from tests.layers.helpers import torch_context
 
 HEAD_DIM = 32
+PARTS = RopeDefaults(turns_part=True)
+"""Defaults of a family whose config.json may have a part of each head rotated."""
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.7 * i for i in range(8)]}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
@@ -50,7 +52,8 @@ def test_frequencies_of_a_half_rotated_head(scaling: dict[str, Any], max_model_l
         head_dim=HEAD_DIM, max_position_embeddings=1024, rope_parameters=dict(parameters), partial_rotary_factor=0.5
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, seq_len=max_model_len)
-    config = read_rope(Fields({"max_position_embeddings": 1024, "rope_parameters": parameters}, "test"), HEAD_DIM)
+    fields = Fields({"max_position_embeddings": 1024, "rope_parameters": parameters}, "test")
+    config = read_rope(fields, HEAD_DIM, PARTS)
     frequencies, factor = rope_frequencies(config, max_model_len)
     assert frequencies.shape == (HEAD_DIM // 4,)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
@@ -58,7 +61,7 @@ def test_frequencies_of_a_half_rotated_head(scaling: dict[str, Any], max_model_l
 
 
 def rotary(**settings: Any) -> RotaryEmbedding:
-    config = read_rope(Fields({"max_position_embeddings": 1024, **settings}, "test"), HEAD_DIM)
+    config = read_rope(Fields({"max_position_embeddings": 1024, **settings}, "test"), HEAD_DIM, PARTS)
     return RotaryEmbedding(config, 1024, torch_context())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.parsers.call_forms import calls_schema
+from quire.parsers.call_forms import CallKeys, calls_schema
 from tests.structured_output.bytes_matcher import schema_matcher, takes
 
 
@@ -35,7 +35,7 @@ def tool(value: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_references_lead_into_their_own_tool(more: dict[str, Any]) -> None:
-    found = schema_matcher(calls_schema({"f": tool("u", **more), "g": tool("v", **more)}, "arguments", parallel=True))
+    found = schema_matcher(calls_schema({"f": tool("u", **more), "g": tool("v", **more)}, CallKeys(), parallel=True))
     for name, value, is_taken in (("f", "u", True), ("g", "v", True), ("f", "v", False), ("g", "u", False)):
         assert takes(found, f'[{{"name":"{name}","arguments":{{"x":"{value}"}}}}]') == is_taken
     assert takes(found, '[{"name":"f","arguments":{"x":"u","y":{"$ref":"#/nowhere"}}}]')
@@ -52,13 +52,13 @@ def test_parts_with_the_same_base_uri_in_two_tools() -> None:
             "$defs": {"p": inner},
         }
 
-    found = schema_matcher(calls_schema({"f": part("u"), "g": part("v")}, "arguments", parallel=False))
+    found = schema_matcher(calls_schema({"f": part("u"), "g": part("v")}, CallKeys(), parallel=False))
     assert takes(found, '[{"name":"g","arguments":{"x":"v"}}]')
     assert not takes(found, '[{"name":"g","arguments":{"x":"u"}}]')
 
 
 def test_integers_of_64_bits_in_arguments() -> None:
     schema = {"type": "object", "properties": {"id": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}}
-    found = schema_matcher(calls_schema({"f": schema}, "arguments", parallel=False))
+    found = schema_matcher(calls_schema({"f": schema}, CallKeys(), parallel=False))
     assert takes(found, f'[{{"name":"f","arguments":{{"id":{-(2**63)}}}}}]')
     assert not takes(found, f'[{{"name":"f","arguments":{{"id":{2**63}}}}}]')

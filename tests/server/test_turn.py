@@ -128,7 +128,7 @@ async def test_log_probabilities_behind_thoughts(chunks: list[tuple[dict[str, An
                 choice = {"index": 0, "delta": delta, "logprobs": {"content": logprobs(*tokens.split())}}
                 yield self._chunk([choice], {"prompt_tokens": 1})
 
-    events = [event async for event in Turn(Told()).events()]  # type: ignore[arg-type]
+    events = [event async for event in Turn(Told(), {}).events()]  # type: ignore[arg-type]
     written = [event for event in events if event.piece and event.segment and event.segment.kind is Kind.TEXT]
     told = [entry["token"] for event in written for entry in event.logprobs]
     assert "".join(told).removesuffix("</s>").rstrip(".") == "Yés"
