@@ -56,7 +56,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
             piece = pieces.pop()
             if isinstance(piece, dict):
                 pieces += piece.values()
-                size += sum(map(len, piece))
+                size += sum([len(str(key)) for key in piece])
             elif isinstance(piece, list | tuple):
                 pieces += piece
             size += len(piece) if isinstance(piece, str) else 1

@@ -5,6 +5,8 @@ The text goes to the engine core, which has it compiled (quire/structured_output
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from functools import cached_property
 
 from quire.config.structured_outputs import StructuredOutputsConfig
@@ -14,8 +16,13 @@ from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
 
 
+MAX_KEPT = 256
+MAX_KEPT_CHARACTERS = 2**22
+"""Limits of the grammars that are kept, and of what they were written from."""
+
+
 class GrammarWriter:
-    """Writes constraints as grammars. Thread-safe."""
+    """Writes constraints as grammars, and keeps the ones asked for last. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         """vocab_size: tokens of the model, which may have fewer than the tokenizer."""
@@ -23,12 +30,32 @@ class GrammarWriter:
         """Settings for every constraint; engines set them before the first."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._num_characters = 0
 
     def write(self, params: StructuredOutputsParams) -> str:
         """The constraint's grammar. Raises UserError for one that is too large or cannot be read, and for models whose
         tokens have no text of their own."""
         check_tokenizer(self._tokenizer)
-        return write_grammar(self.config.apply(params), self._special_tokens)
+        params = self.config.apply(params)
+        if params.size > MAX_KEPT_CHARACTERS // MAX_KEPT:
+            return write_grammar(params, self._special_tokens)
+        key = repr(params)  # tells all values apart that grammars differ by
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+                return known
+        grammar = write_grammar(params, self._special_tokens)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = grammar
+                self._num_characters += len(key) + len(grammar)
+            while len(self._kept) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
+                oldest, text = self._kept.popitem(last=False)
+                self._num_characters -= len(oldest) + len(text)
+        return grammar
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
