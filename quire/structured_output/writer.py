@@ -15,7 +15,6 @@ from quire.structured_output.vocabulary import check_tokenizer
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
 
-
 MAX_KEPT = 256
 MAX_KEPT_CHARACTERS = 2**22
 """Limits of the grammars that are kept, and of what they were written from."""
