@@ -124,8 +124,9 @@ class MaskSource(Protocol):
         """Take answers, until one has come, and at most for `seconds`."""
         ...
 
-    def prepare(self) -> None:
-        """Begin what the first constraint would wait for, while the engine has nothing else to do; returns at once."""
+    def idle(self) -> None:
+        """Begin what the first constraint would wait for, and drop what was not used for a while. Called again and
+        again while the engine has nothing else to do; returns at once."""
         ...
 
     def close(self) -> None:
@@ -198,8 +199,8 @@ class NoMasks:
     def wait_answer(self, seconds: float) -> None:
         """No answers come."""
 
-    def prepare(self) -> None:
-        """Nothing is prepared."""
+    def idle(self) -> None:
+        """Nothing is prepared or kept."""
 
     def close(self) -> None:
         """Nothing is compiled."""

@@ -211,7 +211,7 @@ class EngineCore:
             return False
         if self._executor.idle():
             return True
-        self._masks.prepare()  # on a thread of its own
+        self._masks.idle()
         return False
 
     def vital_signs(self) -> VitalSigns:

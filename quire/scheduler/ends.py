@@ -131,6 +131,10 @@ class Ends:
             sequence.swapped = None
         if not any(other.finish_reason is None for other in request.sequences):
             request.status = RequestStatus.FINISHED
+            # Request and sequences refer to one another, and are collected at some later time.
+            request.constraint = request.first_matcher = None
+            if request.beam_search is not None:
+                request.beam_search.forget_candidates()
             self._waiting.remove(request)
             self._deadlines.discard(request)
             if request.register_prefix:

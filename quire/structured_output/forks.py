@@ -73,6 +73,13 @@ def own_memory() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024 if "RssAnon:" in status else 0
 
 
+def give_back_memory() -> None:
+    """Return memory that was freed to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def be_silent(*descriptors: int) -> None:
     """Throw away what is written to these descriptors."""
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +36,9 @@ MAX_GRAMMARS = 64
 """Grammars that are kept beside those in use."""
 MAX_GRAMMAR_BYTES = 512 * 2**20
 """Memory of all grammars, by the growth that their rehearsals saw."""
+MAX_IDLE_GRAMMAR_BYTES = 32 * 2**20
+IDLE_SECONDS = 10.0
+"""Grammars that no matcher has used for so long are dropped, the oldest first, down to that memory."""
 SMALL_GRAMMAR_BYTES = 8 * 2**20
 """A grammar of at most this size never waits for others to end."""
 HANG_SECONDS = 10.0
@@ -42,12 +46,21 @@ HANG_SECONDS = 10.0
 ALONE_SECONDS = 1.0
 """The longest time for which all others wait while one is tried."""
 LOOK_SECONDS = 1.0
-"""Time between two looks whether the process hangs."""
+"""Time between two looks whether the process hangs, and whether grammars are used."""
 MASK_SECONDS = 5.0
 """The longest wait in `await_mask`."""
 MAX_DEATHS = 5
 DEATH_SECONDS = 60.0
 """Deaths of the mask process while it did no work for a sequence, in this time, until all matchers fail."""
+
+
+@dataclass(slots=True)
+class KeptGrammar:
+    """number: known to the mask process. size: bytes. used_at: when a matcher was last seen, by time.monotonic()."""
+
+    number: int
+    size: int
+    used_at: float
 
 
 class MaskClient:
@@ -84,14 +97,16 @@ class MaskClient:
         """Matchers that the process is to make, once their grammars have room."""
         self._copies: list[tuple[RemoteMatcher, RemoteMatcher, bool]] = []
         self._advances: list[RemoteMatcher] = []
-        self._grammars: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Number and bytes of the texts that the process has. The one used last is last."""
+        self._grammars: OrderedDict[str, KeptGrammar] = OrderedDict()
+        """Grammars that the process has, by their texts. The one asked for last is last."""
+        self._ended_grammars: list[int] = []
+        """Numbers of grammars that the process is to drop."""
         self._numbers = itertools.count(1)
         self._unsettled: list[RemoteMatcher] = []
         """Matchers about which something has come since the last `settle`."""
         self.num_settled = 0
         """Matchers about which the last `settle` told something."""
-        self._last_sign = self._next_check = 0.0
+        self._last_sign = self._next_check = self._next_trim = 0.0
         self._suspects: deque[weakref.ref[RemoteMatcher]] = deque()
         """Matchers at work when the process died, which are tried one at a time."""
         self._tried: weakref.ref[RemoteMatcher] | None = None
@@ -142,7 +157,8 @@ class MaskClient:
     def flush(self) -> None:
         """Send what matchers were asked, in one message."""
         self._try_next()
-        if not (self._waiting or self._copies or self._advances or self.ended_slots):
+        self.trim()
+        if not (self._waiting or self._copies or self._advances or self.ended_slots or self._ended_grammars):
             return
         if self.connection is None and not (self._waiting or self._copies):
             self._take_ended()
@@ -154,6 +170,7 @@ class MaskClient:
             self._add_copies(work)
             self._add_advances(work)
         self._add_news(work)
+        work.ended_grammars, self._ended_grammars = self._ended_grammars, []
         work.num_slots = self._num_slots
         connection.send(self._encoder.encode(work))
 
@@ -312,29 +329,52 @@ class MaskClient:
         known = self._grammars.get(text.text)
         if known is not None:
             self._grammars.move_to_end(text.text)
-            return known[0]
+            known.used_at = time.monotonic()
+            return known.number
         outcome = text.outcome
         assert outcome is not None, "matchers are made of texts that were rehearsed"
-        if not self._make_room(outcome.growth, work):
+        if not self._make_room(outcome.growth):
             return None
         number = next(self._numbers)
-        self._grammars[text.text] = number, outcome.growth
+        self._grammars[text.text] = KeptGrammar(number, outcome.growth, time.monotonic())
         work.grammars.append(Grammar(number, text.text, outcome.compile_seconds, outcome.seconds))
         return number
 
-    def _make_room(self, size: int, work: Work) -> bool:
+    def _make_room(self, size: int) -> bool:
         """Drop grammars that are not in use, the one used longest ago first, until a new one has room."""
-        total = size + sum(each for _, each in self._grammars.values())
+        total = size + sum(each.size for each in self._grammars.values())
         if total <= MAX_GRAMMAR_BYTES and len(self._grammars) < MAX_GRAMMARS:
             return True
-        used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
-        idle = deque(text for text in self._grammars if text not in used)
+        idle = deque(self._idle_grammars())
         while idle and (total > MAX_GRAMMAR_BYTES or len(idle) >= MAX_GRAMMARS):
-            number, freed = self._grammars.pop(idle.popleft())
-            total -= freed
-            work.ended_grammars.append(number)
-        is_only_large = all(each <= SMALL_GRAMMAR_BYTES for _, each in self._grammars.values())
+            total -= self._drop(idle.popleft())
+        is_only_large = all(each.size <= SMALL_GRAMMAR_BYTES for each in self._grammars.values())
         return total <= MAX_GRAMMAR_BYTES or size <= SMALL_GRAMMAR_BYTES or is_only_large
+
+    def trim(self) -> None:
+        """Drop grammars that were not used for a while; the next `flush` tells the process."""
+        now = time.monotonic()
+        if not self._grammars or now < self._next_trim:
+            return
+        self._next_trim = now + LOOK_SECONDS
+        idle = self._idle_grammars()
+        for text in self._grammars.keys() - set(idle):
+            self._grammars[text].used_at = now
+        total = sum(self._grammars[text].size for text in idle)
+        for text in idle:
+            if total > MAX_IDLE_GRAMMAR_BYTES and now - self._grammars[text].used_at > IDLE_SECONDS:
+                total -= self._drop(text)
+
+    def _idle_grammars(self) -> list[str]:
+        """Texts of grammars without a matcher. The one used longest ago is first."""
+        used = {matcher.constraint.text.text for slot in self._known if (matcher := self._matcher(slot)) is not None}
+        return [text for text in self._grammars if text not in used]
+
+    def _drop(self, text: str) -> int:
+        """Drop a grammar; returns its bytes."""
+        dropped = self._grammars.pop(text)
+        self._ended_grammars.append(dropped.number)
+        return dropped.size
 
     # Deaths
 
@@ -401,6 +441,7 @@ class MaskClient:
         self._known.clear()
         self._missing.clear()
         self._grammars.clear()
+        self._ended_grammars.clear()
         self._copies.clear()
         self._advances.clear()
         self._waiting.clear()

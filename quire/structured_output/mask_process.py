@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.errors import UserError
-from quire.structured_output.forks import limit_memory
+from quire.structured_output.forks import give_back_memory, limit_memory
 from quire.structured_output.mask_memory import MaskMemory
 from quire.structured_output.messages import (
     Advance,
@@ -37,7 +37,7 @@ from quire.structured_output.messages import (
     send_frame,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
-from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState
+from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState, unusable
 from quire.utils.failures import explain
 
 if TYPE_CHECKING:
@@ -266,6 +266,8 @@ class MaskProcess:
                 self._slots.pop(number).is_ended = True
         for number in work.ended_grammars:
             del self._grammars[number]
+        if work.ended_grammars:
+            give_back_memory()
         for grammar in work.grammars:
             self._grammars[grammar.number] = Compiled(grammar)
         tasks = [task for copy in work.copies if (task := self._copy(copy)) is not None]
@@ -341,6 +343,8 @@ class MaskProcess:
             assert state is not None
             answer.num_accepted = state.accept(work.tokens, consume)
             if answer.num_accepted < len(work.tokens):
+                if state.failure:
+                    raise unusable(state.failure)
                 answer.is_masked, answer.mask_error = True, "a token does not follow the constraint"
             else:
                 if isinstance(work, Advance):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_REASON = 300
+MAX_ROW_ITEMS = 20_000
+"""Items that the library's parser may have behind one token. An object of 2,000 optional properties has 8,000."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 
@@ -28,7 +30,8 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. Never raises for a bad one: `is_error` says so. Lets other threads run."""
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
+    return LLMatcher(vocabulary, text, log_level=0, limits=limits)
 
 
 def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits) -> None:
@@ -65,9 +68,21 @@ def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:
     if state.is_error():
         return Outcome(in_one_line(state.get_error()))
     ends = sum(1 << token_id for token_id in set(vocabulary.eos_tokens))
-    if not mask & ~ends and not state.is_accepting():
+    first = mask & ~ends
+    if not first and not state.is_accepting():
         return Outcome("no text matches it")
+    if first and (reason := _failure_behind(state, (first & -first).bit_length() - 1)):
+        return Outcome(reason)
     return Outcome("", max(0, own_memory() - before), started - began, ended - started)
+
+
+def _failure_behind(state: LLMatcher, token_id: int) -> str:
+    """Why the library gives up behind a first token; empty: it does not. A text that goes on by no token of the model
+    is only one of those that may follow."""
+    if state.consume_token(token_id) and not state.is_stopped():
+        state.compute_bitmask()
+    reason = state.get_error() if state.is_error() else ""
+    return "" if reason.startswith("NoExtension") else in_one_line(reason)
 
 
 def why_it_ended(status: int, limits: Limits) -> str:

@@ -67,6 +67,11 @@ class SequenceState:
         """Every token may come next: the constraint has not begun."""
         return bool(self._mark)
 
+    @property
+    def failure(self) -> str:
+        """Why the library has given up; empty: it has not."""
+        return in_one_line(self._state.get_error()) if self._state.is_error() else ""
+
     def accept(self, token_ids: Sequence[int], consume: Consume) -> int:
         """Follow tokens as far as the constraint allows them; returns how many."""
         for number, token_id in enumerate(token_ids):

@@ -137,9 +137,11 @@ class ConstraintService:
             self._poll(seconds)
             self._receive()
 
-    def prepare(self) -> None:
+    def idle(self) -> None:
         if self._process is None and not self._is_closed:
             self._start_server()
+        self.masks.trim()
+        self._receive()
 
     def close(self) -> None:
         self._is_closed = True

@@ -66,7 +66,7 @@ class AllowedByPosition:
             matcher.num_waits -= 1
         self._sent = [matcher for matcher in self._sent if matcher.num_waits >= 0]
 
-    def prepare(self) -> None:
+    def idle(self) -> None:
         self.is_prepared = True
 
     def close(self) -> None:

@@ -201,5 +201,25 @@ def test_matchers_outlive_preemptions_and_end_with_their_sequences() -> None:
     for number in range(3):
         expected = generate_alone(prompt(9, start=number), max_tokens=16, constraint="5")[0]
         assert driver.tokens[str(number), 0] == expected
-    gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, NumberMatcher)]
+
+
+@pytest.mark.parametrize("params", [{}, {"n": 3, "temperature": 1.0}, {"n": 2, "use_beam_search": True}])
+@pytest.mark.parametrize("steps", [2, 100])
+def test_matchers_end_with_their_requests_and_not_with_a_collection(params: dict[str, Any], steps: int) -> None:
+    """They cost memory elsewhere, and an idle engine collects nothing."""
+    driver = make_driver()
+    gc.collect()
+    gc.disable()
+    try:
+        driver.add("r", prompt(9), max_tokens=16, constraint="5", **params)
+        for _ in range(steps):
+            driver.step()
+        driver.abort("r")
+        driver.run()
+        driver.add("next", prompt(9), max_tokens=2)
+        driver.run()
+        alive = [each for each in gc.get_objects() if isinstance(each, NumberMatcher)]
+    finally:
+        gc.enable()
+    assert alive == []

@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 
 from quire.decoding.masks import ConstraintSpec
 from quire.errors import UserError
-from quire.structured_output import mask_client, remote_matcher
+from quire.structured_output import mask_client, rehearsal, remote_matcher
 from quire.structured_output import service as service_module
 from quire.structured_output.messages import Limits
 from quire.structured_output.remote_matcher import RemoteMatcher
@@ -310,6 +310,50 @@ def test_kept_grammars_are_bounded(service: ConstraintService, monkeypatch: pyte
     assert used.mask() is not None
 
 
+def test_grammars_that_nothing_uses_are_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service()
+    try:
+        used = start(service, text_of(choice=["used"]))
+        for number in range(3):
+            start(service, text_of(choice=[f"idle {number}"]))
+        for idle in service.masks._grammars.values():
+            idle.size = mask_client.MAX_IDLE_GRAMMAR_BYTES
+        monkeypatch.setattr(mask_client, "LOOK_SECONDS", 0.0)
+        service.masks._next_trim = 0.0
+        service.idle()
+        assert len(service.masks._grammars) == 4, "each was used just now"
+        monkeypatch.setattr(mask_client, "IDLE_SECONDS", -1.0)
+        service.idle()
+        assert set(service.masks._grammars) == {text_of(choice=["used"]), text_of(choice=["idle 2"])}
+        again = start(service, text_of(choice=["idle 0"]))
+        assert again.mask() != used.mask()
+    finally:
+        service.close()
+
+
+def test_an_object_of_many_properties_goes_on_behind_its_brace(
+    service: ConstraintService, tokenizer: Tokenizer
+) -> None:
+    """Behind it the library has four items a property."""
+    properties = {f"property_{number}": {"type": "string"} for number in range(1500)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    matcher = start(service, text_of(json=schema))
+    assert matcher.error is None
+    advance(service, matcher, *tokenizer.encode("{", add_special_tokens=False)[-1:])
+    assert matcher.error is None
+    assert matcher.num_accepted == 1
+    assert matcher.mask() is not None
+
+
+def test_what_the_library_gives_up_behind_the_first_token_is_refused(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "MAX_ROW_ITEMS", 50)
+    properties = {f"property_{number}": {"type": "string"} for number in range(100)}
+    outcome = rehearsal.outcome_of(vocabulary, text_of(json={"type": "object", "properties": properties}))
+    assert "items" in outcome.reason
+
+
 def test_large_grammars_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones do not wait for them."""
     monkeypatch.setattr(mask_client, "MAX_GRAMMAR_BYTES", 2**22)
@@ -326,14 +370,13 @@ def test_large_grammars_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) ->
     service.close()
 
 
-def test_a_request_has_a_limit_of_work(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_a_limit_of_work(service: ConstraintService) -> None:
     """Its matchers share it; other requests with the same text have their own."""
     text = text_of(regex="[a-z]{30}")
     constraint, other = service.constraint(text), start(service, text)
     first, second = (constraint.matcher(ConstraintSpec(), []) for _ in range(2))
     settle(service, first, second)
-    monkeypatch.setattr(remote_matcher, "WORK_SECONDS", 0.0)
-    monkeypatch.setattr(remote_matcher, "TOKEN_SECONDS", 0.0)
+    constraint.note_work(remote_matcher.WORK_SECONDS + 60, 0)
     advance(service, first, 7)
     assert [each.error is not None and "too much work" in each.error.message for each in (first, second)] == [True] * 2
     assert other.error is None
@@ -380,10 +423,10 @@ def test_copies_of_sequences_whose_masks_are_being_made(tokenizer: Tokenizer) ->
 
 def test_it_prepares_once() -> None:
     service = make_service()
-    service.prepare()
+    service.idle()
     process = service._process
     assert process is not None
-    service.prepare()
+    service.idle()
     assert start(service, text_of(regex="a")).mask()
     assert service._process is process
     service.close()
