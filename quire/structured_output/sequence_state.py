@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     Consume = Callable[[LLMatcher, int], bool]
 
 NO_TOKEN = -1
+NOT_ALLOWED = "doesn't satisfy the grammar"
+"""Part of the library's message for a token that the constraint does not allow."""
 
 
 class MaskShape(NamedTuple):
@@ -69,8 +71,9 @@ class SequenceState:
 
     @property
     def failure(self) -> str:
-        """Why the library has given up; empty: it has not."""
-        return in_one_line(self._state.get_error()) if self._state.is_error() else ""
+        """Why the library has given up; empty: it has not, or the last token was not allowed."""
+        reason = in_one_line(self._state.get_error()) if self._state.is_error() else ""
+        return "" if NOT_ALLOWED in reason else reason
 
     def accept(self, token_ids: Sequence[int], consume: Consume) -> int:
         """Follow tokens as far as the constraint allows them; returns how many."""

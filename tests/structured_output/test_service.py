@@ -370,14 +370,14 @@ def test_large_grammars_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) ->
     service.close()
 
 
-def test_a_request_has_a_limit_of_work(service: ConstraintService) -> None:
+def test_a_request_has_a_limit_of_work(service: ConstraintService, tokenizer: Tokenizer) -> None:
     """Its matchers share it; other requests with the same text have their own."""
     text = text_of(regex="[a-z]{30}")
     constraint, other = service.constraint(text), start(service, text)
     first, second = (constraint.matcher(ConstraintSpec(), []) for _ in range(2))
     settle(service, first, second)
     constraint.note_work(remote_matcher.WORK_SECONDS + 60, 0)
-    advance(service, first, 7)
+    advance(service, first, *tokenizer.encode("a", add_special_tokens=False)[-1:])
     assert [each.error is not None and "too much work" in each.error.message for each in (first, second)] == [True] * 2
     assert other.error is None
     with pytest.raises(UserError, match="too much work"):
