@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_REASON = 300
+STEP_FUEL = 2**31
+"""Work of the library's lexer for a mask and the tokens behind it. Never reached: processor time is the bound. One
+sequence that uses it up would end all that follow the same grammar, for they share the lexer, and tokens that are
+followed without masks between them, as after a restart, share what one mask has."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 
@@ -28,7 +32,8 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. Never raises for a bad one: `is_error` says so. Lets other threads run."""
     from llguidance import LLMatcher, LLParserLimits
 
-    return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=STEP_FUEL)
+    return LLMatcher(vocabulary, text, log_level=0, limits=limits)
 
 
 def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits) -> None:
