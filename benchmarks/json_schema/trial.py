@@ -28,8 +28,8 @@ CLOSING = b'"}]0,:{['
 @dataclass
 class Result:
     """The outcome of a case. state: followed, refused, slow or crashed. wrong: texts that were taken and do not follow,
-    or how one failed; narrow: texts that follow and are masked. Times are seconds of the clock, not of the processor: the
-    kernel counts those in steps of milliseconds."""
+    or how one failed; narrow: texts that follow and are masked. Times are seconds of the clock: those of the
+    processor are counted in steps of milliseconds."""
 
     name: str
     keyword: str
@@ -107,7 +107,7 @@ def _tried(case: Case, start: Callable[[Any], Any], num_walks: int) -> Result:
 
 
 def takes(matcher: Any, text: str) -> bool:
-    """Whether a text is complete under the matcher. A mask now and then renews what llguidance allows tokens to take."""
+    """Whether a text is complete under the matcher. Masks between renew what llguidance allows tokens to take."""
     state = matcher.deep_copy()
     for index, byte in enumerate(text.encode()):
         if index % BYTES_A_MASK == 0:

@@ -9,14 +9,11 @@ from typing import Any
 
 from quire.structured_output.ebnf import quoted
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
+from quire.structured_output.schema_joins import Joiner, parts_of
 from quire.structured_output.schema_numbers import DIGITS
 
 ESCAPES = 'nrbtf\\"'
 """What may follow a backslash where names are matched by patterns: without `u`, each name has one spelling."""
-_NO_SIMPLE = {DIGITS, "$ref"}
-_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_NAMED = ("properties", "patternProperties")
-_ONE = ("additionalProperties", "items")
 _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])'
 
 
@@ -47,17 +44,8 @@ def _needs_plain_names(start: Any) -> bool:
             return True
         if ("properties" in node or "required" in node) and isinstance(node.get("additionalProperties"), dict):
             return True
-        todo += _parts(node)
+        todo += parts_of(node)
     return False
-
-
-def _parts(node: dict[str, Any]) -> list[Any]:
-    found = [node[name] for name in _ONE if name in node]
-    for name in _PARTS:
-        found += node.get(name, ())
-    for name in _NAMED:
-        found += node.get(name, {}).values()
-    return found
 
 
 def _close(start: Any) -> None:
@@ -67,23 +55,21 @@ def _close(start: Any) -> None:
         node = todo.pop()
         if not isinstance(node, dict):
             continue
-        todo += _parts(node)
+        todo += parts_of(node)
         if ("properties" in node or "required" in node) and "additionalProperties" not in node:
             node["patternProperties"] = {"": True}
             node["additionalProperties"] = False
 
 
 class LarkWriter:
-    """Rules for a schema with `$digits`. Raises ValueError for what these rules cannot say."""
+    """Rules for a schema with `$digits`, which is changed. Raises ValueError for what these rules cannot say."""
 
     def __init__(self, schema: NormalSchema, options: dict[str, Any]) -> None:
         self._schema = schema
         self._options = options
         self._rules: list[str] = []
-        self._written: set[int] = set()
-        """Schemas with `$digits` or a reference, which stand in rules of their own."""
-        for node in (schema.root, *schema.definitions.values()):
-            self._note(node)
+        self._joiner = Joiner(schema)
+        self._joiner.run()
         self._names: dict[str, str] = {}
         """Of rules by what they say."""
         self._forms: dict[int, str] = {}
@@ -119,33 +105,18 @@ class LarkWriter:
         return self._forms[id(node)]
 
     def _new_form(self, node: dict[str, Any]) -> str:
-        if id(node) not in self._written:
+        if not self._joiner.is_written(node):
             return self._json(node)
         if DIGITS in node:
-            return self._rule(f"/{node[DIGITS]}/", is_terminal=True)
+            return self._rule(" & ".join(f"/{each}/" for each in node[DIGITS]), is_terminal=True)
         keywords = set(node)
         if keywords == {"$ref"}:
             return f"ref_{node['$ref'].removeprefix('#/$defs/')}"
-        if keywords == {"allOf"} and len(node["allOf"]) == 1:
-            return self._form(node["allOf"][0])
         if keywords == {"anyOf"}:
             return self._rule(" | ".join(self._form(part) for part in node["anyOf"] if part is not False))
-        for name in ("allOf", "anyOf", "oneOf", "$ref", "enum"):
-            if name in keywords:
-                raise ValueError(f"{name} is not supported together with numbers of more than 53 bits, or beside them")
         types = node.get("type", TYPES)
         forms = [self._of_type(node, kind) for kind in ([types] if isinstance(types, str) else types)]
         return forms[0] if len(forms) == 1 else self._rule(" | ".join(forms))
-
-    def _note(self, node: Any) -> bool:
-        """Whether llguidance cannot write a schema alone, because of a reference or digits; note those of its parts."""
-        if not isinstance(node, dict):
-            return False
-        parts = [self._note(part) for part in _parts(node)]
-        is_written = any(parts) or not _NO_SIMPLE.isdisjoint(node)
-        if is_written:
-            self._written.add(id(node))
-        return is_written
 
     def _json(self, node: Any) -> str:
         document = json_document(NormalSchema(node, has_patterns=_has_patterns(node)), self._options)
@@ -239,7 +210,7 @@ def _has_patterns(node: Any) -> bool:
         if isinstance(part, dict):
             if "patternProperties" in part:
                 return True
-            todo += _parts(part)
+            todo += parts_of(part)
     return False
 
 

@@ -1,5 +1,6 @@
 """Numbers of JSON schemas: bounds, multiples and constants, as llguidance follows them to the letter, or as regular
-expressions where it does not (`{"$digits": expression}`, which quire/structured_output/schema_grammar.py writes)."""
+expressions where it does not (`{"$digits": [expression, ...]}`: all of them match), which
+quire/structured_output/schema_grammar.py writes."""
 
 from __future__ import annotations
 
@@ -99,9 +100,14 @@ class Numbers:
         """A schema of numbers alone. Raises ValueError for what cannot be followed."""
         return self._of_integers() if self.is_integer else self._of_numbers()
 
+    def integer_bounds(self) -> tuple[int | None, int | None]:
+        """The least and the greatest integer."""
+        return None if self.low is None else _integer(self.low, 1), None if self.high is None else _integer(
+            self.high, -1
+        )
+
     def _of_integers(self) -> Any:
-        low = None if self.low is None else _integer(self.low, 1)
-        high = None if self.high is None else _integer(self.high, -1)
+        low, high = self.integer_bounds()
         step = 1 if self.multiple is None else self.multiple.numerator
         if low is not None and high is not None and -(-low // step) * step > high:
             return False
@@ -143,7 +149,7 @@ class Numbers:
 def _range(expression: str | None) -> Any:
     if expression is not None and len(expression) > MAX_RANGE:
         raise ValueError("the bounds have too many digits to be followed one by one")
-    return False if expression is None else {DIGITS: expression}
+    return False if expression is None else {DIGITS: [expression]}
 
 
 def check_merges(found: list[Numbers]) -> None:
@@ -222,7 +228,7 @@ def constant(value: Any) -> Any:
     if not number:
         return 0
     if isinstance(value, int):
-        return value if abs(value) <= LARGEST_EXACT else {DIGITS: exact_number(number)}
+        return value if abs(value) <= LARGEST_EXACT else {DIGITS: [exact_number(number)]}
     if abs(number) < LARGEST_EXACT and number.adjusted() > -7 and Decimal(repr(float(value))) == number:
         return float(value)
-    return {DIGITS: exact_number(number)}
+    return {DIGITS: [exact_number(number)]}
