@@ -116,8 +116,6 @@ class Compiled:
         with self._lock:
             if self._start is None:
                 start = start_matcher(vocabulary, self._text)
-                if not start.is_error():
-                    start.compute_bitmask()  # each mask renews STEP_FUEL, which tokens may use before the next one
                 if start.is_error():
                     raise UserError(in_one_line(start.get_error()))
                 self._start = start

@@ -20,7 +20,7 @@ from quire.structured_output.schema_objects import all_of
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
 MAX_JOINS = 2000
-MAX_STEPS = 100_000
+MAX_STEPS = 300_000
 """Properties, items and views of a document's joins."""
 MAX_DEPTH = 60
 """Of joins inside of joins, which follow references."""

@@ -60,6 +60,7 @@ class SequenceState:
         self._certain: deque[int] = deque()
         """Tokens that alone may follow."""
         self._is_certainty_known = False
+        self._has_fuel = False
         self.is_finished = self.ends_in_text = False
 
     @property
@@ -101,6 +102,7 @@ class SequenceState:
             memory[: shape.num_bytes] = self._narrowed(1 << token_id).to_bytes(shape.num_bytes, "little")
             return
         state.unsafe_compute_mask_ptr(address, shape.num_written)
+        self._has_fuel = True
         if state.is_error():
             raise unusable(state.get_error())
         if self._held_back or self._allowed is not None:
@@ -136,6 +138,9 @@ class SequenceState:
         if self.is_finished:
             return False
         certain = self.certain_token()
+        if certain == NO_TOKEN and not self._has_fuel:
+            self._state.compute_bitmask()  # where tokens come before a mask: it gives the lexer STEP_FUEL
+            self._has_fuel = True
         if not consume(self._state, token_id):
             return False
         if certain == token_id:

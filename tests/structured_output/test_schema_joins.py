@@ -91,7 +91,7 @@ def test_a_recursive_schema_is_joined_once() -> None:
         (U64 | {"allOf": [{"multipleOf": 3}]}, "multipleOf is not supported"),
         ({"allOf": [closed(a=U64), {"patternProperties": {"^b": True}}]}, "patternProperties is not supported"),
         ({"allOf": [{"anyOf": [closed(**{f"{s}{i}": U64}) for i in range(60)]} for s in "ab"]}, "in as many ways"),
-        ({"oneOf": [closed(a={"const": i}, b=U64) for i in range(400)]}, "of as many parts"),
+        ({"oneOf": [closed(a={"const": i}, b=U64) for i in range(800)]}, "of as many parts"),
     ],
 )  # fmt: skip
 def test_refused(schema: Any, reason: str) -> None:
