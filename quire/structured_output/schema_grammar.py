@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+from quire.structured_output import patterns
 from quire.structured_output.ebnf import quoted
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
 from quire.structured_output.schema_joins import Joiner, parts_of
@@ -131,8 +132,6 @@ class LarkWriter:
         return self._json({"type": kind} | {name: node[name] for name in names if name in node})
 
     def _object(self, node: dict[str, Any]) -> str:
-        if "patternProperties" in node:
-            raise ValueError("patternProperties are not supported beside numbers of more than 53 bits")
         additional, required = node.get("additionalProperties", True), dict.fromkeys(node.get("required", ()))
         named = node.get("properties", {})
         named = named | {name: additional for name in required if name not in named}
@@ -148,11 +147,25 @@ class LarkWriter:
             raise ValueError("minProperties and maxProperties are not supported beside optional properties here")
         low, high = max(low - len(items), 0), None if high is None else high - len(items)
         extra = None
-        if additional is not False and high != 0:
+        if "patternProperties" in node and high != 0:
+            extra = self._patterned(node["patternProperties"], [*named], additional)
+        elif additional is not False and high != 0:
             extra = self._rule(f'{self._free_name([*named])} ":" {self._form(additional)}')
         elif low or (high is not None and high < 0):
             raise ValueError("no object has as many properties")
         return self._rule(f'"{{" {self._members(items, extra, low, high)} "}}"')
+
+    def _patterned(self, found: dict[str, Any], named: list[str], additional: Any) -> str:
+        """A member whose name follows a pattern. Raises ValueError where that name could be one of `named`."""
+        [pattern, part], *others = found.items()
+        if others or additional is not False or _holds_any(pattern, named):
+            raise ValueError(
+                "patternProperties beside numbers of more than 53 bits are supported with one pattern, which no name of a "
+                "property follows, and without additionalProperties"
+            )
+        name = NormalSchema({"type": "string", "pattern": pattern}, has_patterns=True)
+        key = self._rule(f"%json {json.dumps(json_document(name, self._options))}")
+        return self._rule(f'{key} ":" {self._form(part)}')
 
     def _members(self, items: list[tuple[str, bool]], extra: str | None, low: int, high: int | None) -> str:
         """Members with commas between them: a rule for what may follow each, with members before it or without."""
@@ -201,6 +214,15 @@ class LarkWriter:
             alone = self._rule(f"{item} {behind}{ending}")
             behind = self._rule(f'"," {item} {behind}{ending}')
         return self._rule(f'"[" {alone} "]"')
+
+
+def _holds_any(pattern: str, names: list[str]) -> bool:
+    """Whether a name follows the pattern, as far as that is known. Raises ValueError where it is too large."""
+    try:
+        matcher = patterns.Matcher(patterns.parse(pattern), patterns.Budget())
+    except patterns.UnknownSyntaxError:
+        return bool(names)
+    return any(map(matcher.is_found, names))
 
 
 def _has_patterns(node: Any) -> bool:

@@ -16,6 +16,7 @@ I64: dict[str, Any] = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 
 U64: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
 DOUBLE: dict[str, Any] = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
 NULL, TEXT = {"type": "null"}, {"type": "string"}
+PATTERNED = {"patternProperties": {"^[bc]$": {"minimum": 2**60}}, "additionalProperties": False}
 REF = {"$ref": "#/$defs/T"}
 MOST, ABOVE = str(2**64 - 1), str(2**64)
 SIGNED, ABOVE_SIGNED = str(2**63 - 1), str(2**63)
@@ -64,6 +65,14 @@ def closed(**properties: Any) -> dict[str, Any]:
         ),
         (REF | {"minItems": 2, "items": {"maximum": 9}}, {"type": "array", "items": U64}, "[9,1]", "[9,10]"),
         (REF | {"prefixItems": [{"type": "string"}]}, {"items": {"anyOf": [U64, TEXT]}}, '["a",1]', "[1]"),
+        ({"type": "object", "patternProperties": {".*": REF}}, I64, '{"x":1,"y":-1}', f'{{"x":{ABOVE_SIGNED}}}'),
+        (closed() | {"patternProperties": {"^x": REF}}, U64, '{"x":1}', '{"y":1}'),
+        (
+            closed(a=U64) | {"patternProperties": {"^x-": {"type": "string"}}},
+            True,
+            '{"a":1,"x-1":"s","x-2":"t"}',
+            '{"a":1,"x-1":1}',
+        ),
     ],
 )  # fmt: skip
 def test_what_generators_write(schema: Any, target: Any, taken: str, refused: str) -> None:
@@ -89,6 +98,7 @@ def test_a_recursive_schema_is_joined_once() -> None:
         ({"oneOf": [U64, {"type": "number"}]}, "oneOf is not supported"),
         ({"oneOf": [closed(a=U64), {"type": "object"}]}, "oneOf is not supported"),
         (U64 | {"allOf": [{"multipleOf": 3}]}, "multipleOf is not supported"),
+        ({"properties": {"a": U64}, "patternProperties": {"^b": True}}, "patternProperties beside"),
         ({"allOf": [closed(a=U64), {"patternProperties": {"^b": True}}]}, "patternProperties is not supported"),
         ({"allOf": [{"anyOf": [closed(**{f"{s}{i}": U64}) for i in range(60)]} for s in "ab"]}, "in as many ways"),
         ({"oneOf": [closed(a={"const": i}, b=U64) for i in range(800)]}, "of as many parts"),
