@@ -109,7 +109,7 @@ class LarkWriter:
         if not self._joiner.is_written(node):
             return self._json(node)
         if DIGITS in node:
-            return self._rule(" & ".join(f"/{each}/" for each in node[DIGITS]), is_terminal=True)
+            return self._rule(f"/{node[DIGITS].expression()}/", is_terminal=True)
         keywords = set(node)
         if keywords == {"$ref"}:
             return f"ref_{node['$ref'].removeprefix('#/$defs/')}"
@@ -160,8 +160,8 @@ class LarkWriter:
         [pattern, part], *others = found.items()
         if others or additional is not False or _holds_any(pattern, named):
             raise ValueError(
-                "patternProperties beside numbers of more than 53 bits are supported with one pattern, which no name of a "
-                "property follows, and without additionalProperties"
+                "patternProperties beside numbers of more than 53 bits must be one pattern, which no property has, without "
+                "additionalProperties"
             )
         name = NormalSchema({"type": "string", "pattern": pattern}, has_patterns=True)
         key = self._rule(f"%json {json.dumps(json_document(name, self._options))}")

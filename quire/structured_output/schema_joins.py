@@ -8,14 +8,12 @@ as it is: it joins `allOf` itself.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
-from quire.structured_output.digits import integer_range, number_range
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
 from quire.structured_output.productive import without_endless
-from quire.structured_output.schema_numbers import BOUNDS, DIGITS, Numbers
+from quire.structured_output.schema_numbers import DIGITS, Numbers
 from quire.structured_output.schema_objects import all_of
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
@@ -174,7 +172,8 @@ class Joiner:
         options: list[Any] = []
         for kind in _shared(_types(first), _types(second)):
             if kind in ("number", "integer"):
-                options.append(_numbers(first, second, kind))
+                numbers, others = (_numbers(each, is_integer=kind == "integer") for each in (first, second))
+                options.append(numbers.joined(others).schema())
             elif kind == "object":
                 options.append(self._objects(first, second))
             elif kind == "array":
@@ -322,40 +321,15 @@ def _of_kind(node: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"type": kind} | {name: node[name] for name in OF_TYPE.get(kind, ()) if name in node}
 
 
-def _numbers(first: dict[str, Any], second: dict[str, Any], kind: str) -> Any:
-    if DIGITS not in first and DIGITS not in second:
-        one, other = (_of_kind(each, "number") | {"type": kind} for each in (first, second))
-        return one if one == other else all_of(one, other)
-    found: list[str] = []
-    for node in (first, second):
-        expressions = node.get(DIGITS, [])
-        if DIGITS not in node:
-            if "multipleOf" in node:
-                raise ValueError(f"multipleOf {BESIDE}")
-            said = Numbers.of(node, is_integer=kind == "integer")
-            expressions = _range(said, has_bounds=any(name in node for name in BOUNDS))
-            if expressions is None:
-                return False
-        found += [each for each in expressions if each not in found]
-    return {DIGITS: found}
-
-
-def _range(said: Numbers, *, has_bounds: bool) -> list[str] | None:
-    """Expressions of the numbers between bounds. None: there is none."""
-    if said.is_integer:
-        low, high = said.integer_bounds()
-        found = integer_range(low, high)
-    elif not has_bounds:
-        return []
-    else:
-        found = number_range(said.low, said.high)
-    return None if found is None else [found]
+def _numbers(node: dict[str, Any], *, is_integer: bool) -> Numbers:
+    found = node.get(DIGITS)
+    return found if isinstance(found, Numbers) else Numbers.of(node, is_integer=is_integer)
 
 
 def _enum(values: list[Any], other: dict[str, Any]) -> Any:
     """The values of a list that follow a schema of `$digits` or of types alone."""
     if DIGITS in other:
-        found = [each for each in values if _kind(each) == "number" and _is_matched(json.dumps(each), other[DIGITS])]
+        found = [each for each in values if _kind(each) == "number" and other[DIGITS].holds(each)]
         return {"enum": found} if found else False
     if "enum" in other:
         return all_of({"enum": values}, other)
@@ -363,14 +337,12 @@ def _enum(values: list[Any], other: dict[str, Any]) -> Any:
     kept = [each for each in values if _kind(each) in kinds or (_is_integer(each) and "integer" in kinds)]
     if any(isinstance(each, dict | list) for each in kept):
         raise ValueError(f"enum of objects and arrays {BESIDE}")
+    numbers = Numbers.of(other, is_integer=False)
+    kept = [each for each in kept if _kind(each) != "number" or numbers.holds(each)]
     if not kept:
         return False
-    names = [name for kind in ("string", "number") for name in OF_TYPE[kind] if name in other]
-    return {"allOf": [{"enum": kept}, {name: other[name] for name in names}]} if names else {"enum": kept}
-
-
-def _is_matched(text: str, expressions: list[str]) -> bool:
-    return all(re.fullmatch(each, text) for each in expressions)
+    texts = {name: other[name] for name in OF_TYPE["string"] if name in other}
+    return {"allOf": [{"enum": kept}, texts]} if texts else {"enum": kept}
 
 
 def _is_integer(value: Any) -> bool:

@@ -115,6 +115,14 @@ def test_a_branch_that_nothing_follows_is_left_out() -> None:
     assert not takes(matcher, "[4]")
 
 
+@pytest.mark.parametrize("parts", [[{"const": 2**62}, {"maximum": 2}], [I64, {"minimum": 2**62}, {"maximum": 5}]])
+def test_a_property_that_no_number_follows_cannot_begin(parts: list[Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"allOf": parts}, "b": U64}, "additionalProperties": False}
+    matcher = schema_matcher(schema)
+    assert takes(matcher, '{"b":1}')
+    assert not all(matcher.consume_token(byte) for byte in b'{"a')
+
+
 def random_schema(rng: random.Random, depth: int) -> Any:
     kind = rng.randrange(12 if depth else 6)
     if kind < 4:
