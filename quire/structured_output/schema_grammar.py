@@ -160,8 +160,8 @@ class LarkWriter:
         [pattern, part], *others = found.items()
         if others or additional is not False or _holds_any(pattern, named):
             raise ValueError(
-                "patternProperties beside numbers of more than 53 bits must be one pattern, which no property has, without "
-                "additionalProperties"
+                "patternProperties beside numbers of more than 53 bits must be one pattern, which no property has, and "
+                "have no additionalProperties beside them"
             )
         name = NormalSchema({"type": "string", "pattern": pattern}, has_patterns=True)
         key = self._rule(f"%json {json.dumps(json_document(name, self._options))}")

@@ -46,6 +46,7 @@ class Joiner:
         self._flat: dict[int, tuple[Any, Any]] = {}
         """[id of a schema]: it, so that its id stays its own, and its form without joins."""
         self._names: dict[tuple[str, str], str] = {}
+        self._kinds: dict[int, tuple[Any, set[str]]] = {}
         self._depth = 0
         self._num_steps = 0
 
@@ -231,7 +232,8 @@ class Joiner:
 
     def _views(self, node: Any) -> list[dict[str, Any]]:
         """Schemas that all values of one follow."""
-        todo, found = [node], []
+        todo: list[Any] = [node]
+        found: list[dict[str, Any]] = []
         while todo and len(found) < MAX_VIEWS:
             part = todo.pop()
             if isinstance(part, dict):
@@ -242,6 +244,9 @@ class Joiner:
 
     def kinds(self, node: Any, depth: int = 0) -> set[str]:
         """The types that values of a schema may have."""
+        known = self._kinds.get(id(node))
+        if known is not None:
+            return known[1]
         found = set(TYPES)
         self._spend(1)
         for view in self._views(node) if depth < MAX_VIEWS else ():
@@ -251,7 +256,10 @@ class Joiner:
             for name in ("anyOf", "oneOf"):
                 if name in view:
                     found &= set().union(*(self.kinds(part, depth + 1) for part in view[name]))
-        return set() if node is False else found
+        found = set() if node is False else found
+        if depth == 0:
+            self._kinds[id(node)] = (node, found)
+        return found
 
     def constants(self, node: Any) -> set[str] | None:
         """The values, as texts, of a schema that has but a few simple ones."""
@@ -354,7 +362,15 @@ def _kind(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    return {str: "string", list: "array", dict: "object"}.get(type(value), "number")
+    return (
+        "string"
+        if isinstance(value, str)
+        else "array"
+        if isinstance(value, list)
+        else "object"
+        if isinstance(value, dict)
+        else "number"
+    )
 
 
 def _constant_text(value: Any) -> str:
