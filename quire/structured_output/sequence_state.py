@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     Consume = Callable[[LLMatcher, int], bool]
 
 NO_TOKEN = -1
+TOKENS_A_MASK = 8
+"""Where tokens come without masks between them, one is made behind as many."""
 
 
 class MaskShape(NamedTuple):
@@ -60,7 +62,7 @@ class SequenceState:
         self._certain: deque[int] = deque()
         """Tokens that alone may follow."""
         self._is_certainty_known = False
-        self._has_fuel = False
+        self._num_unmasked = TOKENS_A_MASK
         self.is_finished = self.ends_in_text = False
 
     @property
@@ -102,7 +104,7 @@ class SequenceState:
             memory[: shape.num_bytes] = self._narrowed(1 << token_id).to_bytes(shape.num_bytes, "little")
             return
         state.unsafe_compute_mask_ptr(address, shape.num_written)
-        self._has_fuel = True
+        self._num_unmasked = 0
         if state.is_error():
             raise unusable(state.get_error())
         if self._held_back or self._allowed is not None:
@@ -138,9 +140,10 @@ class SequenceState:
         if self.is_finished:
             return False
         certain = self.certain_token()
-        if certain == NO_TOKEN and not self._has_fuel:
-            self._state.compute_bitmask()  # where tokens come before a mask: it gives the lexer STEP_FUEL
-            self._has_fuel = True
+        self._num_unmasked += 1
+        if certain == NO_TOKEN and self._num_unmasked > TOKENS_A_MASK:
+            self._state.compute_bitmask()  # which gives the lexer STEP_FUEL
+            self._num_unmasked = 0
         if not consume(self._state, token_id):
             return False
         if certain == token_id:
