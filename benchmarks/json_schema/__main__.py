@@ -70,8 +70,8 @@ def print_table(title: str, results: Sequence[Result], num_worst: int) -> None:
     for name, times in (("compiling", compile_times), ("masks", mask_times)):
         if times:
             times = sorted(times)
-            p50, p99 = (1000 * times[int(share * (len(times) - 1))] for share in (0.5, 0.99))
-            print(f"{name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, max {1000 * times[-1]:.1f} ms")
+            p50, p99, most = (1e6 * times[int(share * (len(times) - 1))] for share in (0.5, 0.99, 1))
+            print(f"{name}: p50 {p50:.1f} µs, p99 {p99:.1f} µs, max {most:.0f} µs")
     for result in results:
         for kind in ("wrong", "narrow"):
             for text in getattr(result, kind)[: num_worst and 2]:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from quire.errors import UserError
 from quire.structured_output.grammar import write_grammar
+from quire.structured_output.rehearsal import start_matcher
 from quire.structured_outputs_params import StructuredOutputsParams
 
 VOCABULARY = LLTokenizer("byte")
@@ -23,16 +24,16 @@ def quire(schema: Any) -> LLMatcher:
         grammar = write_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
     except UserError as error:
         raise ValueError(error.message) from None
-    return _matcher(grammar)
+    return _checked(start_matcher(VOCABULARY, grammar))
 
 
 def llguidance(schema: Any) -> LLMatcher:
     """Raises ValueError for what is refused."""
-    return _matcher(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False}))
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+    return _checked(LLMatcher(VOCABULARY, grammar, log_level=0))
 
 
-def _matcher(grammar: str) -> LLMatcher:
-    matcher = LLMatcher(VOCABULARY, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+def _checked(matcher: LLMatcher) -> LLMatcher:
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return matcher

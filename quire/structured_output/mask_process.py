@@ -66,9 +66,10 @@ SWITCH_SECONDS = 0.0005
 class Slot:
     """A sequence. Its work is done in the order in which it came, one piece at a time."""
 
-    def __init__(self, number: int, charge: int, seconds: float) -> None:
+    def __init__(self, number: int, charge: int, seconds: float, compiled: Compiled) -> None:
         """seconds: for a mask, as far as known."""
         self.number = number
+        self.compiled = compiled
         self.charge = charge
         self.lock = threading.Lock()
         self.state: SequenceState | None = None
@@ -114,10 +115,21 @@ class Compiled:
         """A matcher at the start. Raises UserError."""
         with self._lock:
             if self._start is None:
-                self._start = start_matcher(vocabulary, self._text)
-                if self._start.is_error():
-                    raise UserError(in_one_line(self._start.get_error()))
+                start = start_matcher(vocabulary, self._text)
+                if start.is_error():
+                    raise UserError(in_one_line(start.get_error()))
+                self._start = start
             return self._start.deep_copy()
+
+    def check(self) -> None:
+        """Forget the matcher where no mask comes of it any more: its copies share the lexer, whose states may have
+        become too many. Called when one of them has failed."""
+        with self._lock:
+            if self._start is not None:
+                state = self._start.deep_copy()
+                state.compute_bitmask()
+                if state.is_error():
+                    self._start = None
 
 
 class Task:
@@ -273,7 +285,7 @@ class MaskProcess:
         tasks = [task for copy in work.copies if (task := self._copy(copy)) is not None]
         for new in work.news:
             compiled = self._grammars[new.grammar]
-            slot = self._slots[new.slot] = Slot(new.slot, new.charge, compiled.seconds)
+            slot = self._slots[new.slot] = Slot(new.slot, new.charge, compiled.seconds, compiled)
             tasks.append(Task(slot, new, compiled))
         return tasks + [Task(self._slots[advance.slot], advance) for advance in work.advances]
 
@@ -289,7 +301,7 @@ class MaskProcess:
     def _copy(self, copy: Copy) -> Task | None:
         """Make a slot like another one; returns the task of its mask, if that is asked for."""
         source = self._slots[copy.source]
-        slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0)
+        slot = self._slots[copy.slot] = Slot(copy.slot, source.charge, 0.0, source.compiled)
         with source.lock:
             assert source.state is not None, "copies are made of matchers that have answered"
             slot.state = source.state.copy()
@@ -346,6 +358,7 @@ class MaskProcess:
                 if state.failure:
                     raise unusable(state.failure)
                 answer.is_masked, answer.mask_error = True, "a token does not follow the constraint"
+                slot.compiled.check()
             else:
                 if isinstance(work, Advance):
                     answer.forced = state.take_forced(work.num_forced, consume)
@@ -374,6 +387,7 @@ class MaskProcess:
                     self._memory.write(slot.number, scratch.view)
         except UserError as error:
             masked.error, masked.param = error.message, error.param or ""
+            slot.compiled.check()
         except BaseException as error:  # a panic of the native library is no Exception
             masked.error = in_one_line(explain(error))
         masked.seconds = time.thread_time() - started

@@ -326,6 +326,18 @@ def _grouped(node: Node) -> str:
     return f"(?:{written(node)})"
 
 
+def takes_all(node: Node | None) -> bool:
+    """Whether the expression is found in every text, as `.*` and the empty one are. None: unknown syntax."""
+    match node:
+        case Sequence():
+            return all(map(takes_all, node.parts))
+        case Choice():
+            return any(map(takes_all, node.options))
+        case Repetition():
+            return node.low == 0 or takes_all(node.part)
+    return False
+
+
 class Budget:
     """Steps that are left to the expressions of one document."""
 

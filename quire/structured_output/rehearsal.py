@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_REASON = 300
 MAX_ROW_ITEMS = 20_000
 """Items that the library's parser may have behind one token. An object of 2,000 optional properties has 8,000."""
+STEP_FUEL = 2_000_000
+"""Work of the library's lexer for a mask and the tokens behind it, some 0.15 s: ten times as much as usual. A sequence
+that uses it up ends all that follow the same grammar, for they share the lexer."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
 
 
@@ -30,7 +33,7 @@ def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. Never raises for a bad one: `is_error` says so. Lets other threads run."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
+    limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False)
     return LLMatcher(vocabulary, text, log_level=0, limits=limits)
 
 

@@ -7,16 +7,14 @@ import json
 import re
 from typing import Any
 
+from quire.structured_output import patterns
 from quire.structured_output.ebnf import quoted
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
+from quire.structured_output.schema_joins import Joiner, parts_of
 from quire.structured_output.schema_numbers import DIGITS
 
 ESCAPES = 'nrbtf\\"'
 """What may follow a backslash where names are matched by patterns: without `u`, each name has one spelling."""
-_NO_SIMPLE = {DIGITS, "$ref"}
-_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_NAMED = ("properties", "patternProperties")
-_ONE = ("additionalProperties", "items")
 _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])'
 
 
@@ -47,17 +45,8 @@ def _needs_plain_names(start: Any) -> bool:
             return True
         if ("properties" in node or "required" in node) and isinstance(node.get("additionalProperties"), dict):
             return True
-        todo += _parts(node)
+        todo += parts_of(node)
     return False
-
-
-def _parts(node: dict[str, Any]) -> list[Any]:
-    found = [node[name] for name in _ONE if name in node]
-    for name in _PARTS:
-        found += node.get(name, ())
-    for name in _NAMED:
-        found += node.get(name, {}).values()
-    return found
 
 
 def _close(start: Any) -> None:
@@ -67,23 +56,21 @@ def _close(start: Any) -> None:
         node = todo.pop()
         if not isinstance(node, dict):
             continue
-        todo += _parts(node)
+        todo += parts_of(node)
         if ("properties" in node or "required" in node) and "additionalProperties" not in node:
             node["patternProperties"] = {"": True}
             node["additionalProperties"] = False
 
 
 class LarkWriter:
-    """Rules for a schema with `$digits`. Raises ValueError for what these rules cannot say."""
+    """Rules for a schema with `$digits`, which is changed. Raises ValueError for what these rules cannot say."""
 
     def __init__(self, schema: NormalSchema, options: dict[str, Any]) -> None:
         self._schema = schema
         self._options = options
         self._rules: list[str] = []
-        self._written: set[int] = set()
-        """Schemas with `$digits` or a reference, which stand in rules of their own."""
-        for node in (schema.root, *schema.definitions.values()):
-            self._note(node)
+        self._joiner = Joiner(schema)
+        self._joiner.run()
         self._names: dict[str, str] = {}
         """Of rules by what they say."""
         self._forms: dict[int, str] = {}
@@ -119,33 +106,18 @@ class LarkWriter:
         return self._forms[id(node)]
 
     def _new_form(self, node: dict[str, Any]) -> str:
-        if id(node) not in self._written:
+        if not self._joiner.is_written(node):
             return self._json(node)
         if DIGITS in node:
-            return self._rule(f"/{node[DIGITS]}/", is_terminal=True)
+            return self._rule(f"/{node[DIGITS].expression()}/", is_terminal=True)
         keywords = set(node)
         if keywords == {"$ref"}:
             return f"ref_{node['$ref'].removeprefix('#/$defs/')}"
-        if keywords == {"allOf"} and len(node["allOf"]) == 1:
-            return self._form(node["allOf"][0])
         if keywords == {"anyOf"}:
             return self._rule(" | ".join(self._form(part) for part in node["anyOf"] if part is not False))
-        for name in ("allOf", "anyOf", "oneOf", "$ref", "enum"):
-            if name in keywords:
-                raise ValueError(f"{name} is not supported together with numbers of more than 53 bits, or beside them")
         types = node.get("type", TYPES)
         forms = [self._of_type(node, kind) for kind in ([types] if isinstance(types, str) else types)]
         return forms[0] if len(forms) == 1 else self._rule(" | ".join(forms))
-
-    def _note(self, node: Any) -> bool:
-        """Whether llguidance cannot write a schema alone, because of a reference or digits; note those of its parts."""
-        if not isinstance(node, dict):
-            return False
-        parts = [self._note(part) for part in _parts(node)]
-        is_written = any(parts) or not _NO_SIMPLE.isdisjoint(node)
-        if is_written:
-            self._written.add(id(node))
-        return is_written
 
     def _json(self, node: Any) -> str:
         document = json_document(NormalSchema(node, has_patterns=_has_patterns(node)), self._options)
@@ -160,8 +132,6 @@ class LarkWriter:
         return self._json({"type": kind} | {name: node[name] for name in names if name in node})
 
     def _object(self, node: dict[str, Any]) -> str:
-        if "patternProperties" in node:
-            raise ValueError("patternProperties are not supported beside numbers of more than 53 bits")
         additional, required = node.get("additionalProperties", True), dict.fromkeys(node.get("required", ()))
         named = node.get("properties", {})
         named = named | {name: additional for name in required if name not in named}
@@ -177,11 +147,25 @@ class LarkWriter:
             raise ValueError("minProperties and maxProperties are not supported beside optional properties here")
         low, high = max(low - len(items), 0), None if high is None else high - len(items)
         extra = None
-        if additional is not False and high != 0:
+        if "patternProperties" in node and high != 0:
+            extra = self._patterned(node["patternProperties"], [*named], additional)
+        elif additional is not False and high != 0:
             extra = self._rule(f'{self._free_name([*named])} ":" {self._form(additional)}')
         elif low or (high is not None and high < 0):
             raise ValueError("no object has as many properties")
         return self._rule(f'"{{" {self._members(items, extra, low, high)} "}}"')
+
+    def _patterned(self, found: dict[str, Any], named: list[str], additional: Any) -> str:
+        """A member whose name follows a pattern. Raises ValueError where that name could be one of `named`."""
+        [pattern, part], *others = found.items()
+        if others or additional is not False or _holds_any(pattern, named):
+            raise ValueError(
+                "patternProperties beside numbers of more than 53 bits must be one pattern, which no property has, and "
+                "have no additionalProperties beside them"
+            )
+        name = NormalSchema({"type": "string", "pattern": pattern}, has_patterns=True)
+        key = self._rule(f"%json {json.dumps(json_document(name, self._options))}")
+        return self._rule(f'{key} ":" {self._form(part)}')
 
     def _members(self, items: list[tuple[str, bool]], extra: str | None, low: int, high: int | None) -> str:
         """Members with commas between them: a rule for what may follow each, with members before it or without."""
@@ -232,6 +216,15 @@ class LarkWriter:
         return self._rule(f'"[" {alone} "]"')
 
 
+def _holds_any(pattern: str, names: list[str]) -> bool:
+    """Whether a name follows the pattern, as far as that is known. Raises ValueError where it is too large."""
+    try:
+        matcher = patterns.Matcher(patterns.parse(pattern), patterns.Budget())
+    except patterns.UnknownSyntaxError:
+        return bool(names)
+    return any(map(matcher.is_found, names))
+
+
 def _has_patterns(node: Any) -> bool:
     todo = [node]
     while todo:
@@ -239,7 +232,7 @@ def _has_patterns(node: Any) -> bool:
         if isinstance(part, dict):
             if "patternProperties" in part:
                 return True
-            todo += _parts(part)
+            todo += parts_of(part)
     return False
 
 

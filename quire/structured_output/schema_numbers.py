@@ -1,5 +1,6 @@
 """Numbers of JSON schemas: bounds, multiples and constants, as llguidance follows them to the letter, or as regular
-expressions where it does not (`{"$digits": expression}`, which quire/structured_output/schema_grammar.py writes)."""
+expressions where it does not: `{"$digits": numbers}` with a `Numbers`, which
+quire/structured_output/schema_grammar.py writes."""
 
 from __future__ import annotations
 
@@ -95,13 +96,34 @@ class Numbers:
             return False
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
+    def joined(self, other: Numbers) -> Numbers:
+        """What both say. Raises ValueError where both have a multiple."""
+        multiples = {each.multiple for each in (self, other)} - {None}
+        if len(multiples) > 1:
+            raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")
+        low, high = _narrower(self.low, other.low, 1), _narrower(self.high, other.high, -1)
+        return Numbers(low, high, next(iter(multiples), None), self.is_integer or other.is_integer)
+
+    def expression(self) -> str | None:
+        """Digits of the numbers between the bounds. None: there is none."""
+        if self.is_integer:
+            return integer_range(*self.integer_bounds())
+        if self.low is not None and self.low == self.high and not self.low.is_exclusive:
+            return exact_number(self.low.value)
+        return number_range(self.low, self.high)
+
     def schema(self) -> Any:
         """A schema of numbers alone. Raises ValueError for what cannot be followed."""
         return self._of_integers() if self.is_integer else self._of_numbers()
 
+    def integer_bounds(self) -> tuple[int | None, int | None]:
+        """The least and the greatest integer."""
+        return None if self.low is None else _integer(self.low, 1), None if self.high is None else _integer(
+            self.high, -1
+        )
+
     def _of_integers(self) -> Any:
-        low = None if self.low is None else _integer(self.low, 1)
-        high = None if self.high is None else _integer(self.high, -1)
+        low, high = self.integer_bounds()
         step = 1 if self.multiple is None else self.multiple.numerator
         if low is not None and high is not None and -(-low // step) * step > high:
             return False
@@ -114,11 +136,13 @@ class Numbers:
             return found if step == 1 else found | {"multipleOf": step}
         if step != 1:
             raise ValueError("multipleOf is not supported beside bounds of more than 53 bits")
-        return _range(integer_range(low, high))
+        return self._digits()
 
     def _of_numbers(self) -> Any:
         low, high = self.low, self.high
         found: dict[str, Any] = {"type": "number"}
+        if low is not None and high is not None and not _has_between(low, high):
+            return False
         if self.multiple is not None:
             if low is not None and high is not None and not self._has_multiple(low, high, self.multiple):
                 return False
@@ -130,7 +154,13 @@ class Numbers:
             return found
         if self.multiple is not None:
             raise ValueError("multipleOf is not supported beside these bounds")
-        return _range(number_range(low, high))
+        return self._digits()
+
+    def _digits(self) -> Any:
+        expression = self.expression()
+        if expression is not None and len(expression) > MAX_RANGE:
+            raise ValueError("the bounds have too many digits to be followed one by one")
+        return False if expression is None else {DIGITS: self}
 
     @staticmethod
     def _has_multiple(low: Bound, high: Bound, step: Fraction) -> bool:
@@ -138,12 +168,6 @@ class Numbers:
         if low.is_exclusive and least == Fraction(low.value):
             least += step
         return least < Fraction(high.value) or (least == Fraction(high.value) and not high.is_exclusive)
-
-
-def _range(expression: str | None) -> Any:
-    if expression is not None and len(expression) > MAX_RANGE:
-        raise ValueError("the bounds have too many digits to be followed one by one")
-    return False if expression is None else {DIGITS: expression}
 
 
 def check_merges(found: list[Numbers]) -> None:
@@ -175,6 +199,19 @@ def _bound(value: Decimal | None, exclusive: Decimal | None, is_exclusive: bool,
     if found is None or (exclusive >= found.value if sign > 0 else exclusive <= found.value):
         return Bound(exclusive, is_exclusive=True)
     return found
+
+
+def _has_between(low: Bound, high: Bound) -> bool:
+    return low.value < high.value or (low.value == high.value and not low.is_exclusive and not high.is_exclusive)
+
+
+def _narrower(first: Bound | None, second: Bound | None, sign: int) -> Bound | None:
+    """sign: 1 for lower bounds."""
+    if first is None or second is None:
+        return first or second
+    if first.value == second.value:
+        return first if first.is_exclusive else second
+    return first if (first.value - second.value) * sign > 0 else second
 
 
 def _integer(bound: Bound, sign: int) -> int:
@@ -221,8 +258,9 @@ def constant(value: Any) -> Any:
     number = decimal_of(value)
     if not number:
         return 0
+    exact = Numbers(Bound(number), Bound(number), is_integer=isinstance(value, int))
     if isinstance(value, int):
-        return value if abs(value) <= LARGEST_EXACT else {DIGITS: exact_number(number)}
+        return value if abs(value) <= LARGEST_EXACT else {DIGITS: exact}
     if abs(number) < LARGEST_EXACT and number.adjusted() > -7 and Decimal(repr(float(value))) == number:
         return float(value)
-    return {DIGITS: exact_number(number)}
+    return {DIGITS: exact}

@@ -146,6 +146,10 @@ class ObjectKeywords:
             shared = self._walk.shared(schema) if len(names) > 1 else schema
             for name in names:
                 self._properties[name] = all_of(self._properties[name], shared)
+        if len(self._patterns) == 1:
+            [(pattern, schema)] = self._patterns.items()
+            if patterns.takes_all(self._nodes[pattern]):
+                self._patterns, self._additional = {}, schema
 
     def _drop_empty_patterns(self) -> None:
         """Patterns whose names are all properties of their own: behind a comma no name could follow."""

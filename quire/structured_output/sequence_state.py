@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of the library's message for a token that the constraint does not allow."""
+TOKENS_A_MASK = 8
+"""Where tokens come without masks between them, one is made behind as many."""
 
 
 class MaskShape(NamedTuple):
@@ -62,6 +64,7 @@ class SequenceState:
         self._certain: deque[int] = deque()
         """Tokens that alone may follow."""
         self._is_certainty_known = False
+        self._num_unmasked = TOKENS_A_MASK
         self.is_finished = self.ends_in_text = False
 
     @property
@@ -109,6 +112,7 @@ class SequenceState:
             memory[: shape.num_bytes] = self._narrowed(1 << token_id).to_bytes(shape.num_bytes, "little")
             return
         state.unsafe_compute_mask_ptr(address, shape.num_written)
+        self._num_unmasked = 0
         if state.is_error():
             raise unusable(state.get_error())
         if self._held_back or self._allowed is not None:
@@ -144,6 +148,10 @@ class SequenceState:
         if self.is_finished:
             return False
         certain = self.certain_token()
+        self._num_unmasked += 1
+        if certain == NO_TOKEN and self._num_unmasked > TOKENS_A_MASK:
+            self._state.compute_bitmask()  # which gives the lexer STEP_FUEL
+            self._num_unmasked = 0
         if not consume(self._state, token_id):
             return False
         if certain == token_id:

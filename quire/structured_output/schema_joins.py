@@ -1,0 +1,385 @@
+"""Several schemas for one value, joined into one, for rules in Lark's syntax, which know no intersections.
+
+`Joiner` changes a schema in normal form with `$digits`: where `allOf`, `anyOf`, `oneOf` or `$ref` stand beside other
+keywords around such numbers, or around references, one schema takes their place. What llguidance compiles alone stays
+as it is: it joins `allOf` itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
+from quire.structured_output.productive import without_endless
+from quire.structured_output.schema_numbers import DIGITS, Numbers
+from quire.structured_output.schema_objects import all_of
+
+IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
+MAX_JOINS = 2000
+MAX_STEPS = 300_000
+"""Properties, items and views of a document's joins."""
+MAX_DEPTH = 60
+"""Of joins inside of joins, which follow references."""
+MAX_VIEWS = 32
+BESIDE = "is not supported beside numbers of more than 53 bits"
+
+
+def parts_of(node: dict[str, Any]) -> list[Any]:
+    """The schemas directly inside of one."""
+    found = [node[name] for name in ("additionalProperties", "items") if name in node]
+    for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        found += node.get(name, ())
+    for name in ("properties", "patternProperties"):
+        found += node.get(name, {}).values()
+    return found
+
+
+class Joiner:
+    """The joins of one document."""
+
+    def __init__(self, schema: NormalSchema) -> None:
+        self._schema = schema
+        self._definitions = schema.definitions
+        self._is_written: dict[int, tuple[Any, bool]] = {}
+        self._flat: dict[int, tuple[Any, Any]] = {}
+        """[id of a schema]: it, so that its id stays its own, and its form without joins."""
+        self._names: dict[tuple[str, str], str] = {}
+        self._kinds: dict[int, tuple[Any, set[str]]] = {}
+        self._depth = 0
+        self._num_steps = 0
+
+    def run(self) -> None:
+        """Change the schema. Raises ValueError for what cannot be joined."""
+        for name in list(self._definitions):
+            self._definitions[name] = self._flattened(self._definitions[name])
+        self._schema.root = self._flattened(self._schema.root)
+        without_endless(self._schema)
+
+    def is_written(self, node: Any) -> bool:
+        """Whether llguidance cannot compile a schema alone: `$digits` or a reference stands in it."""
+        if not isinstance(node, dict):
+            return False
+        known = self._is_written.get(id(node))
+        if known is None:
+            found = DIGITS in node or "$ref" in node or any(map(self.is_written, parts_of(node)))
+            known = self._is_written[id(node)] = (node, found)
+        return known[1]
+
+    def _flattened(self, node: Any) -> Any:
+        """A schema of which each written part has one of `$ref`, `anyOf`, `$digits` or the keywords of types."""
+        if not isinstance(node, dict) or DIGITS in node or not self.is_written(node):
+            return node
+        known = self._flat.get(id(node))
+        if known is None:
+            first, *others = self._conjuncts(node)
+            found = self._inside(first)
+            for other in others:
+                found = self._both(found, other)
+            known = self._flat[id(node)] = (node, found)
+            self._flat[id(found)] = (found, found)
+        return known[1]
+
+    def _conjuncts(self, node: dict[str, Any]) -> list[Any]:
+        """Schemas of one kind of keyword, all of which a value follows, in the order of the text's keys."""
+        simple = {name: value for name, value in node.items() if name not in IN_PLACE}
+        place = "properties" if "properties" in simple else next(iter(simple), None)
+        found: list[Any] = []
+        for name, value in node.items():
+            if name == place:
+                found.append(simple)
+            elif name == "allOf":
+                found += value
+            elif name == "oneOf":
+                self._check_apart(value)
+                found.append({"anyOf": value})
+            elif name in IN_PLACE:
+                found.append({name: value})
+        return found
+
+    def _inside(self, node: Any) -> Any:
+        if not isinstance(node, dict) or set(node) in ({"$ref"}, {"enum"}, {DIGITS}):
+            return node
+        if set(node) != {"anyOf"} and any(name in node for name in IN_PLACE):
+            return self._flattened(node)
+        if "anyOf" in node:
+            return _any(self._flattened(part) for part in node["anyOf"])
+        found = dict(node)
+        for name in ("additionalProperties", "items"):
+            if name in node:
+                found[name] = self._flattened(node[name])
+        for name in ("properties", "patternProperties"):
+            if name in node:
+                found[name] = {key: self._flattened(part) for key, part in node[name].items()}
+        if "prefixItems" in node:
+            found["prefixItems"] = [self._flattened(part) for part in node["prefixItems"]]
+        return found
+
+    def _both(self, first: Any, second: Any) -> Any:
+        """What follows two schemas."""
+        first, second = self._flattened(first), self._flattened(second)
+        if not first or not second or first is True or second is True or first == second:
+            return first if first == second else all_of(first, second)
+        if not self.is_written(first) and not self.is_written(second):
+            return all_of(first, second) if self.kinds(first) & self.kinds(second) else False
+        key = (self._identity(first), self._identity(second))
+        if key in self._names:
+            return {"$ref": f"#/$defs/{self._names[key]}"}
+        if len(self._names) >= MAX_JOINS or self._depth >= MAX_DEPTH:
+            raise ValueError(f"allOf {BESIDE} in as many ways")
+        name = self._names[key] = f"j{len(self._names)}"
+        self._depth += 1
+        found = self._definitions[name] = self._joined(first, second)
+        self._depth -= 1
+        return found if found is False or (isinstance(found, dict) and DIGITS in found) else {"$ref": f"#/$defs/{name}"}
+
+    def _spend(self, count: int) -> None:
+        self._num_steps += count
+        if self._num_steps > MAX_STEPS:
+            raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
+
+    def _identity(self, node: dict[str, Any]) -> str:
+        if set(node) == {"$ref"}:
+            return str(node["$ref"])
+        self._flat.setdefault(id(node), (node, node))
+        return str(id(node))
+
+    def _target(self, node: dict[str, Any]) -> Any:
+        return self._definitions[node["$ref"].removeprefix("#/$defs/")]
+
+    def _joined(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        if "$ref" in first:
+            return self._both(self._target(first), second)
+        if "$ref" in second:
+            return self._both(first, self._target(second))
+        for node, other, is_first in ((first, second, True), (second, first, False)):
+            parts = [] if DIGITS in node else self._conjuncts(node)
+            if parts not in ([], [node]):
+                found: Any = other
+                for part in reversed(parts) if is_first else parts:
+                    found = self._both(part, found) if is_first else self._both(found, part)
+                return found
+            if parts and "anyOf" in parts[0]:
+                options = parts[0]["anyOf"]
+                return _any(self._both(each, other) if is_first else self._both(other, each) for each in options)
+        if "enum" in first or "enum" in second:
+            node, other = (first, second) if "enum" in first else (second, first)
+            return _enum(node["enum"], other)
+        return self._of_types(first, second)
+
+    def _of_types(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        """Both have the keywords of types only, or `$digits`."""
+        options: list[Any] = []
+        for kind in _shared(_types(first), _types(second)):
+            if kind in ("number", "integer"):
+                numbers, others = (_numbers(each, is_integer=kind == "integer") for each in (first, second))
+                options.append(numbers.joined(others).schema())
+            elif kind == "object":
+                options.append(self._objects(first, second))
+            elif kind == "array":
+                options.append(self._arrays(first, second))
+            else:
+                options.append(self._both(_of_kind(first, kind), _of_kind(second, kind)))
+        return _any(options)
+
+    def _objects(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        if "patternProperties" in first or "patternProperties" in second:
+            raise ValueError(f"patternProperties {BESIDE}")
+        named, others = first.get("properties", {}), second.get("properties", {})
+        self._spend(len(named) + len(others))
+        free, other_free = first.get("additionalProperties", True), second.get("additionalProperties", True)
+        required = [*dict.fromkeys([*first.get("required", ()), *second.get("required", ())])]
+        found: dict[str, Any] = {"type": "object", "properties": {}}
+        for name in dict.fromkeys([*named, *others]):
+            part = self._both(named.get(name, free), others.get(name, other_free))
+            if part is False and name in required:
+                return False
+            found["properties"][name] = part
+        found["additionalProperties"] = self._both(free, other_free)
+        if found["additionalProperties"] is False and any(name not in found["properties"] for name in required):
+            return False
+        found |= {"required": required} if required else {}
+        return found | _counts(first, second, "Properties")
+
+    def _arrays(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
+        prefix, others = first.get("prefixItems", []), second.get("prefixItems", [])
+        self._spend(len(prefix) + len(others))
+        rest, other_rest = first.get("items", True), second.get("items", True)
+        found: dict[str, Any] = {"type": "array", "items": self._both(rest, other_rest)}
+        found |= _counts(first, second, "Items")
+        if size := max(len(prefix), len(others)):
+            found["prefixItems"] = [
+                self._both(
+                    prefix[index] if index < len(prefix) else rest, others[index] if index < len(others) else other_rest
+                )
+                for index in range(size)
+            ]
+        items = [*found.get("prefixItems", ()), found["items"]]
+        most = items.index(False) if False in items else None
+        return False if found.get("minItems", 0) > min(_or_endless(most), found.get("maxItems", _ENDLESS)) else found
+
+    def _check_apart(self, options: list[Any]) -> None:
+        """Raises ValueError where a value could follow two of the schemas."""
+        self._spend(len(options) * len(options))
+        views = [self._views(each) for each in options]
+        for number, first in enumerate(views):
+            for second in views[number + 1 :]:
+                if not any(_are_apart(one, other, self) for one in first for other in second):
+                    raise ValueError(
+                        f"oneOf {BESIDE} unless their types or constants of a property keep its parts apart"
+                    )
+
+    def _views(self, node: Any) -> list[dict[str, Any]]:
+        """Schemas that all values of one follow."""
+        todo: list[Any] = [node]
+        found: list[dict[str, Any]] = []
+        while todo and len(found) < MAX_VIEWS:
+            part = todo.pop()
+            if isinstance(part, dict):
+                found.append(part)
+                todo += part.get("allOf", ())
+                todo += [self._target(part)] if "$ref" in part else []
+        return found
+
+    def kinds(self, node: Any, depth: int = 0) -> set[str]:
+        """The types that values of a schema may have."""
+        known = self._kinds.get(id(node))
+        if known is not None:
+            return known[1]
+        found = set(TYPES)
+        self._spend(1)
+        for view in self._views(node) if depth < MAX_VIEWS else ():
+            found &= {"number" if kind == "integer" else kind for kind in _types(view)}
+            if "enum" in view:
+                found &= {_kind(value) for value in view["enum"]}
+            for name in ("anyOf", "oneOf"):
+                if name in view:
+                    found &= set().union(*(self.kinds(part, depth + 1) for part in view[name]))
+        found = set() if node is False else found
+        if depth == 0:
+            self._kinds[id(node)] = (node, found)
+        return found
+
+    def constants(self, node: Any) -> set[str] | None:
+        """The values, as texts, of a schema that has but a few simple ones."""
+        for view in self._views(node):
+            if "enum" in view and not any(isinstance(value, dict | list) for value in view["enum"]):
+                return {_constant_text(value) for value in view["enum"]}
+        return None
+
+
+def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
+    """Whether no value follows both."""
+    shared = joiner.kinds(first) & joiner.kinds(second)
+    if not shared:
+        return True
+    if "enum" in first and "enum" in second:
+        values, others = joiner.constants(first), joiner.constants(second)
+        return values is not None and others is not None and values.isdisjoint(others)
+    if shared != {"object"}:
+        return False
+    for node, other in ((first, second), (second, first)):
+        for name in node.get("required", ()):
+            part = other.get("properties", {}).get(name, None if "patternProperties" in other else _free(other))
+            if part is False:
+                return True
+            values, others = joiner.constants(node.get("properties", {}).get(name)), joiner.constants(part)
+            if name in other.get("required", ()) and values and others and values.isdisjoint(others):
+                return True
+    return False
+
+
+def _free(node: dict[str, Any]) -> Any:
+    return node.get("additionalProperties", True)
+
+
+_ENDLESS = 2**62
+
+
+def _or_endless(value: int | None) -> int:
+    return _ENDLESS if value is None else value
+
+
+def _any(options: Iterable[Any]) -> Any:
+    found = [each for each in options if each is not False]
+    return False if not found else found[0] if len(found) == 1 else {"anyOf": found}
+
+
+def _types(node: dict[str, Any]) -> list[str]:
+    """In terms of TYPES for those that have no `integer`."""
+    if DIGITS in node:
+        return ["number"]
+    found = node.get("type", TYPES)
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _shared(first: list[str], second: list[str]) -> list[str]:
+    found = []
+    for kind in first:
+        if kind in second:
+            found.append(kind)
+        elif (kind == "integer" and "number" in second) or (kind == "number" and "integer" in second):
+            found.append("integer")
+    return found
+
+
+def _of_kind(node: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What a schema says about one type."""
+    return {"type": kind} | {name: node[name] for name in OF_TYPE.get(kind, ()) if name in node}
+
+
+def _numbers(node: dict[str, Any], *, is_integer: bool) -> Numbers:
+    found = node.get(DIGITS)
+    return found if isinstance(found, Numbers) else Numbers.of(node, is_integer=is_integer)
+
+
+def _enum(values: list[Any], other: dict[str, Any]) -> Any:
+    """The values of a list that follow a schema of `$digits` or of types alone."""
+    if DIGITS in other:
+        found = [each for each in values if _kind(each) == "number" and other[DIGITS].holds(each)]
+        return {"enum": found} if found else False
+    if "enum" in other:
+        return all_of({"enum": values}, other)
+    kinds = _types(other)
+    kept = [each for each in values if _kind(each) in kinds or (_is_integer(each) and "integer" in kinds)]
+    if any(isinstance(each, dict | list) for each in kept):
+        raise ValueError(f"enum of objects and arrays {BESIDE}")
+    numbers = Numbers.of(other, is_integer=False)
+    kept = [each for each in kept if _kind(each) != "number" or numbers.holds(each)]
+    if not kept:
+        return False
+    texts = {name: other[name] for name in OF_TYPE["string"] if name in other}
+    return {"allOf": [{"enum": kept}, texts]} if texts else {"enum": kept}
+
+
+def _is_integer(value: Any) -> bool:
+    return _kind(value) == "number" and value == value // 1
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return (
+        "string"
+        if isinstance(value, str)
+        else "array"
+        if isinstance(value, list)
+        else "object"
+        if isinstance(value, dict)
+        else "number"
+    )
+
+
+def _constant_text(value: Any) -> str:
+    return json.dumps(int(value) if _is_integer(value) else value)
+
+
+def _counts(first: dict[str, Any], second: dict[str, Any], what: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, chosen in ((f"min{what}", max), (f"max{what}", min)):
+        values = [node[name] for node in (first, second) if name in node]
+        found |= {name: chosen(values)} if values else {}
+    return found
