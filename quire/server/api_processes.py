@@ -352,7 +352,7 @@ class _Parent:
             preloads,
         )
         popen = start_interpreter(
-            "quire.server.api_process", f"quire-api-{slot}", msgspec.json.encode(launch), [theirs.fileno()]
+            "quire.server.api_process", f"quire: api {slot}", msgspec.json.encode(launch), [theirs.fileno()]
         )
         theirs.close()
         control.setblocking(False)
