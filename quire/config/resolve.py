@@ -420,8 +420,8 @@ def _num_threads(options: EngineOptions) -> int | None:
     most = max(LEAST_THREADS_ALLOWED, THREADS_ALLOWED_PER_CORE * cores)
     if wanted is not None and wanted > most:
         raise ConfigError(
-            f"num_threads {wanted} is more than {most}, with {cores} cores on this machine: threads beyond the cores take "
-            "turns, and make a step slower",
+            f"num_threads {wanted} is more than {most}, with {cores} cores on this machine: threads beyond the cores "
+            "take turns, and make a step slower",
             param="num_threads",
         )
     return wanted
@@ -447,8 +447,8 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
     if max_num_seqs > MAX_NUM_SEQS:
         gib = max_num_seqs * model.shape.vocab * 4 / 2**30
         raise ConfigError(
-            f"max_num_seqs {max_num_seqs} is more than {MAX_NUM_SEQS}: the scores of a step that samples for all would take "
-            f"{gib:,.1f} GiB ({max_num_seqs} x {model.shape.vocab} float32)",
+            f"max_num_seqs {max_num_seqs} is more than {MAX_NUM_SEQS}: the scores of a step that samples for all would "
+            f"take {gib:,.1f} GiB ({max_num_seqs} x {model.shape.vocab} float32)",
             param="max_num_seqs",
         )
     if not 0 < options.priority_seconds <= MAX_PRIORITY_SECONDS:
