@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
+.PHONY: help serve free-port install install-test native sanitize test test-core test-long lint types tests fuzz soak soak-server soak-restart triton-cache format \
   bench-control bench-paper bench-kernels bench-peers gemma wheel check-deploy check-api clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -38,9 +38,28 @@ help:
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
   'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
 
-serve: install
+serve: free-port install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
 	@exec $(BIN)/quire serve $(ARGS) --host $(HOST) --port $(PORT)
+
+# An occupied port is refused here, in seconds, and not by the server behind an install of minutes. ARGS with --uds names a
+# socket in its place.
+free-port: $(VENV)/.created
+	@case ' $(ARGS) ' in *' --uds'*) exit 0 ;; esac; $(BIN)/python -c "$$PORT_IS_FREE" '$(HOST)' '$(PORT)'
+
+define PORT_IS_FREE
+import socket, sys
+host, port = sys.argv[1:]
+try:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, kind, protocol) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address[0], int(port), *address[2:]))
+except (OSError, OverflowError, ValueError) as error:
+    reason = getattr(error, "strerror", None) or error
+    sys.exit(f"make: cannot serve on port {port} of {host}: {reason}; name another: make serve PORT=8001")
+endef
+export PORT_IS_FREE
 
 # Lint and types run beside the tests, and say all that they have to say behind them. Each stage names itself, so that the
 # log of a failed run tells which it was.
@@ -198,6 +217,8 @@ install: $(VENV)/.installed
 
 install-test: $(VENV)/.installed-test
 
+COMPILING := pip is silent while g++ compiles them, half a minute to some minutes
+
 # Stamps: a second `make` installs nothing; a change of the requirements installs again.
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -208,14 +229,14 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
-	@printf '==> install\n'
+	@printf '==> install: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e .
 	@$(report_cuda)
 	@touch $@
 
 # The test install covers the plain one, whose stamp it therefore renews too.
 $(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
-	@printf '==> install, with what the tests need\n'
+	@printf '==> install, with what the tests need: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e '.[test]'
 	@$(report_cuda)
 	@touch $(VENV)/.installed $@

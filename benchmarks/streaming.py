@@ -61,7 +61,7 @@ LONG_CONTEXT_OPTIONS: dict[str, Any] = {
 TICK_SECONDS = 0.0005
 TEXT = "def add(first, second):\n    return first + second\n"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ENGINE_NAME = "quire-engine"
+ENGINE_NAME = "quire: engine"
 """In the command line of the engine's process."""
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -66,6 +67,15 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+def note(name: str, message: str, *arguments: object, fields: Mapping[str, object] | None = None) -> None:
+    """Log what an operator reads as a matter of course, at level INFO, although the log begins with warnings unless
+    `QUIRE_LOG_LEVEL` says otherwise; a log of errors alone leaves it out. name: of the logger. fields: for JSON."""
+    logger = logging.getLogger(name)
+    if logger.isEnabledFor(logging.WARNING):
+        extra = None if fields is None else {"fields": dict(fields)}
+        logger.handle(logger.makeRecord(name, logging.INFO, "", 0, message, arguments, None, extra=extra))
+
+
 def tell(message: str) -> None:
     """Say to the person or program that runs a command what it should know, whatever the level of the log."""
     if envs.log_format() == "json":
@@ -98,4 +108,4 @@ class JsonFormatter(logging.Formatter):
 
 
 def _make_formatter() -> logging.Formatter:
-    return JsonFormatter() if envs.log_format() == "json" else logging.Formatter(_FORMAT, datefmt="%H:%M:%S")
+    return JsonFormatter() if envs.log_format() == "json" else logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S")

@@ -126,12 +126,16 @@ def environment() -> dict[str, Any]:
 
 
 def check_writable(path: Path | None, *, param: str = "json") -> None:
-    """Raise UserError now rather than after a long run when the result could not be written."""
+    """Raise UserError now rather than after a long run when the result could not be written. Leaves no
+    file where there was none: what fails later has no empty result."""
     if path is None:
         return
     try:
+        existed = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param=param) from None
 

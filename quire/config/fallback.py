@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from quire.errors import ConfigError
+from quire.utils.extras import how_to_install
 
 MODEL_IMPLS = ("auto", "quire", "transformers")
-HINT = "pip install 'quire[transformers]'"
+HINT = how_to_install("transformers")
 
 
 def import_transformers() -> ModuleType:

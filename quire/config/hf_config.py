@@ -18,7 +18,7 @@ from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, languag
 from quire.config.generation import read_generation, sampling_defaults
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
-from quire.config.hub import fetch
+from quire.config.hub import fetch, looks_like_a_path, read_page
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.model_shape import ModelShape
 from quire.config.options import BUNDLED_MODEL
@@ -73,6 +73,7 @@ def load_model_config(
     is wrong with the model, ConfigError for a `max_model_len`, a runner or defaults of sampling that it cannot have.
     """
     runner, model_impl = choices.runner, choices.model_impl
+    name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
     raw, key = language_model(_overridden(_read_described(path), choices.hf_overrides or {}))
     where = ": ".join(filter(None, (_where(path), key)))
@@ -131,9 +132,10 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
 
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
     """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub, into
-    `download_dir` or the hub library's cache."""
+    `download_dir` or the hub library's cache. Takes the address of a repository's page, too. Raises ModelLoadError."""
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
+    name, revision = read_page(name, revision)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
@@ -141,6 +143,8 @@ def find_model(name: str, *, revision: str | None, config_only: bool, download_d
         return path
     if name and path.exists():
         raise ModelLoadError(f"{name!r} is a file: give the model's directory, or a file *{GGUF_SUFFIX}")
+    if looks_like_a_path(name):
+        raise ModelLoadError(f"model {name!r}: no such file or directory")
     return fetch(name, revision, config_only, download_dir)
 
 

@@ -25,6 +25,31 @@ NO_LANGUAGE_MODEL = "mmproj"
 
 _TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
 
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+)(?P<tag>:[\w.-]+)?"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[\w.-]+)(?:/(?:[^?#]*/)?(?P<file>[^/?#]*))?)?/?(?:[?#].*)?"
+)
+
+
+def read_page(name: str, revision: str | None) -> tuple[str, str | None]:
+    """The hub id and the revision that `name` means: of a page's address, as browsers show it, those of its repository,
+    branch and GGUF file; any other name stays as it is. A revision that is given comes before the page's."""
+    page = _PAGE.fullmatch(name.strip())
+    if page is None:
+        return name, revision
+    file = page["file"] or ""
+    tag = f":{file[: -len(SUFFIX)]}" if file.lower().endswith(SUFFIX) else page["tag"] or ""
+    branch = None if page["revision"] == "main" else page["revision"]
+    return page["id"] + tag, revision or branch
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether `name`, at which there is nothing, was meant as a path: it begins with a slash, a dot or a tilde, has
+    more than two parts, or is a GGUF file's."""
+    if "://" in name:
+        return False
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.lower().endswith(SUFFIX)
+
 
 def fetch(name: str, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
     """The directory of the repository `name`, or, of "org/repo:Q4_K_M", its GGUF file whose name ends so (of a split

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,9 @@ class Defaults:
     queue_depth: int
 
 
+MAX_NUM_SEQS = 65536
+THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
+"""Threads of a process that are refused are more than both allow."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
@@ -123,9 +127,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=positive("num_threads", options.num_threads)
-            or envs.num_threads()
-            or max(1, usable_cores() // parallel.tp),
+            num_threads=_num_threads(options) or max(1, usable_cores() // parallel.tp),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend, device),
@@ -411,6 +413,20 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
     return seqs, budget
 
 
+def _num_threads(options: EngineOptions) -> int | None:
+    """The compute threads that were asked for. Raises ConfigError for more than can be meant."""
+    wanted = positive("num_threads", options.num_threads) or envs.num_threads()
+    cores = os.cpu_count() or 1
+    most = max(LEAST_THREADS_ALLOWED, THREADS_ALLOWED_PER_CORE * cores)
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"num_threads {wanted} is more than {most}, with {cores} cores on this machine: threads beyond the cores "
+            "take turns, and make a step slower",
+            param="num_threads",
+        )
+    return wanted
+
+
 def _output_window(options: EngineOptions) -> float:
     if not 0 <= options.output_window <= MAX_OUTPUT_WINDOW:
         raise ConfigError(
@@ -428,6 +444,13 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
     if model.takes_whole_prompts:
         longest_step = max(longest_step, model.max_model_len)
     max_num_seqs, budget = batch_limits(options, defaults.max_num_seqs, longest_step)
+    if max_num_seqs > MAX_NUM_SEQS:
+        gib = max_num_seqs * model.shape.vocab * 4 / 2**30
+        raise ConfigError(
+            f"max_num_seqs {max_num_seqs} is more than {MAX_NUM_SEQS}: the scores of a step that samples for all would "
+            f"take {gib:,.1f} GiB ({max_num_seqs} x {model.shape.vocab} float32)",
+            param="max_num_seqs",
+        )
     if not 0 < options.priority_seconds <= MAX_PRIORITY_SECONDS:
         raise ConfigError(
             f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",

@@ -51,6 +51,8 @@ class TokensPrompt(TypedDict, total=False):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
+MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+"""Keys of vLLM's prompts for images, sound and video: taken where they are empty."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -435,7 +437,13 @@ def split_prompt(prompt: Prompt, cache_salt: str) -> tuple[str | Sequence[int], 
     """(text or token ids, cache salt) of a prompt in any of its forms."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
-        reject_unknown(map(str, prompt), PROMPT_KEYS, "key in the prompt")
+        for name in MEDIA_KEYS:
+            if prompt.get(name):
+                raise UserError(
+                    f"{name} is not supported: prompts are text, without images, sound or video", param=name
+                )
+        known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
+        reject_unknown(known, PROMPT_KEYS, "key in the prompt")
         cache_salt = prompt.get("cache_salt", cache_salt)
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))
         param = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"

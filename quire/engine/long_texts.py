@@ -140,8 +140,9 @@ class TokenizerProcess:
         with theirs:
             try:
                 line = msgspec.json.encode(Setup(options, vocab_size, theirs.fileno()))
-                name = "quire-tokenizer"
-                self._process = start_interpreter("quire.engine.long_texts_process", name, line, [theirs.fileno()])
+                self._process = start_interpreter(
+                    "quire.engine.long_texts_process", "quire: texts", line, [theirs.fileno()]
+                )
             except OSError as error:
                 ours.close()
                 raise _failure(f"cannot be started: {error.strerror}") from None

@@ -40,7 +40,7 @@ class PoolingProcessor:
     def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, vector_size: int) -> None:
         self._inputs = inputs
         self._pooling = pooling
-        self._name = name
+        self.model_name = name
         self._vector_size = vector_size
 
     @property
@@ -69,14 +69,14 @@ class PoolingProcessor:
         """Raise UserError for a task of TASKS that the model cannot do."""
         pooling = self._pooling
         if pooling is None:
-            raise UserError(f"{self._name} generates text: {task} needs a model that pools, or runner='pooling'")
+            raise UserError(f"{self.model_name} generates text: {task} needs a model that pools, or runner='pooling'")
         if task == "embed" and pooling.task != "embed":
-            raise UserError(f"{self._name} is a classifier: it gives no embeddings")
+            raise UserError(f"{self.model_name} is a classifier: it gives no embeddings")
         if task == "classify" and pooling.task != "classify":
-            raise UserError(f"{self._name} gives embeddings: it is no classifier")
+            raise UserError(f"{self.model_name} gives embeddings: it is no classifier")
         if task == "score" and pooling.task == "classify" and not self.is_cross_encoder:
             raise UserError(
-                f"{self._name} has {len(pooling.labels)} labels: score needs an embedder or a classifier with one"
+                f"{self.model_name} has {len(pooling.labels)} labels: score needs an embedder or a classifier with one"
             )
 
     def request(
@@ -279,7 +279,7 @@ def encode_pooled(tokenizer: Tokenizer, text: str, second: str | None, limit: in
     types = joined.type_ids
     boundary = types.index(1) if 1 in types else 0
     if boundary and types != [0] * boundary + [1] * (len(types) - boundary):
-        raise UserError(f"{tokenizer.name} mixes the types of a pair's tokens, which is not supported", param="prompt")
+        raise UserError("the tokenizer mixes the types of a pair's tokens, which is not supported", param="prompt")
     return PooledTokens(joined.ids, boundary)
 
 

@@ -263,7 +263,7 @@ def _launch(options: EngineOptions, executor: str, directory: RuntimeDirectory) 
     alive_fd, child_fd = os.pipe()
     try:
         spec = LaunchSpec(options, executor, str(directory.path), child_fd)
-        process = start_interpreter("quire.engine.boot", "quire-engine", msgspec.json.encode(spec), [child_fd])
+        process = start_interpreter("quire.engine.boot", "quire: engine", msgspec.json.encode(spec), [child_fd])
     finally:
         os.close(child_fd)
     return process, alive_fd

@@ -220,7 +220,9 @@ class RankProcesses:
             meeting_point = str(self._directory.path / MEETING_POINT)
             launch = RankLaunch(rank, self._num_ranks, theirs.fileno(), meeting_point, beats_fd)
             line = msgspec.json.encode(launch)
-            process = start_interpreter("quire.executors.rank", f"quire-rank-{rank}", line, [theirs.fileno(), beats_fd])
+            process = start_interpreter(
+                "quire.executors.rank", f"quire: rank {rank}", line, [theirs.fileno(), beats_fd]
+            )
         finally:
             theirs.close()
             os.close(beats_fd)

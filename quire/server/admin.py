@@ -81,16 +81,24 @@ class TokenizerInfo(msgspec.Struct):
 
 
 def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
+    """Add the routes that the settings allow. The others go to `app.state.unserved`, (route, flag) for the error that
+    names the flag."""
     settings = context.settings
-    if settings.enable_admin_routes:
-        _add_pause_routes(app, context)
-        _add_cache_routes(app, context)
-        _add_abort_route(app, context)
-        _add_info_routes(app, context)
-    if settings.enable_sleep_mode:
-        _add_sleep_routes(app, context)
-    if settings.enable_tokenizer_info_endpoint:
-        _add_tokenizer_route(app, context)
+    unserved = app.state.unserved = []
+    for is_on, flag, adders in (
+        (
+            settings.enable_admin_routes,
+            "--enable-admin-routes",
+            (_add_pause_routes, _add_cache_routes, _add_abort_route, _add_info_routes),
+        ),
+        (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
+        (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
+    ):
+        routes = app if is_on else FastAPI(openapi_url=None)
+        for add in adders:
+            add(routes, context)
+        if not is_on:
+            unserved += [(route, flag) for route in routes.routes]
 
 
 def _add_pause_routes(app: FastAPI, context: ServerContext) -> None:

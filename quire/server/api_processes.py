@@ -14,6 +14,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,8 @@ from quire.server.report import StartReport, tell_systemd
 from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.shared_responses import SERVICE, ResponseService
+from quire.server.stats_log import log_stats
+from quire.stats import EngineStats
 from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers
@@ -124,6 +127,7 @@ class _Parent:
         self._listener, self._accepting, self._directory = listener, listener.socket, directory
         state = SharedState(numbers)
         steps = StepTokens(numbers)
+        self._stats = EngineStats()
         self._loads = state.loads
         self._loads.begin(settings.api_server_count, os.getpid())
         self._responses = ResponseService(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
@@ -132,7 +136,7 @@ class _Parent:
             directory,
             state.engine,
             services={SERVICE: self._responses.answer},
-            on_stats=steps.record,
+            on_stats=partial(self._note_stats, steps),
             on_change=self._note_change,
         )
         self._processes: dict[int, _Process] = {}
@@ -170,7 +174,8 @@ class _Parent:
             self._begin()
             report.show(model_names, self._listener.url, self._engine.ready.backend)
             tell_systemd("READY=1")
-            await self._until(lambda: bool(self._signals) or self._is_over)
+            with log_stats(self._settings, lambda: self._stats):
+                await self._until(lambda: bool(self._signals) or self._is_over)
             tell_systemd("STOPPING=1")
             status = await (self._drain() if self._signals else self._tell_end())
             if len(self._signals) < 2:
@@ -273,6 +278,11 @@ class _Parent:
         self._signals.append(number)
         self._changed.set()
 
+    def _note_stats(self, steps: StepTokens, stats: EngineStats) -> None:
+        """Keep the engine's snapshot, on its threads."""
+        self._stats = stats
+        steps.record(stats)
+
     def _note_change(self) -> None:
         """Of the engine, from its threads."""
         if self._loop is not None:
@@ -342,7 +352,7 @@ class _Parent:
             preloads,
         )
         popen = start_interpreter(
-            "quire.server.api_process", f"quire-api-{slot}", msgspec.json.encode(launch), [theirs.fileno()]
+            "quire.server.api_process", f"quire: api {slot}", msgspec.json.encode(launch), [theirs.fileno()]
         )
         theirs.close()
         control.setblocking(False)

@@ -89,6 +89,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
         responses = OwnResponses(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
         common = Common(Numbers.alone(), lambda: KeyRing.of(settings), responses, lambda: [os.getpid()])
     engine.input_processor.clips_max_tokens = False
+    engine.pooling.model_name = names[0]  # clients know no path
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
     engine.add_listener(metrics)
     metrics.registry.register(ProcessMetrics(common.pids))

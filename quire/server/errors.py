@@ -227,7 +227,10 @@ def install_error_handlers(app: FastAPI) -> None:
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     what = shorten(f"{request.method} {request.scope['path']}", MAX_SHOWN_CHARACTERS)
     if error.status_code == 404:
-        return api_error(404, f"unknown request URL: {what}", "unknown_url")
+        unserved = getattr(request.app.state, "unserved", ())
+        flags = [flag for route, flag in unserved if route.matches(request.scope)[0] is not Match.NONE]
+        hint = f"; it is served with {flags[0]}" if flags else ""
+        return api_error(404, f"unknown request URL: {what}{hint}", "unknown_url")
     # The router names the methods of one route only, and a path may have several. Where it is a route's own path, it is
     # not the id that another route would take its end for.
     routes = [route for route in request.app.routes if isinstance(route, Route)]

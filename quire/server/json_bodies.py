@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from starlette.applications import Starlette
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
@@ -102,6 +104,9 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _objection(scope: Scope) -> ApiError | None:
+    app: Starlette | None = scope.get("app")
+    if app is not None and all(route.matches(scope)[0] is Match.NONE for route in app.routes):
+        return None  # no route reads the body: the answer is 404
     types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
     if len(types) != 1 or not _is_json(types[0]):
         message = "a request body must be JSON, with the header 'Content-Type: application/json'"

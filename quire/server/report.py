@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from quire import envs
-from quire.logging import get_logger
+from quire.logging import get_logger, note
 from quire.version import __version__
 
 logger = get_logger(__name__)
@@ -23,6 +23,11 @@ class StartReport:
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
         self._rows: list[tuple[str, float]] = []
+
+    def begin(self, model: str) -> None:
+        """Say what is being loaded, where standard error is no terminal: the log of a service, or a file."""
+        if not sys.stderr.isatty():
+            note(__name__, "Quire %s loads %s", __version__, model)
 
     def phase(self, name: str) -> None:
         """The phase that began where the one before ended ends now."""

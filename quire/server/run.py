@@ -30,6 +30,7 @@ from quire.server.lifecycle import (
 from quire.server.listener import Listener, bind, check_certificate
 from quire.server.report import StartReport, tell_systemd
 from quire.server.settings import ServerSettings
+from quire.server.stats_log import log_stats
 from quire.utils.open_files import make_room_for_connections
 from quire.utils.streams import guard_streams
 
@@ -57,6 +58,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     KeyRing.of(settings)  # a wrong file is refused before the engine starts
     prefixes = read_prefixes(settings)
     with bind(settings) as listener, _interruptible():
+        report.begin(options.model)
         if settings.api_server_count > 1:
             from quire.server.api_processes import serve_with_processes
 
@@ -127,7 +129,8 @@ class _Service:
             gc.freeze()
             announce()
             tell_systemd("READY=1")
-            status = await self._until_over()
+            with log_stats(self._context.settings, lambda: self._context.metrics.stats):
+                status = await self._until_over()
             self._context.close()
             self._server.should_exit = True
             await serving

@@ -54,6 +54,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_names: under which names /metrics has the families that vLLM has: "vllm", "quire" or "both".
     protect_metrics: whether /metrics asks for a key as other routes do.
     enable_per_request_metrics: whether answers tell the times of their requests (not with `include_metrics` false).
+    disable_log_stats: whether the log has no line of statistics every 10 s under load (quire/server/stats_log.py).
     log_format: "text" or "json"; None: as `QUIRE_LOG_FORMAT` says.
     otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
         own; any of vLLM's values asks for that (quire/server/tracing.py).
@@ -127,6 +128,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_log_len: int | None = None
     disable_fastapi_docs: bool = False
     access_log: bool = False
+    disable_log_stats: bool = False
     metrics_names: str = "vllm"
     protect_metrics: bool = False
     enable_per_request_metrics: bool = False
@@ -387,6 +389,7 @@ HELP: dict[str, str] = {
     "max_log_len": "most characters and tokens of a prompt in the log (default: all)",
     "disable_fastapi_docs": "serve no /docs and no /openapi.json",
     "access_log": "log one line for each HTTP request",
+    "disable_log_stats": "log no line of statistics every 10 s while requests run",
     "enable_request_id_headers": "return the X-Request-Id of each request, or one of the server's",
     "protect_metrics": "ask for a key on /metrics too",
     "enable_per_request_metrics": "tell the times of each request in its answer, unless its include_metrics is false",

@@ -23,6 +23,7 @@ from quire.metrics.progress import PhaseTimes, RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
 from quire.stats import EngineStats
+from quire.utils.extras import how_to_install
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def make_provider(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{ENDPOINT} needs pip install 'quire[otel]' ({error})", param=ENDPOINT) from None
+        hint = how_to_install("otel")
+        raise ConfigError(f"{ENDPOINT} needs OpenTelemetry ({error}): {hint}", param=ENDPOINT) from None
     named = Resource({"service.name": "quire", "service.version": __version__})
     resource = named.merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

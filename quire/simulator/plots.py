@@ -1,4 +1,4 @@
-"""PNG plots. matplotlib is an optional part of the installation (`pip install quire[bench]`), imported here only."""
+"""PNG plots. matplotlib is an optional part of the installation (extra `bench`), imported here only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from quire.errors import UserError
 from quire.simulator.metrics import Metrics
 from quire.simulator.sweep import SweepResult, pareto_front
+from quire.utils.extras import how_to_install
 
 WIDTH, HEIGHT, DOTS = 7.0, 4.0, 150
 """Inches, and dots for each."""
@@ -23,7 +24,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("plots need matplotlib: pip install 'quire[bench]'", param="plot") from None
+        raise UserError(f"plots need matplotlib: {how_to_install('bench')}", param="plot") from None
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class ForkServer:
         assert vocabulary is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = fork("quire-rehearsal", lambda: rehearse(theirs, vocabulary, limits), limits.stack)
+            pid = fork("quire: rehearse", lambda: rehearse(theirs, vocabulary, limits), limits.stack)
         return Rehearsal(pid, Connection(ours))
 
     def _finish(self, rehearsal: Rehearsal) -> None:
@@ -216,7 +216,7 @@ class ForkServer:
             def work() -> None:
                 serve_masks(end, memory, vocabulary, setup.vocab_size, setup.eos_token_ids, setup.limits)
 
-            self._masks_pid = fork("quire-masks", work, STACK * setup.limits.stack)
+            self._masks_pid = fork("quire: masks", work, STACK * setup.limits.stack)
         end.close()
         os.close(memory)
 

@@ -157,7 +157,7 @@ class ConstraintService:
         ours, theirs = socket.socketpair()
         with theirs:
             line = msgspec.json.encode(msgspec.structs.replace(self._setup, fd=theirs.fileno()))
-            process = start_interpreter(self._module, "quire-constraints", line, [theirs.fileno()])
+            process = start_interpreter(self._module, "quire: grammars", line, [theirs.fileno()])
         self._process, self._connection = process, Connection(ours)
         self._finalizer = weakref.finalize(self, _end, process, os.getpid())
         return self._connection

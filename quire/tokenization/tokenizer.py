@@ -150,11 +150,11 @@ class Tokenizer:
         except InternalError as error:
             if any(limit in str(error) for limit in PATTERN_LIMITS):
                 raise UserError(
-                    f"{self.name} cannot split the text into words: its pattern takes too many attempts"
+                    "the tokenizer cannot split the text into words: its pattern takes too many attempts"
                 ) from None
             raise
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{self.name} cannot encode the text: {first_line(error)}") from None
+            raise UserError(f"the tokenizer cannot encode the text: {first_line(error)}") from None
         return found
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:

@@ -104,5 +104,5 @@ class UserTokenizer:
     def _entry(self, token_id: int) -> str:
         token: str | None = self._tokenizer.backend.id_to_token(token_id)
         if token is None:
-            raise UserError(f"{self.name_or_path} has no token {token_id}", param="ids")
+            raise UserError(f"the tokenizer has no token {token_id}", param="ids")
         return token

@@ -15,7 +15,10 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.utils.process_name import name_process; "
+    "name_process(sys.argv[2]); from {module} import main; main()"
+)
 
 
 def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
@@ -23,8 +26,9 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
     __main__ guard; its search path is ours, so that both run the same quire. A process group of its own keeps Ctrl-C
     away.
 
-    name: shown in lists of processes. line: its first line on standard input, which stays open while we live. fds:
-    files that it inherits. A process that has ended already is no error here.
+    name: shown in lists of processes: the end of its command line, and its first 15 bytes in `top`. line: its first
+    line on standard input, which stays open while we live. fds: files that it inherits. A process that
+    has ended already is no error here.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],

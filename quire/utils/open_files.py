@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
 NUM_RESERVED = 128
 """For what the process opens besides: the engine's pipes, logs, modules that are imported late."""
 
@@ -11,7 +15,7 @@ NUM_RESERVED = 128
 def make_room_for_connections(num_wanted: int) -> int:
     """Raise the process's own limit (`ulimit -n`, often 1024) as far as it may be and `num_wanted` connections need.
 
-    Returns how many connections fit, at least 1.
+    Returns how many connections fit, at least 1. A limit that allows fewer is logged.
     """
     if sys.platform == "win32":
         return num_wanted
@@ -22,4 +26,14 @@ def make_room_for_connections(num_wanted: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return num_wanted if soft == resource.RLIM_INFINITY else max(1, min(num_wanted, soft - NUM_RESERVED))
+    if soft == resource.RLIM_INFINITY or soft - NUM_RESERVED >= num_wanted:
+        return num_wanted
+    num_fitting = max(1, soft - NUM_RESERVED)
+    logger.warning(
+        "%d connections fit, not %d: this process may open %d files (ulimit -Hn), and needs %d for other things",
+        num_fitting,
+        num_wanted,
+        soft,
+        NUM_RESERVED,
+    )
+    return num_fitting

@@ -1,4 +1,4 @@
-"""A progress bar for loading weights, in MiB."""
+"""The progress of loading weights, in MiB: a bar on a terminal, lines of the log elsewhere."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from quire.utils.progress import ProgressBar
+from quire.utils.progress import ProgressBar, ProgressLog
 
 MIB = 2**20
+DESCRIPTION = "loading weights (MiB)"
 
 
 class LoadProgress:
@@ -20,11 +21,15 @@ class LoadProgress:
     def __init__(self) -> None:
         self._bars = ExitStack()
         self._bar: ProgressBar | None = None
+        self._log: ProgressLog | None = None
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
-        if self._bar is None:
-            self._bar = self._bars.enter_context(ProgressBar("loading weights (MiB)", -(-bytes_total // MIB)))
-        self._bar.update(-(-bytes_done // MIB))
+        done, total = -(-bytes_done // MIB), -(-bytes_total // MIB)
+        if self._bar is None or self._log is None:
+            self._bar = self._bars.enter_context(ProgressBar(DESCRIPTION, total))
+            self._log = ProgressLog(DESCRIPTION, total)
+        self._bar.update(done)
+        self._log.update(done)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, read_shape
 from quire.config.hf_config import ModelChoices, load_model_config
 from quire.config.hf_json import Fields
+from quire.config.hub import read_page
 from quire.config.model import ModelConfig
 from quire.config.rope import LLAMA_DEFAULTS, RopeDefaults, read_rope
 from quire.errors import ConfigError, ModelLoadError
@@ -281,7 +282,47 @@ def test_file_instead_of_directory(tmp_path: Path) -> None:
         read(f"{name}/config.json")
 
 
-@pytest.mark.parametrize("name", ["/no/such/directory", "./nowhere", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "name", ["/no/such/directory", "./nowhere", "~/nowhere", "a/b/c", "model.gguf", "models/m.gguf"]
+)
+def test_a_missing_file_is_no_such_file(name: str) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        read(name)
+    assert str(raised.value) == f"model {name!r}: no such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "revision"),
+    [
+        ("https://huggingface.co/someone/something", "someone/something", None),
+        ("http://www.huggingface.co/someone/something/", "someone/something", None),
+        (" huggingface.co/someone/some.thing?library=x#use", "someone/some.thing", None),
+        ("https://hf.co/someone/something-GGUF:Q8_0", "someone/something-GGUF:Q8_0", None),
+        ("https://huggingface.co/someone/something/tree/main", "someone/something", None),
+        ("https://huggingface.co/someone/something/tree/v2", "someone/something", "v2"),
+        ("https://huggingface.co/someone/something/blob/v2/config.json", "someone/something", "v2"),
+        ("https://huggingface.co/a/b/resolve/main/x/m-Q4_K_M.gguf?download=true", "a/b:m-Q4_K_M", None),
+        ("someone/something", "someone/something", None),
+        ("https://example.com/someone/something", "https://example.com/someone/something", None),
+        ("https://huggingface.co/datasets/someone/x", "https://huggingface.co/datasets/someone/x", None),
+    ],
+)
+def test_the_address_of_a_page_of_the_hub(page: str, name: str, revision: str | None) -> None:
+    assert read_page(page, None) == (name, revision)
+    assert read_page(page, "v1") == (name, "v1")
+
+
+def test_a_pasted_address_is_fetched_and_the_model_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(tmp_path, ["config.json", "model.safetensors"])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    config = read("https://huggingface.co/someone/something/tree/v2")
+    assert config.name == "someone/something"
+    assert {(name, options["revision"]) for name, options in hub.calls} == {("someone/something", "v2")}
+
+
+@pytest.mark.parametrize("name", ["some one/x", "https://example.com", ""])
 def test_neither_directory_nor_hub_id(name: str) -> None:
     with pytest.raises(ModelLoadError, match="neither a directory nor a") as raised:
         read(name)

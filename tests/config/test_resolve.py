@@ -149,6 +149,18 @@ def test_a_small_budget_lowers_the_default_of_max_num_seqs(model: str, budget: i
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (budget, max_num_seqs)
 
 
+def test_numbers_that_cannot_be_meant_are_refused_with_arithmetic(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the scores of a step that samples for all would take" in str(refused(model, max_num_seqs=1_000_000))
+    assert resolved(model, max_num_seqs=65536).scheduler.max_num_seqs == 65536
+    monkeypatch.setattr("quire.config.resolve.os.cpu_count", lambda: 100)
+    assert resolved(model, num_threads=400).device.num_threads == 400
+    assert "num_threads 401 is more than 400, with 100 cores" in str(refused(model, num_threads=401))
+    monkeypatch.setattr("quire.config.resolve.os.cpu_count", lambda: 2)
+    assert resolved(model, num_threads=256).device.num_threads == 256
+    monkeypatch.setenv("QUIRE_NUM_THREADS", "257")
+    assert "num_threads 257 is more than 256" in str(refused(model))
+
+
 def test_threads_come_from_the_option_then_the_environment_then_the_machine(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,11 @@ def test_the_callers_list_is_not_kept(processor: InputProcessor) -> None:
         (7, "not int", "prompt"),
         (b"bytes", "not bytes", "prompt"),
         ({"promt": "x"}, "unknown key in the prompt 'promt'; did you mean 'prompt'", "promt"),
-        ({"prompt": "x", "multi_modal_data": {}}, "unknown key", "multi_modal_data"),
+        (
+            {"prompt": "x", "multi_modal_data": {"image": 1}},
+            "multi_modal_data is not supported: prompts are text, without images, sound or video",
+            "multi_modal_data",
+        ),
         ("ab\ud800c", "lone surrogate at position 2", "prompt"),
         ({"prompt": "x", "cache_salt": 7}, "cache_salt must be a string", "cache_salt"),
         ({"prompt": "x", "cache_salt": "\udfff"}, "lone surrogate", "cache_salt"),

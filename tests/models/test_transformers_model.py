@@ -192,4 +192,4 @@ def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "runs through Transformers" in refusal(tmp_path, neox, tensor_parallel_size=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.config.hf_config.has_transformers", lambda: False)
-        assert "pip install 'quire[transformers]'" in refusal(tmp_path, neox)
+        assert "pip install -e '.[transformers]'" in refusal(tmp_path, neox)

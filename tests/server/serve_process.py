@@ -61,14 +61,14 @@ class Process:
     @property
     def engine(self) -> psutil.Process:
         children = psutil.Process(self.popen.pid).children()
-        [engine] = children if len(children) == 1 else [each for each in children if _name(each) == "quire-engine"]
+        [engine] = children if len(children) == 1 else [each for each in children if _name(each) == "quire: engine"]
         return engine
 
     @property
     def api_processes(self) -> list[psutil.Process]:
         """Where there are several, by slot."""
         children = psutil.Process(self.popen.pid).children()
-        return sorted((each for each in children if _name(each).startswith("quire-api")), key=_name)
+        return sorted((each for each in children if _name(each).startswith("quire: api")), key=_name)
 
     def hurry(self) -> None:
         """From now on steps of `slow_between_signals` take no time."""

@@ -82,8 +82,14 @@ async def test_without_the_settings_there_are_no_such_routes(model_path: Path) -
         routes = [("POST", path) for path in ("/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache")]
         routes += [("POST", path) for path in ("/reset_mm_cache", "/reset_encoder_cache", "/abort_requests")]
         routes += [("GET", path) for path in ("/is_sleeping", "/is_paused", "/server_info", "/tokenizer_info")]
+        options = {"/sleep": "sleep-mode", "/wake_up": "sleep-mode", "/is_sleeping": "sleep-mode"}
+        options["/tokenizer_info"] = "tokenizer-info-endpoint"
         for method, path in routes:
-            assert (await served.client.request(method, path)).status_code == 404
+            response = await served.client.request(method, path)
+            assert response.status_code == 404
+            message = response.json()["error"]["message"]
+            assert message.endswith(f"it is served with --enable-{options.get(path, 'admin-routes')}")
+        assert "served with" not in (await served.client.post("/sleeping")).json()["error"]["message"]
 
 
 async def test_a_pause_holds_or_refuses_new_requests(model_path: Path) -> None:

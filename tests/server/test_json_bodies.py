@@ -53,7 +53,7 @@ class TestTypes:
             "x" * 60_000,
         ],
     )
-    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/sleep"])
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
     async def test_anything_else_is_415(self, served: Served, kind: str | None, path: str) -> None:
         headers = {} if kind is None else {"Content-Type": kind}
         for method in ("POST", "PUT"):
@@ -62,6 +62,12 @@ class TestTypes:
             assert response.json()["error"]["code"] == "unsupported_media_type"
             assert "application/json" in response.json()["error"]["message"]
             assert len(response.content) < 500
+
+    async def test_an_unknown_route_is_404_whatever_the_body(self, served: Served) -> None:
+        for path in ("/v1/complete", "/v1/completions/x", "/sleep"):
+            response = await served.client.post(path, content=BODY, headers={"Content-Type": "text/plain"})
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "unknown_url"
 
     async def test_two_types(self, served: Served) -> None:
         headers = [("Content-Type", "application/json"), ("Content-Type", "text/plain")]

@@ -243,6 +243,17 @@ def test_logs_of_other_models_are_refused(log: Path) -> None:
         main([str(log), "--profile", "profile"])
 
 
+def test_a_failed_calibration_leaves_no_profile(log: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    with pytest.raises(UserError):
+        main([str(log), "--model", "opt-13b", "--profile", str(profile)])
+    assert not profile.exists()
+    profile.write_text("kept")
+    with pytest.raises(UserError):
+        main([str(log), "--model", "opt-13b", "--profile", str(profile)])
+    assert profile.read_text() == "kept"
+
+
 def test_windows_are_those_of_the_model(log: Path) -> None:
     """A log holds plans, so that one of a model with windows is counted with them."""
     header, records = read_step_log(log)

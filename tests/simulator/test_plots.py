@@ -103,7 +103,7 @@ def test_layouts_are_drawn_by_what_a_user_sees(tmp_path: Path, drawn: list[Any])
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'quire\[bench\]'"), figure(tmp_path / "x.png"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[bench\]'"), figure(tmp_path / "x.png"):
         pytest.fail("never drawn")
 
 

@@ -59,8 +59,8 @@ def running(service: ConstraintService, num_sequences: int) -> list[RemoteMatche
 def masks_process(service: ConstraintService) -> int:
     assert service._process is not None
     server = service._process.pid
-    _wait_until(lambda: bool(children(server, "quire-masks")))
-    [pid] = children(server, "quire-masks")
+    _wait_until(lambda: bool(children(server, "quire: masks")))
+    [pid] = children(server, "quire: masks")
     return pid
 
 
@@ -175,7 +175,7 @@ def test_a_rehearsal_that_is_killed_is_replaced() -> None:
     start(service, text_of(choice=["a"]))
     slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
     assert service._process is not None
-    for pid in children(service._process.pid, "quire-rehearsal"):
+    for pid in children(service._process.pid, "quire: rehearse"):
         os.kill(pid, signal.SIGKILL)
     settle(service, slow)
     assert slow.error is not None
@@ -207,7 +207,7 @@ service = make_service()
 start(service, text_of(choice=["a"]))
 slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
 pid = service._process.pid
-print(pid, *children(pid, "quire-masks"), *children(pid, "quire-rehearsal"), flush=True)
+print(pid, *children(pid, "quire: masks"), *children(pid, "quire: rehearse"), flush=True)
 END
 """
 
@@ -229,7 +229,7 @@ def test_all_ends_with_the_parent(end: str) -> None:
 def test_signals_to_all_processes_of_a_service_end_none(service: ConstraintService) -> None:
     matchers = running(service, 1)
     assert service._process is not None
-    pids = [service._process.pid, masks_process(service), *children(service._process.pid, "quire-rehearsal")]
+    pids = [service._process.pid, masks_process(service), *children(service._process.pid, "quire: rehearse")]
     for pid in pids:
         os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGTERM)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from quire.utils.child_process import is_stopped, kill
+from quire.utils.child_process import is_stopped, kill, start_interpreter
+from quire.utils.process_name import MAX_BYTES
+from tests.architecture.source import modules
 from tests.processes import has_ended
 
 PARENT = """
@@ -53,3 +59,26 @@ def test_whether_a_process_stands_still() -> None:
         process.kill()
         process.wait()
     assert not is_stopped(process)
+
+
+def test_a_process_has_its_name_where_processes_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named.py").write_text("def main():\n    input()\n    input()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process = start_interpreter("named", "quire: engine", b"", ())
+    try:
+        found = psutil.Process(process.pid)
+        deadline = time.monotonic() + 60
+        while found.name() != "quire: engine" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found.name() == "quire: engine"
+        assert found.cmdline()[-1] == "quire: engine"
+    finally:
+        kill(process)
+
+
+def test_names_fit_into_what_linux_keeps() -> None:
+    calls = (node for module in modules() for node in module.nodes if isinstance(node, ast.Call))
+    starts = [node for node in calls if ast.unparse(node.func) in ("start_interpreter", "fork")]
+    names = [text for node in starts for text in re.findall(r"quire: [\w {}]+", ast.unparse(node))]
+    assert len(names) == 7
+    assert all(len(re.sub(r"{.*}", "999", name)) <= MAX_BYTES for name in names)

@@ -24,5 +24,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: i
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: calls.append(limits))
+    warnings: list[tuple[object, ...]] = []
+    monkeypatch.setattr("quire.utils.open_files.logger.warning", lambda *said: warnings.append(said))
     assert make_room_for_connections(8192) == fit
+    assert [said[1:3] for said in warnings] == ([] if fit == 8192 else [(fit, 8192)])
     assert calls == ([] if raised is None else [(raised, hard)])

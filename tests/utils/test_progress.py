@@ -1,14 +1,16 @@
-"""The progress bar appears on a terminal only, and only when the work takes a while."""
+"""A bar on a terminal, lines of the log elsewhere, and both only when the work takes a while."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pytest
 
+from quire.clock import VirtualClock
 from quire.utils import progress
-from quire.utils.progress import ProgressBar
+from quire.utils.progress import ProgressBar, ProgressLog
 
 
 class Terminal(io.StringIO):
@@ -53,3 +55,30 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, is_terminal=False) == ""
+
+
+def logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, times: list[float], *, is_terminal: bool = False
+) -> list[str]:
+    """The lines that updates leave, the one at `times[i]` with i % of the work done."""
+    clock = VirtualClock()
+    caplog.clear()
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Terminal(is_terminal))
+        log = ProgressLog("loading weights (MiB)", 100, clock)
+        for completed, time in enumerate(times):
+            clock.advance(time - clock.now())
+            log.update(completed)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_off_a_terminal_a_line_comes_every_ten_seconds_or_ten_per_cent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = logged(monkeypatch, caplog, [6.0 * step for step in range(6)])
+    assert slow == [f"loading weights (MiB): {done} of 100 ({done} %)" for done in (2, 4)]
+    fast = logged(monkeypatch, caplog, [0.5 * step for step in range(31)])
+    assert fast == [f"loading weights (MiB): {done} of 100 ({done} %)" for done in (10, 20, 30)]
+    assert logged(monkeypatch, caplog, [0.009 * step for step in range(101)]) == []
+    assert logged(monkeypatch, caplog, [6.0 * step for step in range(6)], is_terminal=True) == []

@@ -74,7 +74,7 @@ def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tu
             continue
         if name in OF_SERVERS or (entry.target is not None and entry.target not in (*ours, "hf_token")):
             notes += (
-                [f"{name} has no effect: it is an option of servers"] if value and name not in OF_SERVERS[:2] else []
+                [f"{name} has no effect: it is an option of servers"] if value and name not in OF_SERVERS[:3] else []
             )
             continue
         if name == "dtype" and type(value).__module__ == "torch":
@@ -86,11 +86,12 @@ def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tu
 
 
 OF_SERVERS = (
-    *("served_model_name", "enable_sleep_mode", "max_num_queued_reqs", "max_num_queued_tokens", "enable_log_requests"),
+    *("served_model_name", "enable_sleep_mode", "disable_log_stats"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "enable_log_requests"),
     *("log_config_file", "shutdown_timeout", "tokens_only"),
 )
-"""Keywords of `LLM` whose flags are the server's. The first two mean nothing to a program: its engine has no name, and
-`LLM.sleep` needs no permission."""
+"""Keywords of `LLM` whose flags are the server's. The first three mean nothing to a program: its engine has no name,
+`LLM.sleep` needs no permission, and it logs no statistics."""
 TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
 """Keywords of `LLM` that only the server can give their meaning."""
 

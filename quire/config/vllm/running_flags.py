@@ -168,8 +168,8 @@ FEATURES: tuple[VllmFlag, ...] = (
     to("reasoning_parser", "text"),
     refused("reasoning_parser_plugin", "text", "no plugins are loaded", ""),
     noted("reasoning_config", "json", "the reasoning parser knows the marks of thoughts", {}),
-    noted("disable_log_stats", "flag", "the log has no statistics; /metrics always has them", True, False),
-    noted("aggregate_engine_logging", "flag", "the log has no statistics", True, False),
+    to("disable_log_stats", "flag"),
+    noted("aggregate_engine_logging", "flag", "one line is for the whole server", True, False),
     noted("fail_on_environ_validation", "flag", "variables of vLLM are not read", False),
 )
 
