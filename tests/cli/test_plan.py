@@ -102,7 +102,7 @@ def test_cache_options_are_obeyed(
 
 
 def test_swap_space_is_part_of_the_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--memory", "4GiB", "--max-num-seqs", "100000", "--gpu-memory-utilization", "1")
+    flags = ("--memory", "4GiB", "--max-num-seqs", "60000", "--gpu-memory-utilization", "1")
     without = plan_json(capsys, model, *flags)
     found = plan_json(capsys, model, *flags, "--preemption-mode", "swap", "--swap-space", "1GiB")
     assert without["swap_space_bytes"] == 0
