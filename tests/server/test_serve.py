@@ -12,7 +12,7 @@ import socket
 import ssl
 import subprocess
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -130,12 +130,23 @@ async def test_a_log_that_cannot_be_written_ends_no_stream(
     assert process.finish()[0] == 0
 
 
+@contextlib.contextmanager
+def sighup(handler: signal.Handlers) -> Iterator[None]:
+    """Let processes that are started meanwhile inherit this for SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
     model_path: Path, processes: list[Process], num_processes: int
 ) -> None:
-    process = Process(model_path, api_server_count=num_processes).wait_ready()
-    processes.append(process)
+    with sighup(signal.SIG_DFL):  # the tests may run where it is ignored
+        process = Process(model_path, api_server_count=num_processes)
+    processes.append(process.wait_ready())
     async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
         async with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.aiter_lines()
@@ -155,11 +166,8 @@ async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
 async def test_a_server_that_was_started_to_outlive_its_terminal_does(
     model_path: Path, processes: list[Process]
 ) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with sighup(signal.SIG_IGN):
         process = Process(model_path, "readable")
-    finally:
-        signal.signal(signal.SIGHUP, before)
     processes.append(process.wait_ready())
     process.signal(signal.SIGHUP)
     assert httpx.get(f"{process.url}/health", timeout=60).status_code == 200
