@@ -148,12 +148,12 @@ def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
     return bytes(mask)
 
 
-def num_forceable(sequence: Sequence, num_new: int) -> int:
-    """Tokens that a sequence's constraint may force behind `num_new` new ones, which it has got already. None where the
-    request asks for log-probabilities, which only sampled tokens have, or where the last token ends the sequence."""
+def num_forceable(sequence: Sequence) -> int:
+    """Tokens that a sequence's constraint may force behind its last one: none where the request asks for
+    log-probabilities, which only sampled tokens have, or where that token ends the sequence."""
     params = sequence.request.params
     ends = sequence.token_ids[-1] in sequence.request.end_token_ids
-    if not num_new or ends or params.logprobs is not None or params.ranks_samples:
+    if ends or params.logprobs is not None or params.ranks_samples:
         return 0
     return sequence.max_total_tokens - len(sequence.token_ids)
 

@@ -50,7 +50,7 @@ class Matching:
         """Ask a sequence's matcher about its new last tokens."""
         assert sequence.matcher is not None
         sequence.awaits_matcher = True
-        sequence.matcher.advance(token_ids, num_forceable(sequence, len(token_ids)))
+        sequence.matcher.advance(token_ids, num_forceable(sequence))
         self._asked.append(Asked(sequence, token_ids, logprobs))
 
     def take_answered(self) -> list[Asked]:

@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-"""Options of prctl(2)."""
+from quire.utils.process_name import name_process
+
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2)."""
 _PAGE = resource.getpagesize()
 
 
@@ -30,9 +32,8 @@ def fork(name: str, work: Callable[[], None], stack: int) -> int:
     try:
         gc.disable()
         if sys.platform == "linux":
-            system = ctypes.CDLL(None)
-            system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            system.prctl(_PR_SET_NAME, name.encode())
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        name_process(name)
         if os.getppid() == parent:
             run_with_stack(work, stack)
             status = 0
