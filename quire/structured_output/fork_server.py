@@ -145,12 +145,21 @@ class ForkServer:
             self._spare.append(self._fork_rehearsal())
 
     def _begin(self, job: Job) -> Rehearsal:
-        rehearsal = self._spare.pop() if self._spare else self._fork_rehearsal()
+        rehearsal = self._take_spare() or self._fork_rehearsal()
         rehearsal.job = job
         seconds = job.deadline - time.monotonic()
         work = Try(job.text, self._limits.cpu_seconds[job.lane], seconds, NICE if job.lane else 0)
         rehearsal.connection.send(msgspec.msgpack.encode(work))
         return rehearsal
+
+    def _take_spare(self) -> Rehearsal | None:
+        """A spare fork that lives: one may have been killed while it waited, which no text is to blame for."""
+        while self._spare:
+            rehearsal = self._spare.pop()
+            if os.waitpid(rehearsal.pid, os.WNOHANG) == (0, 0):
+                return rehearsal
+            rehearsal.connection.close()
+        return None
 
     def _fork_rehearsal(self) -> Rehearsal:
         vocabulary, limits = self._vocabulary, self._limits

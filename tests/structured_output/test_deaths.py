@@ -175,7 +175,8 @@ def test_a_rehearsal_that_is_killed_is_replaced() -> None:
     start(service, text_of(choice=["a"]))
     slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
     assert service._process is not None
-    for pid in children(service._process.pid, "quire: rehearse"):
+    wait_until(service, lambda: len(children(service._process.pid, "quire: rehearse")) == 3)
+    for pid in children(service._process.pid, "quire: rehearse"):  # the one at work, and two that wait for a text
         os.kill(pid, signal.SIGKILL)
     settle(service, slow)
     assert slow.error is not None
