@@ -149,7 +149,7 @@ class ForkServer:
         rehearsal.job = job
         seconds = job.deadline - time.monotonic()
         work = Try(job.text, self._limits.cpu_seconds[job.lane], seconds, NICE if job.lane else 0)
-        rehearsal.connection.send(msgspec.msgpack.encode(work))
+        rehearsal.connection.send(work)
         return rehearsal
 
     def _take_spare(self) -> Rehearsal | None:
@@ -210,7 +210,7 @@ class ForkServer:
             self._send(Verdict(job.number, outcome, is_final))
 
     def _send(self, verdict: Verdict) -> None:
-        self._connection.send(msgspec.msgpack.encode(verdict))
+        self._connection.send(verdict)
 
     def _start_masks(self, connection: int, memory: int) -> None:
         """End the mask process, if there is one, and fork another."""

@@ -79,7 +79,6 @@ class MaskClient:
         self._memory: MaskMemory | None = None
         self.is_starting = False
         """The process has not answered yet; the fork server may have died instead of starting it."""
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Done)
         self._serials = itertools.count(1)
         self._matchers: dict[int, weakref.ref[RemoteMatcher]] = {}
@@ -172,7 +171,7 @@ class MaskClient:
         self._add_news(work)
         work.ended_grammars, self._ended_grammars = self._ended_grammars, []
         work.num_slots = self._num_slots
-        connection.send(self._encoder.encode(work))
+        connection.send(work)
 
     def _add_copies(self, work: Work) -> None:
         for matcher, source, wants_mask in self._copies:

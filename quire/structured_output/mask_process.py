@@ -34,10 +34,10 @@ from quire.structured_output.messages import (
     Masked,
     New,
     Work,
-    send_frame,
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
 from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState, unusable
+from quire.tokenization.template_messages import encode_frame
 from quire.utils.failures import explain
 
 if TYPE_CHECKING:
@@ -193,7 +193,6 @@ class MaskProcess:
         self._vocabulary = vocabulary
         self._shape = shape
         self._decoder = msgspec.msgpack.Decoder(Work)
-        self._encoder = msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._work_came = threading.Condition(self._lock)
@@ -410,7 +409,7 @@ class MaskProcess:
                 return
             self._sending.acquire()  # in this order they are sent
         try:
-            send_frame(self._connection, self._encoder.encode(Done(answers, masked)))
+            self._connection.sendall(encode_frame(Done(answers, masked)))
         except OSError:
             os._exit(0)  # the engine core is gone
         finally:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from quire.config.options import EngineOptions
+from quire.tokenization.template_messages import HEADER, encode_frame
 
-_HEADER = struct.Struct("<Q")
 _READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4
 """Open files that come with one message."""
@@ -196,7 +195,7 @@ class Connection:
         self._takes_descriptors = takes_descriptors
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._received = bytearray()
-        self._unsent: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
+        self._unsent: deque[tuple[bytearray | memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()
         """Open files that came with messages, in order."""
         self.is_at_end = False
@@ -209,9 +208,9 @@ class Connection:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """descriptors: come along; those of this process are closed then."""
-        self._unsent.append((_HEADER.pack(len(message)) + message, descriptors))
+        self._unsent.append((encode_frame(message), descriptors))
         self.pump()
 
     def pump(self) -> None:
@@ -276,20 +275,15 @@ class Connection:
 def take_frames(received: bytearray) -> list[bytes]:
     """Remove the whole frames at the front; returns their messages."""
     frames, start, size = [], 0, len(received)
-    while size - start >= _HEADER.size:
-        (length,) = _HEADER.unpack_from(received, start)
-        end = start + _HEADER.size + length
+    while size - start >= HEADER.size:
+        (length,) = HEADER.unpack_from(received, start)
+        end = start + HEADER.size + length
         if end > size:
             break
-        frames.append(bytes(received[start + _HEADER.size : end]))
+        frames.append(bytes(received[start + HEADER.size : end]))
         start = end
     del received[:start]
     return frames
-
-
-def send_frame(end: socket.socket, message: bytes) -> None:
-    """Send one message, and wait until the socket has taken it."""
-    end.sendall(_HEADER.pack(len(message)) + message)
 
 
 class BlockingReader:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.structured_output.forks import be_silent, limit, limit_memory, own_memory
-from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try, send_frame
+from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try
+from quire.tokenization.template_messages import encode_frame
 from quire.utils.failures import explain
 from quire.utils.sizes import format_bytes
 
@@ -55,7 +56,7 @@ def rehearse(connection: socket.socket, vocabulary: LLTokenizer, limits: Limits)
         outcome = Outcome(out_of_memory(limits))
     except BaseException as error:  # a panic of the native library is no Exception
         outcome = Outcome(in_one_line(explain(error)))
-    send_frame(connection, msgspec.msgpack.encode(outcome))
+    connection.sendall(encode_frame(outcome))
 
 
 def outcome_of(vocabulary: LLTokenizer, text: str) -> Outcome:

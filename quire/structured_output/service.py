@@ -74,7 +74,6 @@ class ConstraintService:
         self._finalizer: weakref.finalize[..., ConstraintService] | None = None
         self._num_starts = 0
         self._is_closed = False
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
@@ -113,7 +112,7 @@ class ConstraintService:
         while self.forgotten_jobs:
             number = self.forgotten_jobs.popleft()
             if self._jobs.pop(number, None) is not None and self._connection is not None:
-                self._connection.send(self._encoder.encode(Cancel(number)))
+                self._connection.send(Cancel(number))
         self.masks.flush()
 
     def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
@@ -214,11 +213,11 @@ class ConstraintService:
             for number, job in self._jobs.items():
                 text = job.text()
                 if text is not None:
-                    connection.send(self._encoder.encode(Rehearse(number, text.text, job.client, job.deadline)))
+                    connection.send(Rehearse(number, text.text, job.client, job.deadline))
 
     def _start_masks(self, connection: int, memory: int) -> None:
         server = self._connection or self._start_server()
-        server.send(self._encoder.encode(StartMasks()), [connection, memory])
+        server.send(StartMasks(), [connection, memory])
 
     # Rehearsals
 
@@ -226,7 +225,7 @@ class ConstraintService:
         text.job = next(self._numbers)
         job = self._jobs[text.job] = Job(weakref.ref(text), client, time.monotonic() + self._limits.seconds)
         connection = self._connection or self._start_server()
-        connection.send(self._encoder.encode(Rehearse(text.job, text.text, client, job.deadline)))
+        connection.send(Rehearse(text.job, text.text, client, job.deadline))
 
     def _take(self, verdict: Verdict) -> None:
         job = self._jobs.pop(verdict.job, None)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-_HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q")
 """In front of each message: its length in bytes."""
 MAX_SETUP_BYTES = 16 * 2**20
 ContentFormat = Literal["auto", "string", "openai"]
@@ -125,8 +125,8 @@ class Deadline:
 def encode_frame(message: msgspec.Struct) -> bytearray:
     """Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for a value that msgpack does not have."""
     frame = bytearray()
-    _ENCODER.encode_into(message, frame, _HEADER.size)
-    _HEADER.pack_into(frame, 0, len(frame) - _HEADER.size)
+    _ENCODER.encode_into(message, frame, HEADER.size)
+    HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
     return frame
 
 
@@ -135,10 +135,10 @@ def read_frame(connection: socket.socket, max_bytes: int, deadline: Waiting | No
 
     Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
     """
-    header = _read(connection, _HEADER.size, deadline)
+    header = _read(connection, HEADER.size, deadline)
     if header is None:
         return None
-    (size,) = _HEADER.unpack(header)
+    (size,) = HEADER.unpack(header)
     if size > max_bytes:
         raise ValueError(f"a message of {size} bytes, where at most {max_bytes} are expected")
     return _read(connection, size, deadline)
