@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ from quire.structured_output.messages import (
     StartMasks,
     Verdict,
 )
+from quire.structured_output.recent_texts import RecentTexts
 from quire.structured_output.remote_matcher import ConstraintText, RemoteConstraint, RemoteMatcher
 from quire.utils.child_process import describe_exit, kill, start_interpreter
 
@@ -76,8 +77,7 @@ class ConstraintService:
         self._is_closed = False
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
-        self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
-        self._num_characters = 0
+        self._outcomes: RecentTexts[Outcome] = RecentTexts(lambda text, _: len(text))
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
         self._charges = itertools.count(1)
@@ -86,10 +86,8 @@ class ConstraintService:
 
     def constraint(self, text: str, client: str = "") -> RemoteConstraint:
         outcome = self._outcomes.get(text)
-        if outcome is not None:
-            self._outcomes.move_to_end(text)
-            if outcome.reason:
-                raise refusal(outcome.reason)
+        if outcome is not None and outcome.reason:
+            raise refusal(outcome.reason)
         found = self._texts.get(text)
         if found is None:
             found = self._texts[text] = ConstraintText(self, text)
@@ -250,13 +248,8 @@ class ConstraintService:
         self.masks.refuse(matcher, refusal(outcome.reason))
 
     def _keep(self, text: str, outcome: Outcome) -> None:
-        """Remember what became of a text, and forget the ones that were asked for longest ago."""
-        if text not in self._outcomes:
-            self._num_characters += len(text)
-        self._outcomes[text] = outcome
-        self._outcomes.move_to_end(text)
-        while len(self._outcomes) > MAX_OUTCOMES or self._num_characters > MAX_OUTCOME_CHARACTERS:
-            self._num_characters -= len(self._outcomes.popitem(last=False)[0])
+        """Remember what became of a text."""
+        self._outcomes.put(text, outcome, MAX_OUTCOMES, MAX_OUTCOME_CHARACTERS)
 
     def _condemn(self, text: ConstraintText, reason: str) -> None:
         text.outcome = Outcome(reason)

@@ -6,11 +6,11 @@ The text goes to the engine core, which has it compiled (quire/structured_output
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from functools import cached_property
 
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.structured_output.grammar import write_grammar
+from quire.structured_output.recent_texts import RecentTexts
 from quire.structured_output.vocabulary import check_tokenizer
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import Tokenizer
@@ -30,8 +30,7 @@ class GrammarWriter:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, str] = OrderedDict()
-        self._num_characters = 0
+        self._kept: RecentTexts[str] = RecentTexts(lambda text, grammar: len(text) + len(grammar))
 
     def write(self, params: StructuredOutputsParams) -> str:
         """The constraint's grammar. Raises UserError for one that is too large or cannot be read, and for models whose
@@ -43,17 +42,11 @@ class GrammarWriter:
         key = repr(params)  # tells all values apart that grammars differ by
         with self._lock:
             known = self._kept.get(key)
-            if known is not None:
-                self._kept.move_to_end(key)
-                return known
+        if known is not None:
+            return known
         grammar = write_grammar(params, self._special_tokens)
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = grammar
-                self._num_characters += len(key) + len(grammar)
-            while len(self._kept) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
-                oldest, text = self._kept.popitem(last=False)
-                self._num_characters -= len(oldest) + len(text)
+            self._kept.put(key, grammar, MAX_KEPT, MAX_KEPT_CHARACTERS)
         return grammar
 
     @cached_property

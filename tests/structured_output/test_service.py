@@ -293,11 +293,11 @@ def test_outcomes_are_bounded(service: ConstraintService, monkeypatch: pytest.Mo
     monkeypatch.setattr(service_module, "MAX_OUTCOMES", 10)
     for number in range(25):
         start(service, text_of(choice=[f"bounded {number}"]))
-    assert len(service._outcomes) == 10
-    assert service._num_characters == sum(map(len, service._outcomes))
+    assert len(service._outcomes.entries) == 10
+    assert service._outcomes.num_characters == sum(map(len, service._outcomes.entries))
     monkeypatch.setattr(service_module, "MAX_OUTCOME_CHARACTERS", 200)
     start(service, text_of(choice=["bounded once more"]))
-    assert sum(map(len, service._outcomes)) <= 200
+    assert sum(map(len, service._outcomes.entries)) <= 200
 
 
 def test_kept_grammars_are_bounded(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:

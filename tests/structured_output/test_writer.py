@@ -47,5 +47,5 @@ def test_bounded(writer: GrammarWriter, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(writer_module, "MAX_KEPT", 3)
     for number in range(9):
         write(writer, choice=[str(number)])
-    assert len(writer._kept) == 3
-    assert writer._num_characters == sum(len(key) + len(text) for key, text in writer._kept.items())
+    assert len(writer._kept.entries) == 3
+    assert writer._kept.num_characters == sum(len(key) + len(text) for key, text in writer._kept.entries.items())
