@@ -37,9 +37,9 @@ class GrammarWriter:
         tokens have no text of their own."""
         check_tokenizer(self._tokenizer)
         params = self.config.apply(params)
-        if params.size > MAX_KEPT_CHARACTERS // MAX_KEPT:
-            return write_grammar(params, self._special_tokens)
         key = repr(params)  # tells all values apart that grammars differ by
+        if len(key) > MAX_KEPT_CHARACTERS // MAX_KEPT:
+            return write_grammar(params, self._special_tokens)
         with self._lock:
             known = self._kept.get(key)
         if known is not None:

@@ -107,6 +107,20 @@ def pipe_without_reader() -> int:
     return writer
 
 
+async def drain(process: Process, send: Callable[[], None]) -> None:
+    """Send signals while a stream runs: the server takes no more requests, and the stream comes whole."""
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            send()
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            process.hurry()
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("make_stderr", [full_disk, stuck_pipe, pipe_without_reader])
 async def test_a_log_that_cannot_be_written_ends_no_stream(
@@ -117,16 +131,7 @@ async def test_a_log_that_cannot_be_written_ends_no_stream(
     process = Process(model_path, stderr=stderr, **logged)
     os.close(stderr)
     processes.append(process.wait_ready())
-    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json=LONG) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            process.signal(signal.SIGTERM)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            process.hurry()
-            rest = [line async for line in lines]
-        assert rest[-2] == "data: [DONE]"
+    await drain(process, lambda: process.signal(signal.SIGTERM))
     assert process.finish()[0] == 0
 
 
@@ -147,18 +152,13 @@ async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
     with sighup(signal.SIG_DFL):  # the tests may run where it is ignored
         process = Process(model_path, api_server_count=num_processes)
     processes.append(process.wait_ready())
-    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
-        async with client.stream("POST", "/v1/completions", json=LONG) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            for child in (process.engine, *process.api_processes):
-                child.send_signal(signal.SIGHUP)
-            process.signal(signal.SIGHUP)
-            while (await client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.01)
-            process.hurry()
-            rest = [line async for line in lines]
-        assert rest[-2] == "data: [DONE]"
+
+    def hang_up() -> None:
+        for child in (process.engine, *process.api_processes):
+            child.send_signal(signal.SIGHUP)
+        process.signal(signal.SIGHUP)
+
+    await drain(process, hang_up)
     status, error = process.finish()
     assert (status, "shutting down" in error) == (0, True)
 

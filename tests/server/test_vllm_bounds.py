@@ -11,15 +11,10 @@ import pytest
 from quire.server.protocol.completion import NO_PROMPT
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model
+from tests.server.test_dialect import BODIES as OPENAI_BODIES
+from tests.server.test_dialect import CHAT
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
-    "/v1/chat/completions": CHAT,
-    "/v1/chat/completions/batch": {"messages": [CHAT["messages"]], "max_tokens": 1},
-    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-    "/v1/messages": {**CHAT, "model": "tiny"},
-}
+BODIES: dict[str, dict[str, Any]] = {**OPENAI_BODIES, "/v1/messages": {**CHAT, "model": "tiny"}}
 
 
 async def post(served: Served, path: str, **fields: Any) -> httpx.Response:
