@@ -216,7 +216,7 @@ class BeamSearch:
             self._matchers[key].advance([beam.candidates.token_ids[number]], 0)
 
     def _is_constrained(self, beam: Beam, number: int) -> bool:
-        """Whether a beam's candidate goes on under a constraint, and does not end the text."""
+        """A beam's candidate goes on under a constraint, and does not end the text."""
         assert beam.candidates is not None
         return beam.sequence.matcher is not None and beam.candidates.token_ids[number] not in self.request.end_token_ids
 

@@ -42,7 +42,7 @@ PIECE_TOKENS = 2**16
 ID_BYTES = 4
 MAX_REPLY_BYTES = 2**40
 READ_SECONDS = 10.0
-"""Of processor time, for what a process makes of bytes. The system ends the process then."""
+"""Seconds of processor time for one body in a helper process. The system ends the process then."""
 
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class TokenizerProcess:
         self._tokenizer = tokenizer
         self._is_checked = False
         self.is_usable = True
-        """Whether it can be asked again."""
+        """The process can be asked again."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

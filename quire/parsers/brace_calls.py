@@ -73,7 +73,7 @@ class BraceFormat:
                 return False
 
     def _list(self, reader: TextReader, output: Output, schema: Any, depth: int) -> Steps[bool]:
-        """As `_object`."""
+        """Read a list; returns as `_object`."""
         items = schema.get("items") if isinstance(schema, dict) else None
         output.arguments("[")
         separator = ""

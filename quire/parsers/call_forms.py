@@ -79,7 +79,7 @@ class CallKeys(NamedTuple):
 
 
 def calls_schema(schemas: Schemas, keys: CallKeys, *, parallel: bool) -> dict[str, Any]:
-    """Of a list of objects that are calls."""
+    """A schema of a list of objects that are calls."""
     identifier = {keys.identifier: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if keys.identifier else {}
     calls, definitions = [], dict[str, Any]()
     for number, (name, schema) in enumerate(schemas.items()):

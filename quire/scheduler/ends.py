@@ -165,7 +165,7 @@ class Ends:
         return self._end_searches(ended, released, now)
 
     def settle_beams(self, now: float) -> list[SequenceUpdate]:
-        """As `update_beams`, for the searches that waited for matchers."""
+        """Decide the searches that waited for matchers; returns as `update_beams`."""
         ended, released = self.beam_reorder.decide(self._running, self._kv)
         return self._end_searches(ended, released, now)
 

@@ -141,7 +141,7 @@ class ConstraintGate:
 
 
 def _has_matchers(request: Request) -> bool:
-    """Whether a constrained request can start: one that is refused waits until the core has told so."""
+    """A constrained request can start. One that is refused waits until the core has told so."""
     is_followed = not any(sequence.awaits_matcher for sequence in request.live_sequences)
     return is_followed and all(each.is_ready and each.error is None for each in first_matchers(request))
 

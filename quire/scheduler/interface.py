@@ -99,12 +99,12 @@ class EngineScheduler(Protocol):
         ...
 
     def awaits_matchers(self, plan: StepPlan) -> bool:
-        """Whether `sampling_inputs` of a plan in flight is still to wait for matchers, and `settle`."""
+        """`sampling_inputs` of a plan in flight must wait for matchers, and `settle`."""
         ...
 
     @property
     def awaits_answers(self) -> bool:
-        """Whether matchers have yet to answer."""
+        """Matchers have yet to answer."""
         ...
 
     def awaited(self) -> list[Matcher]:

@@ -56,7 +56,7 @@ class InFlight(msgspec.Struct, frozen=True):
 
     @property
     def awaits_matchers(self) -> bool:
-        """Whether a mask that the plan expects depends on a token that its matcher has not followed yet."""
+        """A mask that the plan expects depends on a token that its matcher has not followed yet."""
         return any(self.samples[index].awaits_matcher for index in self.plan.expects_sampling_inputs)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:

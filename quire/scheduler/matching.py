@@ -79,7 +79,7 @@ class Matching:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an answer changes anything."""
+        """An answer would change something."""
         return bool(self._asked or self._starting)
 
     def awaited(self) -> list[Matcher]:
@@ -108,5 +108,5 @@ def matcher_of(sequence: Sequence) -> Matcher:
 
 
 def _is_answered(sequence: Sequence) -> bool:
-    """Whether the matcher has answered, or the sequence has ended meanwhile."""
+    """The matcher has answered, or the sequence has ended meanwhile."""
     return sequence.matcher is None or sequence.matcher.is_ready

@@ -237,7 +237,7 @@ class Scheduler:
         return plan
 
     def awaits_matchers(self, plan: StepPlan) -> bool:
-        """Whether `sampling_inputs` of a plan in flight must wait for matchers (`settle`)."""
+        """`sampling_inputs` of a plan in flight must wait for matchers, and `settle`."""
         return self._in_flight[plan.step_id].awaits_matchers
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
@@ -317,7 +317,7 @@ class Scheduler:
 
     @property
     def awaits_answers(self) -> bool:
-        """Whether matchers have yet to answer, so that `settle` is due when they have."""
+        """Matchers have yet to answer; `settle` is due when they have."""
         return self.matching.is_waiting or bool(self._ends.beam_reorder.awaited)
 
     def awaited(self) -> list[Matcher]:

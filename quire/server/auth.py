@@ -22,7 +22,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy says that it asks for someone else."""
 
 SUBSCRIBER_BITS = 64
-"""Of an IPv6 address."""
+"""Bits of an IPv6 address that name a client's network."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 

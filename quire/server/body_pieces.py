@@ -21,7 +21,7 @@ from quire.server.fields import check_entries, join, structs_in
 PIECE_BYTES = 64 * 1024
 """A shorter text is decoded in one call."""
 CONTAINER_LEVELS = 6
-"""Those of a batch of chats: the body, its conversations, their messages, a message, its parts, a part."""
+"""Levels of a batch of chats: the body, its conversations, their messages, a message, its parts, a part."""
 PEEK_BYTES = 64
 MAX_HARMLESS_BYTES = 64
 """A longer value is none of those with which a field that is not supported is accepted."""

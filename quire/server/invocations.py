@@ -20,7 +20,7 @@ from quire.server.protocol.pooling import FIRST_NAMES
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
-"""What models that pool are for -> the route of their texts."""
+"""Task of a model that pools -> the route of its texts."""
 
 
 class InvocationRequest(RequestStruct, kw_only=True, frozen=True):
@@ -73,7 +73,7 @@ def _names(body: bytes) -> Collection[str]:
 
 
 def _task_of(context: ServerContext) -> str | None:
-    """What a model that pools is for; None: it generates."""
+    """The task of a model that pools; None: it generates."""
     for task in _OF_TASKS:
         try:
             context.engine.pooling.check_task(task)

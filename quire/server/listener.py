@@ -97,7 +97,7 @@ def _answers(path: str) -> bool:
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
-    """What tells the file at `path` from another one; None: there is none."""
+    """Device and inode of the file at `path`; None: there is none."""
     try:
         status = Path(path).stat()
     except OSError:

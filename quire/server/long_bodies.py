@@ -31,7 +31,7 @@ from quire.tokenization.chat_template import PreparedConversation, prepare_conve
 LONG_BODY_BYTES = 2**20
 """Larger bodies are read elsewhere: smaller ones hold the event loop for less than the hop to a process takes."""
 STAND_IN = "-"
-"""What stands for a text that the other process keeps: no route refuses it."""
+"""Stand-in for a text that the other process keeps: no route refuses it."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[msgspec.Raw])
 _KINDS: dict[str, type[msgspec.Struct]] = {

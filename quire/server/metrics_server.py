@@ -17,7 +17,7 @@ from quire.server.settings import ServerSettings
 from quire.server.site import HostRules, SiteGuard
 
 STARTED_SECONDS = 0.005
-"""Between two looks whether the server listens."""
+"""Seconds between two looks whether the server listens."""
 
 
 @contextlib.asynccontextmanager

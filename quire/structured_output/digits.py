@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 MAX_DIGITS = 400
-"""Of a bound. A double has 309 before its point."""
+"""Digits of a bound, at most. A double has 309 before its point."""
 FRACTION = r"(?:\.[0-9]+)?"
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}{FRACTION}(?:[eE][+-]?[0-9]+)?"

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 100
-"""Of parentheses, one in the other."""
+"""Levels of parentheses, one in the other, at most."""
 ROOT = "root"
 _BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
 _NAME = re.compile(r"[\w-]+")
@@ -81,7 +81,7 @@ class _Reader:
         return rule
 
     def _is_rule(self) -> bool:
-        """Whether a rule begins here."""
+        """A rule begins here."""
         name = _NAME.match(self._text, self._at)
         return name is not None and _HEAD.match(self._text, name.end()) is not None
 

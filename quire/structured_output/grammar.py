@@ -16,9 +16,10 @@ from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
 MAX_GRAMMAR_CHARACTERS = 2**19
-"""Of a JSON schema, a structural tag or what is made of them. The largest sets of tools have a tenth of it."""
+"""Characters of a JSON schema, a structural tag or the grammar made of them, at most. The largest sets of tools have a
+tenth of it."""
 MAX_EXPRESSION_CHARACTERS = 2**16
-"""Of a regular expression or a grammar."""
+"""Characters of a regular expression or a grammar, at most."""
 MAX_REASON = 300
 WHITESPACE = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 """Between the parts of JSON: one line feed with an indentation. Without a limit a model that likes blanks writes them

@@ -22,13 +22,13 @@ from quire.structured_output.schema_place import Place
 from quire.structured_output.schema_references import References
 
 MAX_DEPTH = 120
-"""Of a schema's text. llguidance reads 128 levels, and the form may have a few more than the schema."""
+"""Levels of a schema's text, at most. llguidance reads 128, and the form may have a few more than the schema."""
 MAX_LITERAL = 2**16
 MAX_COUNT = 2**31
 """No text has as many characters or items."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Those that are followed. Every other one is an annotation, as the specification says of unknown ones."""
+"""Formats that are followed. Every other one is an annotation, as the specification says of unknown ones."""
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|"
     "1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
@@ -108,7 +108,7 @@ class Normaliser:
         self._found = NormalSchema(root)
         self._numbers: list[Numbers] = []
         self._merges = False
-        """Whether several schemas apply to one value somewhere."""
+        """Several schemas apply to one value somewhere."""
         self._budget = patterns.Budget()
         self._matchers: dict[str, patterns.Matcher] = {}
 

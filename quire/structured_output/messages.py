@@ -84,7 +84,7 @@ class Outcome(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """From the fork server. is_final: the same text has the same outcome every time."""
+    """A message of the fork server. is_final: the same text has the same outcome every time."""
 
     job: int
     outcome: Outcome
@@ -178,7 +178,7 @@ class Masked(msgspec.Struct, array_like=True):
 
 
 class Done(msgspec.Struct, array_like=True):
-    """From the mask process. Answers come before the masks of the same matchers."""
+    """A message of the mask process. Answers come before the masks of the same matchers."""
 
     answers: Sequence[Answer]
     masks: Sequence[Masked]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAX_CHARACTERS = 2**16
 MAX_DEPTH = 100
-"""Of parentheses, one in the other."""
+"""Levels of parentheses, one in the other, at most."""
 MAX_STATES = 4096
 MAX_STEPS = 1_000_000
 LAST_CHARACTER = 0x10FFFF

@@ -72,7 +72,7 @@ class LarkWriter:
         self._joiner = Joiner(schema)
         self._joiner.run()
         self._names: dict[str, str] = {}
-        """Of rules by what they say."""
+        """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}
 
     def grammar(self) -> str:

@@ -21,7 +21,7 @@ MAX_JOINS = 2000
 MAX_STEPS = 300_000
 """Properties, items and views of a document's joins."""
 MAX_DEPTH = 60
-"""Of joins inside of joins, which follow references."""
+"""Levels of joins inside of joins, which follow references, at most."""
 MAX_VIEWS = 32
 BESIDE = "is not supported beside numbers of more than 53 bits"
 
@@ -117,7 +117,7 @@ class Joiner:
         return found
 
     def _both(self, first: Any, second: Any) -> Any:
-        """What follows two schemas."""
+        """A schema of the values that follow two schemas."""
         first, second = self._flattened(first), self._flattened(second)
         if not first or not second or first is True or second is True or first == second:
             return first if first == second else all_of(first, second)
@@ -270,7 +270,7 @@ class Joiner:
 
 
 def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
-    """Whether no value follows both."""
+    """No value follows both."""
     shared = joiner.kinds(first) & joiner.kinds(second)
     if not shared:
         return True
@@ -325,7 +325,7 @@ def _shared(first: list[str], second: list[str]) -> list[str]:
 
 
 def _of_kind(node: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What a schema says about one type."""
+    """The keywords of a schema for one type."""
     return {"type": kind} | {name: node[name] for name in OF_TYPE.get(kind, ()) if name in node}
 
 

@@ -56,7 +56,7 @@ def decimal_of(value: Any) -> Decimal:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the keywords of one schema say about numbers."""
+    """The keywords of one schema about numbers."""
 
     low: Bound | None = None
     high: Bound | None = None
@@ -97,7 +97,7 @@ class Numbers:
         return self.multiple is None or Fraction(number) % self.multiple == 0
 
     def joined(self, other: Numbers) -> Numbers:
-        """What both say. Raises ValueError where both have a multiple."""
+        """Both together. Raises ValueError where both have a multiple."""
         multiples = {each.multiple for each in (self, other)} - {None}
         if len(multiples) > 1:
             raise ValueError("multipleOf is not supported in several schemas beside numbers of more than 53 bits")

@@ -31,7 +31,7 @@ class ObjectKeywords:
             self._patterns[text] = all_of(self._patterns.get(text, True), schema)
             self._nodes[text] = _parsed(pattern)
         self._required = dict.fromkeys(self._names("required", given.get("required", [])))
-        """In order."""
+        """The names, in order."""
         self._additional = self._additional_schema(closed)
 
     def normal(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class ObjectKeywords:
 
 
 def all_of(first: Any, second: Any) -> Any:
-    """What follows both."""
+    """A schema of the values that follow both."""
     if first is False or second is False:
         return False
     if first is True or first == {}:

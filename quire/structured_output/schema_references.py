@@ -137,7 +137,7 @@ class References:
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[Any]:
-    """What stands in the places for schemas."""
+    """The schemas inside of a schema, by the keywords that hold one."""
     for name in ONE:
         if name in node:
             yield node[name]

@@ -12,7 +12,7 @@ from quire.utils.model_files import file_bytes, read_model_file
 from quire.utils.text_files import read_text_file
 
 MAX_TEMPLATE_BYTES = 2**18
-"""Of a chat template: ten times the longest."""
+"""Bytes of a chat template, at most: ten times the longest."""
 MAX_TEMPLATES = 64
 FILE, FOLDER, PROCESSOR_FILE = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")

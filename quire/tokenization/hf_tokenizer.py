@@ -22,7 +22,7 @@ from quire.tokenization.vocabulary_limits import check_num_values, check_text_le
 from quire.utils.model_files import file_bytes, read_model_file
 
 MAX_TOKENIZER_BYTES = 2**26
-"""Of tokenizer.json, vocab.json and merges.txt: twice those of the largest vocabularies (Gemma's has 33 MB)."""
+"""Bytes of tokenizer.json, vocab.json and merges.txt, at most: twice the largest vocabularies' (Gemma: 33 MB)."""
 FILE, VOCABULARY_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 TRANSFORMERS_VERSION = (5, 23)
 """The release whose ids are followed, for directories with files for several."""

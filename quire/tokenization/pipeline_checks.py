@@ -27,7 +27,7 @@ LONGEST_WORD = 256
 """Characters of a word that WordPiece takes apart (`max_input_chars_per_word`; 100 is usual): it tries every part of it
 at every place."""
 _LETTERS_PER_CHARACTER = 4
-"""Of a byte-level step: a letter for each byte."""
+"""Letters that a byte-level step makes of a character, at most: one for each byte."""
 _NEVER_EMPTY = re.compile(r"(?:\\s| |\[[^\]\[\\^]+\])(?:\+|\{[1-9]\d*,\})?")
 """Patterns of runs of blanks, as most tokenizers have one."""
 _INNER = ("normalizers", "decoders", "pretokenizers", "processors")

@@ -101,7 +101,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Waiting(Protocol):
-    """How long the next operations of a connection may take."""
+    """A limit of the time that the next operations of a connection may take."""
 
     def apply(self, connection: socket.socket) -> None:
         """Called before each. Raises TimeoutError when it has taken too long."""

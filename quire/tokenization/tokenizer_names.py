@@ -215,5 +215,5 @@ def _plain(name: object) -> str:
 
 
 def _own_code(auto_map: object) -> object:
-    """What names a class in a checkpoint's own code, which is never run."""
+    """The key that names a class in a checkpoint's own code, which is never run."""
     return auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map

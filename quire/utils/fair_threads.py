@@ -44,7 +44,7 @@ class FairThreads:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._waiting: dict[str, list[_Item]] = {}
-        """By caller, in the order of their turns; each a heap."""
+        """Heaps of waiting work by caller, in the order of their turns."""
         self._num_long = 0
         self._numbers = itertools.count()
 

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 SLICE_SECONDS = 1.0
-"""Between two looks. A longer time that passes in between, because this process did not run, counts as one."""
+"""Seconds between two looks. A longer time, because this process did not run, counts as one."""
 STALL_SECONDS = 20
 """A process that uses no processor time for as long does not get on."""
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

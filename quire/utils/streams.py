@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PATIENCE_SECONDS = 0.2
-"""For a reader that does not read. While it reads nothing, what is written later is not kept for it at all."""
+"""Seconds to wait for a reader that does not read. While it reads nothing, later writes are lost."""
 PIECE_BYTES = select.PIPE_BUF
 """A pipe that takes anything takes as much."""
 
@@ -35,7 +35,7 @@ class GuardedFile(io.FileIO):
         self._num_lost = 0
 
     def take_num_lost(self) -> int:
-        """How often something was lost since the last call."""
+        """Number of losses since the last call."""
         with self._lock:
             count, self._num_lost = self._num_lost, 0
             return count

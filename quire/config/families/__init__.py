@@ -92,7 +92,7 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def known_values(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """What a language model's configuration says to its family, as `keys.honoured` has it."""
+    """Keys and values that a language model's family reads (`keys.honoured`)."""
     family = _family_of(values)
     return values if family is None else honoured(values, family, where)
 
@@ -119,7 +119,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """As `read_shape`, of what `known_values` gives."""
+    """The shape that `known_values` describe; raises as `read_shape`."""
     fields, family = Fields(values, where), _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):

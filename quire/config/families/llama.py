@@ -32,7 +32,7 @@ LLAMA_VALUES: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-"""What the families built like LLaMA have in common of `Family.usual_values`."""
+"""The part of `Family.usual_values` that families built like LLaMA share."""
 
 
 def gguf_experts(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, str]:

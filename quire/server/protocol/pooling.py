@@ -77,7 +77,7 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_name(self) -> str:
-        """What the request calls its texts."""
+        """The request's own name of the field of its texts."""
         return "input" if self.messages is None else "messages"
 
     def params(self, **more: Any) -> PoolingParams:
@@ -155,7 +155,7 @@ class PairFields(PoolingFields, kw_only=True, frozen=True):
 
     @property
     def field_names(self) -> tuple[str, str]:
-        """What the request calls the first and the second texts of its pairs."""
+        """The request's own names of the fields of its pairs' first and second texts."""
         return "query", "documents"
 
 
