@@ -37,7 +37,10 @@ class GrammarWriter:
         tokens have no text of their own."""
         check_tokenizer(self._tokenizer)
         params = self.config.apply(params)
-        key = repr(params)  # tells all values apart that grammars differ by
+        try:
+            key = repr(params)  # tells all values apart that grammars differ by
+        except RecursionError:  # nested too deeply, which writing says in words
+            return write_grammar(params, self._special_tokens)
         if len(key) > MAX_KEPT_CHARACTERS // MAX_KEPT:
             return write_grammar(params, self._special_tokens)
         with self._lock:

@@ -170,7 +170,8 @@ class TestOrigins:
 
     async def test_an_allowed_page_and_its_preflight(self, model_path: Path) -> None:
         page = "https://app.example"
-        async with serving(model_path, ServerSettings(cors_allowed_origins=[page], api_key=["key"])) as served:
+        settings = ServerSettings(cors_allowed_origins=[page], api_key=["key"], enable_sleep_mode=True)
+        async with serving(model_path, settings) as served:
             ask = {"Origin": page, "Access-Control-Request-Method": "POST"}
             ask["Access-Control-Request-Headers"] = "authorization,content-type"
             preflight = await served.client.options("/v1/completions", headers=ask)
