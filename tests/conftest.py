@@ -89,6 +89,13 @@ def bundled_model_path() -> Path:
     return path
 
 
+@pytest.fixture
+def default_device(device: torch.device) -> Iterator[None]:
+    """New tensors lie on the device under test unless they name another."""
+    with device:
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where Triton kernels are tested: compiled on a GPU where there is one, else interpreted on host tensors."""

@@ -23,7 +23,7 @@ from quire.quantization.interface import LinearShape
 from quire.quantization.quantized_weight import QuantizedWeight
 from quire.quantization.stored_parts import empty_stack, put, store_parts
 from quire.quantization.unquantized import PlainStack
-from quire.quantization.weight_format import WeightFormat
+from quire.quantization.weight_format import EIGHT_BITS, WeightFormat
 
 logger = get_logger(__name__)
 
@@ -121,7 +121,9 @@ class PackedDeviceLinear:
                 self._load_plain(stack, index, {first_row: tensor, **pending})
                 pending.clear()
                 return
-            tensor = self._format.quantize(tensor.cpu())
+            # Rounding to 8 bits gives the same bits on each device, and takes a device moments.
+            where = stack.shape.device if self._format.bits == EIGHT_BITS else torch.device("cpu")
+            tensor = self._format.quantize(tensor.to(where))
         if stack.matrix is not None and stack.is_plain:  # another part came as floating point
             self._load_plain(stack, index, {first_row: tensor})
             return

@@ -62,7 +62,8 @@ def quantize_rows(
 ) -> IntegerWeight:
     """Quantise [N, K] of any floating dtype.
 
-    8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row). 4 bits: a scale
+    8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row); the same bits on
+    each device. 4 bits: a scale
     and an offset for each group of `fitting_group_size(K, group_size)`, chosen to keep the squared error small and
     rounded to float16 in groups where that does not show.
     name: of the tensor, for errors (None: the caller names it). fit: of 4 bits (None: `fit_groups`). Raises
@@ -73,8 +74,8 @@ def quantize_rows(
     rows, columns = tensor.shape
     try:
         size = columns if group_size is None else fitting_group_size(columns, group_size)
-        values = torch.empty(rows, columns, dtype=torch.int8 if bits == 8 else torch.uint8)
-        scales = torch.empty(rows, columns // size)
+        values = torch.empty(rows, columns, dtype=torch.int8 if bits == 8 else torch.uint8, device=tensor.device)
+        scales = torch.empty(rows, columns // size, device=tensor.device)
         offsets = None if bits == 8 else torch.empty_like(scales)
         for start, stop in _row_blocks(rows, columns):
             groups = tensor[start:stop].float().reshape(-1, size)

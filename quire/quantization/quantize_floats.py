@@ -17,11 +17,11 @@ SIGN_CODE = 8
 
 
 def quantize_float8(tensor: torch.Tensor, *, name: str | None = None) -> Float8Weight:
-    """[N, K] of any floating dtype, with a scale for each row by its largest magnitude. name: of the tensor, for
-    errors. Raises ModelLoadError for infinities and NaN."""
+    """[N, K] of any floating dtype, with a scale for each row by its largest magnitude; the same bits on each device,
+    and on the tensor's. name: of the tensor, for errors. Raises ModelLoadError for infinities and NaN."""
     rows, columns = tensor.shape
-    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, 1)
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=tensor.device)
+    scales = torch.empty(rows, 1, device=tensor.device)
     step = max(1, BLOCK_ELEMENTS // columns)
     for start in range(0, rows, step):
         block = _finite(tensor[start : start + step], name)

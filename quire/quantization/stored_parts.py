@@ -20,8 +20,8 @@ HALF = PAIRED // 2
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """matrix: on the host, a stack of one. column_order: column k of it belongs to input feature column_order[k]; None:
-    to k."""
+    """matrix: where the parts lie, a stack of one. column_order: column k of it belongs to input feature
+    column_order[k]; None: to k."""
 
     matrix: StoredMatrix
     column_order: torch.Tensor | None
@@ -47,7 +47,10 @@ def store_parts(parts: Sequence[QuantizedWeight], *, converts_e4m3: bool) -> Sto
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """One below the other; None where there are none."""
     tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors, dim=1) if tensors else None
+    if not tensors:
+        return None
+    # All of one dtype. Bytes are joined: not every device joins float8.
+    return torch.cat([each.contiguous().view(torch.uint8) for each in tensors], dim=1).view(tensors[0].dtype)
 
 
 def _stored(part: QuantizedWeight, converts_e4m3: bool) -> StoredMatrix:

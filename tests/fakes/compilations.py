@@ -22,7 +22,8 @@ class CompilationRecorder:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         if kernel not in self._binders:
-            compiled = JITFunction(kernel.fn, **kernel.kwargs)
+            # Interpreted kernels keep what they were made with; on a card they are compiled ones.
+            compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
             self._binders[kernel] = create_function_from_signature(compiled.signature, compiled.params, BACKEND)
         _, specialization, options = self._binders[kernel](*args, **constants)
         self.needed.add((kernel.__name__, f"{specialization} {options}"))

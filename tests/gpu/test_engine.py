@@ -49,9 +49,11 @@ def test_greedy_tokens_like_transformers(name: str, saved_model: SavedModels) ->
     prompts = random_prompts(PROMPT_LENGTHS, 97)
     outputs = tokens(generate(saved.directory, prompts, greedy(LONG)))
     for prompt, (generated,) in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
         with torch.inference_mode():
+            # Without a mask Transformers takes a prompt's tokens of the id 0 for padding.
             expected = saved.reference.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=LONG, pad_token_id=0
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LONG, pad_token_id=0
             )
         assert generated == expected[0, len(prompt) :].tolist()
 
@@ -66,8 +68,8 @@ def test_greedy_tokens_like_transformers(name: str, saved_model: SavedModels) ->
         {"queue_depth": 1},
         {"max_num_batched_tokens": 16},
         {"block_size": 32},
-        {"num_blocks_override": 14},
-        {"num_blocks_override": 14, "preemption_mode": "swap", "swap_space": "64MiB"},
+        {"num_blocks_override": 16},
+        {"num_blocks_override": 16, "preemption_mode": "swap", "swap_space": "64MiB"},
     ],
     ids=str,
 )

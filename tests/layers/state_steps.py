@@ -24,7 +24,9 @@ ApplyRule = Callable[[DeltaRule, torch.Tensor, torch.Tensor, StateStep], torch.T
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """Random numbers, the same on each device."""
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device())
 
 
 def schedule(counts: list[int]) -> list[list[tuple[int, int, int]]]:

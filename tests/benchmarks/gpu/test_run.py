@@ -20,6 +20,7 @@ from benchmarks.gpu.run import (
     SIDE_BY_SIDE_SECONDS,
     choose,
     first_parts,
+    relocate,
     side_by_side_parts,
 )
 from benchmarks.gpu.summary import summarize
@@ -195,3 +196,17 @@ def test_records_survive_a_broken_last_line(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"part": "a", "wh')
     assert records.read(path) == [{"part": "a", "what": "b"}]
+
+
+def test_a_cache_that_was_moved_names_its_own_files(tmp_path: Path) -> None:
+    """Triton stores absolute paths: without this a carried cache is never hit."""
+    for key in ("A", "B"):
+        (tmp_path / key).mkdir()
+        names = {name: f"/elsewhere/{key}/{name}" for name in ("_norm_kernel.cubin", "_norm_kernel.json")}
+        (tmp_path / key / "__grp___norm_kernel.json").write_text(json.dumps({"child_paths": names}))
+    relocate(tmp_path)
+    for key in ("A", "B"):
+        found = json.loads((tmp_path / key / "__grp___norm_kernel.json").read_text())
+        assert found == {
+            "child_paths": {name: str(tmp_path / key / name) for name in ("_norm_kernel.cubin", "_norm_kernel.json")}
+        }

@@ -12,6 +12,8 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.layers.device_cache import DeviceRotation
 
+pytestmark = pytest.mark.usefixtures("default_device")
+
 BLOCK_SIZE = 8
 SMALL, LARGE = LatentShape(0, 3, 24, 6, 0.3), LatentShape(0, 70, 40, 16, 0.2)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,15 +32,23 @@ class Sequences:
         page_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            """Random numbers, the same on each device."""
+            return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
         self.shape = shape
-        self.inputs = [tuple(torch.randn(n, w, generator=generator).to(dtype) for w in widths) for n in lengths]
+        self.inputs = [tuple(drawn(n, w).to(dtype) for w in widths) for n in lengths]
         blocks = -(-max(lengths) // BLOCK_SIZE)
-        self.tables = (1 + torch.randperm(len(lengths) * blocks, generator=generator)).view(len(lengths), blocks).int()
+        order = torch.randperm(len(lengths) * blocks, generator=generator, device="cpu")
+        self.tables = (1 + order.to(torch.get_default_device())).view(len(lengths), blocks).int()
         self.pages = torch.full((1 + len(lengths) * blocks, BLOCK_SIZE, shape.width), 7, dtype=page_dtype or dtype)
         self.angles = torch.arange(max(lengths))[:, None] * 3.0 ** -torch.arange(shape.rope_dim // 2)
         limits = DeviceLimits(num_multiprocessors=16)
-        scratch = LatentScratch.allocate(shape.num_heads, shape.width, 4, max(lengths), torch.device("cpu"), limits)
+        scratch = LatentScratch.allocate(
+            shape.num_heads, shape.width, 4, max(lengths), torch.get_default_device(), limits
+        )
         tiles = latent_tiles(shape, dtype.itemsize, limits, batch_invariant=fixed)
         self.kernels = LatentKernels(shape, self.pages, tiles, scratch, limits)
 

@@ -18,6 +18,8 @@ from quire.layers.device_cache import DeviceRotation
 from tests.fakes.compilations import CompilationRecorder
 from tests.layers.state_steps import randn
 
+pytestmark = pytest.mark.usefixtures("default_device")
+
 BLOCK_SIZE, TOP = 8, 7
 LATENT = LatentShape(0, 3, 24, 6, 0.3, TOP)
 INDEX = IndexShape(0, 5, 12, 6, TOP, LATENT.width, 0.25)
@@ -31,7 +33,8 @@ class Sequences:
 
     def __init__(self) -> None:
         blocks = -(-max(LENGTHS) // BLOCK_SIZE)
-        self.tables = (1 + torch.randperm(3 * blocks, generator=torch.Generator().manual_seed(0))).view(3, -1).int()
+        order = torch.randperm(3 * blocks, generator=torch.Generator().manual_seed(0), device="cpu")
+        self.tables = (1 + order.to(torch.get_default_device())).view(3, -1).int()
         self.pages = torch.full((1 + 3 * blocks, BLOCK_SIZE, LATENT.width + INDEX.dim), 7.0)
         self.latents = [randn(length, LATENT.width, seed=length) for length in LENGTHS]
         # Five keys again and again, of halves: sums are exact, and every score comes more than once.
@@ -76,7 +79,7 @@ def test_the_best_keys_and_attention_over_them(at_once: int, monkeypatch: pytest
 
     tiles = latent_tiles(LATENT, 4, DeviceLimits(num_multiprocessors=4), batch_invariant=False)
     limits = DeviceLimits(num_multiprocessors=4)
-    scratch = LatentScratch.allocate(LATENT.num_heads, LATENT.width, 4, 32, torch.device("cpu"), limits)
+    scratch = LatentScratch.allocate(LATENT.num_heads, LATENT.width, 4, 32, torch.get_default_device(), limits)
     kernels = LatentKernels(LATENT, sequences.pages, tiles, scratch, limits)
     latents = sequences.rows(sequences.latents)
     heads = randn(12, 3, LATENT.width, seed=5)

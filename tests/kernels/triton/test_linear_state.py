@@ -29,6 +29,8 @@ from tests.layers.state_steps import (
 )
 from tests.worker.platform.device_states import on_device
 
+pytestmark = pytest.mark.usefixtures("default_device")
+
 WHOLE = [200, 1, 70]
 CUTS = [[65, 1, 63], [199, 1, 69]]
 """As those of `state_steps`: across borders and blocks, and single tokens at the end."""
