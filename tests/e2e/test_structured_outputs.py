@@ -186,3 +186,19 @@ def test_bad_constraints_are_refused_before_anything_runs(llm: LLM) -> None:
             llm.generate("x", sampled(StructuredOutputsParams(**wrong)), use_tqdm=False)  # type: ignore[arg-type]
         assert caught.value.param == "structured_outputs"
         assert "\n" not in caught.value.message
+
+
+def test_two_ranks() -> None:
+    """Each rank gets the masks, and a text that waits for its rehearsal beside one that runs ends in its language."""
+    constraints = [
+        JSON,
+        StructuredOutputsParams(regex="[a-z]{3,9}-[0-9]{4}"),
+        StructuredOutputsParams(choice=["yes", "no"]),
+    ]
+    with LLM(tensor_parallel_size=2, num_blocks_override=64, max_num_seqs=16, num_threads=1) as llm:
+        outputs = llm.generate(PROMPTS[:3], [sampled(each, n=2) for each in constraints], use_tqdm=False)
+    made = [[completion.text for completion in output.outputs] for output in outputs]
+    for text in made[0]:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert all(re.fullmatch("[a-z]{3,9}-[0-9]{4}", text) for text in made[1])
+    assert set(made[2]) <= {"yes", "no"}
