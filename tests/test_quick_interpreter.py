@@ -73,3 +73,36 @@ def test_shapes_are_those_of_triton() -> None:
     assert (list(scalar.shape), scalar.numel.value, scalar.dtype) == ([], 1, tl.int32)
     with pytest.raises(ValueError, match="power of 2"):
         tl.block_type(tl.float32, [3])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for the interpreter")
+def test_tuples_types_and_constants_are_those_of_triton() -> None:
+    quick_interpreter.install()
+    pair = tl.tuple([1, tl.constexpr(2)])
+    assert pair == tl.tuple([1, 2])
+    assert pair == (1, 2)
+    assert not pair == tl.tuple([1, 3])
+    assert [str(each) for each in pair.type.types] == [str(each) for each in tl.tuple([1, 2], pair.type).type.types]
+    assert len(pair.type.fields) == 2
+    assert tl.float32 == tl.constexpr(tl.float32)
+    assert tl.float32 != tl.float64
+    assert tl.float32 != 5
+    assert tl.pointer_type(tl.float32) != tl.float32
+
+
+@triton.jit
+def _mix(flags, whole, half, out, size: tl.constexpr):
+    rows, columns = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
+    bits = tl.load(flags + rows) & tl.load(flags + columns)
+    total = tl.load(whole + rows) + tl.load(half + columns) * 2 - bits
+    tl.store(out + rows * size + columns, total / (tl.load(whole + columns) + 1))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for the interpreter")
+def test_operands_of_other_shapes_and_types_are_made_to_fit() -> None:
+    quick_interpreter.install()
+    flags, whole, half = torch.tensor([True, False]), torch.tensor([3, 5]), torch.tensor([0.5, 1.5]).half()
+    out = torch.zeros(2, 2)
+    _mix[(1,)](flags, whole, half, out, 2)
+    bits = flags[:, None] & flags[None, :]
+    assert torch.equal(out, (whole[:, None] + half[None, :] * 2 - bits.half()).float() / (whole[None, :] + 1))

@@ -60,28 +60,33 @@ HELD: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "granite", "gemma4 special"]
-)
-def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A model directory and the name of its reasoning parser."""
-    name = request.param.partition(" ")[0]
-    start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
+def write_thinker(name: str, parser: str, directory: Path) -> Path:
+    """A model directory; `name` begins with its reasoning parser."""
+    start, end = reasoning_format(parser).starts[0], reasoning_format(parser).ends[0]
     template = TEMPLATE.replace("</think>", end).replace("'<think>", f"'{start.removesuffix(chr(10))}")
-    path = write_model(tmp_path_factory.mktemp("models") / "thinker", template, 512)
-    if name != request.param:
-        rename_tokens(path, 2, [start.removesuffix("thought\n"), end], are_special=request.param.endswith("special"))
-    return path, name
+    path = write_model(directory, template, 512)
+    if name != parser:
+        rename_tokens(path, 2, [start.removesuffix("thought\n"), end], are_special=name.endswith("special"))
+    return path
 
 
-@pytest.mark.parametrize(("right", "more"), HELD, ids=lambda value: str(value)[:24])
+ALL_THINKERS = ["qwen3", "deepseek_r1", "qwen3 special", "qwen3 one token", "granite", "gemma4 special"]
+EACH_WAY = [(name, HELD[:2] if number else HELD) for number, name in enumerate(ALL_THINKERS)]
+"""All constraints behind the thoughts of one model, and calls behind those of all."""
+REST = [pytest.param(name, HELD[2:], marks=pytest.mark.long) for name in ALL_THINKERS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("thinker", "constraints"),
+    EACH_WAY + REST,
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} constraints",
+)
 async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
-    thinker: tuple[Path, str], right: str, more: dict[str, Any]
+    thinker: str, constraints: list[tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
     """Whichever way the model begins, streamed or not: other text becomes neither a call nor content."""
-    path, name = thinker
+    name = thinker.partition(" ")[0]
     start, end = reasoning_format(name).starts[0], reasoning_format(name).ends[0]
-    tools = [WEATHER, TIME] if "tool_choice" in more else None
 
     async def said(served: Served, says: str, thinking: bool | None = None) -> tuple[str, str, str]:
         """(thoughts, constrained text, finish reason) of both of two choices."""
@@ -100,18 +105,21 @@ async def test_thoughts_then_the_constraint_or_the_constraint_at_once(
         assert found[0] == found[1]
         return found[0]["reasoning"], text, found[0]["finish_reason"]
 
+    path = write_thinker(thinker, name, tmp_path / "thinker")
     async with serving(path, ServerSettings(reasoning_parser=name)) as served:
-        held = CITY if tools else right
-        assert (await said(served, right))[:2] == ("", held)
-        assert (await said(served, f"{start}hm{end}{right}"))[:2] == ("hm", held)
-        assert (await said(served, right, thinking=False))[1] == held
-        assert (await said(served, f"hm{end}{right}", thinking=True))[:2] == ("hm", held)
-        assert (await said(served, f"{start}hm{end}nothing"))[0] == "hm"
-        for says in ("I would rather say something else.", f"{start}I end here."):
-            thoughts, text, reason = await said(served, says)
-            assert not says.startswith(start) or thoughts.startswith("I end here.")
-            assert text or reason == "length", "the model can end neither its thoughts nor its text early"
-            assert not text or text[0] in "{<nxy", "the first token is the constraint's"
+        for right, more in constraints:
+            tools = [WEATHER, TIME] if "tool_choice" in more else None
+            held = CITY if tools else right
+            assert (await said(served, right))[:2] == ("", held), more
+            assert (await said(served, f"{start}hm{end}{right}"))[:2] == ("hm", held), more
+            assert (await said(served, right, thinking=False))[1] == held, more
+            assert (await said(served, f"hm{end}{right}", thinking=True))[:2] == ("hm", held), more
+            assert (await said(served, f"{start}hm{end}nothing"))[0] == "hm", more
+            for says in ("I would rather say something else.", f"{start}I end here."):
+                thoughts, text, reason = await said(served, says)
+                assert not says.startswith(start) or thoughts.startswith("I end here."), more
+                assert text or reason == "length", "the model can end neither its thoughts nor its text early"
+                assert not text or text[0] in "{<nxy", "the first token is the constraint's"
 
 
 async def test_constraints_begin_with_the_reasoning_where_the_engine_says_so(tool_model: Path) -> None:

@@ -25,6 +25,11 @@ def matcher(grammar: str) -> LLMatcher:
 
 
 def takes(start: LLMatcher, text: str) -> bool:
-    """Whether the text is whole."""
-    state = start.deep_copy()
-    return all(state.consume_token(byte) for byte in text.encode()) and state.is_accepting()
+    """Whether the text is whole. The matcher is left where it was, with what its lexer has worked out."""
+    tokens = list(text.encode())
+    if start.validate_tokens(tokens) < len(tokens):
+        return False
+    assert start.consume_tokens(tokens), start.get_error()
+    is_whole = start.is_accepting()
+    assert start.rollback(len(tokens)), start.get_error()
+    return is_whole

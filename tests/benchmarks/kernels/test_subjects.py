@@ -20,13 +20,16 @@ SMALL_CACHE = 1 << 16
 
 
 @pytest.fixture
-def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """With caches so small that few copies exceed them, and an instruction set that every type is possible with."""
+def tiny_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """With caches so small that few copies exceed them, and an instruction set that every type is possible with.
+
+    One thread, where a test asks for no other number: more wait for each other on the processor.
+    """
     threads = torch.get_num_threads()
     monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: SMALL_CACHE)
     monkeypatch.setattr(machine, "READ_BYTES", machine.READ_SLICE)
     monkeypatch.setattr(layers, "VOCABULARY", 300)
-    yield Machine("auto" if _native.has_bf16_products("auto") else "bf16_emulated", 2)
+    yield Machine("auto" if _native.has_bf16_products("auto") else "bf16_emulated", getattr(request, "param", 1))
     torch.set_num_threads(threads)
 
 
@@ -42,7 +45,11 @@ def subject_of(kernel: str, tiny_machine: Machine) -> Subject:
     return load_subjects(tiny_machine)(kernel)
 
 
-@pytest.mark.parametrize("kernel", list(KERNELS))
+@pytest.mark.parametrize(
+    ("kernel", "tiny_machine"),
+    [*((kernel, 1) for kernel in KERNELS), ("barrier", 2), ("norm", 2)],
+    indirect=["tiny_machine"],
+)
 def test_each_kernel_agrees_with_its_twin(kernel: str, tiny_machine: Machine) -> None:
     subject = subject_of(kernel, tiny_machine)
     for case in cases_of(kernel):
