@@ -1,11 +1,12 @@
 """JSON schemas, keyword by keyword: python -m benchmarks.json_schema --suite DIR --bench DIR [--every 10]
 
 --suite, --bench: checkouts (benchmarks/json_schema/data.py names the commits); either may be left out. --every: the
-distance between the schemas taken from JSONSchemaBench. --engine: quire or llguidance, or both. --worst: the number of
-schemas to print that are wrong, refused or lost. Each schema runs in a process of its own. Prints for each keyword how
-many schemas are followed, refused, slow or crashed, of those followed how many are narrower (a text that follows is
-masked) or wrong (a text that does not follow is taken, or a random text fails midway); and the times of compiling and
-of masks.
+distance between the schemas taken from JSONSchemaBench, from number --first on: --every 10 --first 0 to 9 are shards
+of the whole. --engine: those to measure (all that are installed). --output: a file for the results. --results: such
+files, whose results are printed as one; then nothing runs. --worst: the number of schemas to print that are wrong,
+refused or lost. Each schema runs in a process of its own. Prints for each group of schemas and each keyword in them how
+many are followed, refused, slow or crashed, of those followed how many are narrower (a text that follows is masked) or
+wrong (a text that does not follow is taken, or a random text fails midway); and the times of compiling and of masks.
 """
 
 from __future__ import annotations
@@ -15,37 +16,59 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.json_schema.data import Case, bench_cases, suite_cases
-from benchmarks.json_schema.engines import ENGINES
+from benchmarks.json_schema.engines import ENGINES, installed
 from benchmarks.json_schema.trial import NUM_WALKS, Result, run
 
 WARM = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}, "patternProperties": {"^b": {}}}
+Found: TypeAlias = dict[str, dict[str, list[Result]]]
+"""Results by set of schemas and by engine, in the order of the schemas."""
+ALL = "all"
 COLUMNS = ("followed", "refused", "slow", "crashed", "narrow", "wrong")
 
 
 def main() -> None:
     arguments = _arguments()
-    results: dict[str, dict[str, list[Result]]] = defaultdict(dict)
+    found = read(arguments.results) if arguments.results else run_all(arguments)
+    if arguments.output:
+        arguments.output.write_text(
+            json.dumps({n: {e: [vars(r) for r in f] for e, f in each.items()} for n, each in found.items()})
+        )
+    for name, by_engine in found.items():
+        for engine, results in by_engine.items():
+            print_table(f"{name}, {engine}", results, arguments.worst)
+        if {"quire", "llguidance"} <= by_engine.keys():
+            print_lost(by_engine["quire"], by_engine["llguidance"], arguments.worst)
+
+
+def run_all(arguments: argparse.Namespace) -> Found:
+    if missing := set(ENGINES) - set(installed()):
+        print(f"left out, because it is not installed: {', '.join(missing)}")
+    found: Found = {}
     sets: list[tuple[str, Iterable[Case]]] = []
     if arguments.suite:
         sets.append(("suite", suite_cases(arguments.suite)))
     if arguments.bench:
-        sets.append(("bench", islice(bench_cases(arguments.bench), arguments.first, None, arguments.every)))
-    for name, cases in sets:
-        for engine in arguments.engine:
-            cases = list(cases)
-            found = measured(cases, engine, arguments.walks, arguments.processes)
-            results[name][engine] = found
-            print_table(f"{name}, {engine}", found, arguments.worst)
-        if len(arguments.engine) == 2:
-            print_lost(results[name]["quire"], results[name]["llguidance"], arguments.worst)
-    if arguments.output:
-        arguments.output.write_text(
-            json.dumps({n: {e: [vars(r) for r in f] for e, f in each.items()} for n, each in results.items()})
-        )
+        sets.append(("bench", bench_cases(arguments.bench, arguments.first, arguments.every)))
+    for name, each in sets:
+        cases = list(each)
+        found[name] = {
+            engine: measured(cases, engine, arguments.walks, arguments.processes) for engine in arguments.engine
+        }
+    return found
+
+
+def read(paths: Sequence[Path]) -> Found:
+    """The results of several runs as those of one."""
+    found: Found = {}
+    for path in paths:
+        for name, by_engine in json.loads(path.read_text()).items():
+            for engine, results in by_engine.items():
+                found.setdefault(name, {}).setdefault(engine, []).extend(Result(**result) for result in results)
+    return found
 
 
 def measured(cases: Sequence[Case], engine: str, num_walks: int, num_processes: int) -> list[Result]:
@@ -58,12 +81,13 @@ def measured(cases: Sequence[Case], engine: str, num_walks: int, num_processes: 
 def print_table(title: str, results: Sequence[Result], num_worst: int) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
-        for key in (result.keyword, "all"):
+        for key in (result.group, *result.keywords, ALL):
             counts[key][result.state] += 1
             counts[key]["narrow"] += bool(result.narrow)
             counts[key]["wrong"] += bool(result.wrong)
     print(f"\n{title}: {len(results)} schemas\n{'':28}" + "".join(f"{column:>10}" for column in COLUMNS))
-    for key in sorted(counts, key=lambda key: (key == "all", key)):
+    groups = {result.group for result in results}
+    for key in sorted(counts, key=lambda key: (key == ALL, key not in groups, key)):
         print(f"{key:28}" + "".join(f"{counts[key][column]:10}" for column in COLUMNS))
     compile_times = [result.compile_time for result in results if result.state == "followed"]
     mask_times = [each for result in results for each in result.mask_times]
@@ -108,10 +132,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--walks", type=int, default=NUM_WALKS)
-    parser.add_argument("--engine", choices=list(ENGINES), nargs="+", default=list(ENGINES))
+    parser.add_argument("--engine", choices=installed(), nargs="+", default=installed())
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--worst", type=int, default=10)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--results", type=Path, nargs="+")
     return parser.parse_args()
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft7Validator, Draft202012Validator
+
 SUITE_COMMIT = "44401e0c046704b476ec9d2e2fccdaee618f259d"
 BENCH_COMMIT = "ba103c73756198dd9b149ddc7db7867da7a077f6"
 DRAFTS = {
@@ -22,13 +24,17 @@ DRAFTS = {
 ELSEWHERE = ("refRemote.json", "vocabulary.json")
 """Files of the suite whose schemas refer to other documents."""
 
+KEYWORDS_OF_NAMES = {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies"}
+KEYWORDS_OF_DATA = {"const", "enum", "default", "examples"}
+KEYWORDS = set(Draft202012Validator.VALIDATORS) | set(Draft7Validator.VALIDATORS) | KEYWORDS_OF_NAMES
+
 
 @dataclass(frozen=True)
 class Case:
-    """A schema and texts. keyword: what it is about."""
+    """A schema and texts. group: the keyword that it tests, or the source of the schema."""
 
     name: str
-    keyword: str
+    group: str
     schema: Any
     texts: tuple[tuple[str, bool], ...]
     """Each with whether it follows the schema; its keys stand in the order of the schema's properties."""
@@ -48,14 +54,30 @@ def suite_cases(directory: Path) -> Iterator[Case]:
                 yield Case(f"{draft}/{path.stem}/{number}", path.stem, schema, texts)
 
 
-def bench_cases(directory: Path) -> Iterator[Case]:
-    """JSONSchemaBench: the files of MaskBench, which have texts."""
-    for path in sorted((directory / "maskbench" / "data").glob("*.json")):
+def bench_cases(directory: Path, first: int, every: int) -> Iterator[Case]:
+    """JSONSchemaBench: the files of MaskBench, which have texts, from number `first` on with this distance."""
+    for path in sorted((directory / "maskbench" / "data").glob("*.json"))[first::every]:
         found = json.loads(path.read_text())
         texts = tuple((ordered_text(test["data"], found["schema"]), test["valid"]) for test in found["tests"])
-        yield Case(
-            path.stem, path.name.split("---")[0].rstrip("0123456789_").removesuffix(".json"), found["schema"], texts
-        )
+        yield Case(path.stem, path.stem.split("---")[0].rstrip("0123456789_"), found["schema"], texts)
+
+
+def keywords_of(schema: Any) -> list[str]:
+    """The keywords of a schema and of those within it, but not the names of properties and definitions."""
+    found: set[str] = set()
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            found |= part.keys() & KEYWORDS
+            for keyword, value in part.items():
+                if keyword in KEYWORDS_OF_NAMES and isinstance(value, dict):
+                    todo += value.values()
+                elif keyword not in KEYWORDS_OF_DATA:
+                    todo.append(value)
+    return sorted(found)
 
 
 def ordered_text(value: Any, schema: Any) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from benchmarks.json_schema.data import Case
+from benchmarks.json_schema.data import Case, keywords_of
 
 SECONDS = 10
 BYTES = 4 * 2**30
@@ -32,7 +32,8 @@ class Result:
     processor are counted in steps of milliseconds."""
 
     name: str
-    keyword: str
+    group: str
+    keywords: list[str]
     state: str = "crashed"
     reason: str = ""
     wrong: list[str] = field(default_factory=list)
@@ -64,7 +65,7 @@ def run(case: Case, start: Callable[[Any], Any], num_walks: int = NUM_WALKS) -> 
     if found:
         return Result(**json.loads(found))
     is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-    return Result(case.name, case.keyword, "slow" if is_slow else "crashed", f"status {status}")
+    return Result(case.name, case.group, keywords_of(case.schema), "slow" if is_slow else "crashed", f"status {status}")
 
 
 def _read(reading: int, deadline: float) -> str:
@@ -79,7 +80,7 @@ def _read(reading: int, deadline: float) -> str:
 
 
 def _tried(case: Case, start: Callable[[Any], Any], num_walks: int) -> Result:
-    result = Result(case.name, case.keyword)
+    result = Result(case.name, case.group, keywords_of(case.schema))
     started = time.perf_counter_ns()
     try:
         matcher = start(case.schema)

@@ -51,15 +51,12 @@ class AsyncText(ABC):
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
 
-    async def read_elsewhere(
-        self, reader: str, argument: str, content: bytes, decode: Callable[[bytes], T]
-    ) -> T | None:
+    async def read_elsewhere(self, reader: str, argument: str, content: bytes, decode: Callable[[bytes], T]) -> T:
         """What the function `reader` ("module:name") makes of `argument` and `content` in one of these processes,
-        decoded on another thread; None: there are no such processes. Cancelled, it drops what is waiting, and what is
-        being read when it is done. Raises InternalError when the process ends."""
+        decoded on another thread. Cancelled, it drops what is waiting, and what is being read when it is done. Raises
+        InternalError when the process ends."""
         texts = self.long_texts
-        if texts is None:
-            return None
+        assert texts is not None, "servers are of models that have a tokenizer"
         work = self._text_threads.submit(len(content), lambda: decode(texts.read(reader, argument, content)))
         return await asyncio.wrap_future(work)
 

@@ -13,9 +13,9 @@ from quire.config.engine import EngineConfig
 from quire.engine.async_control import check_mode
 from quire.errors import UserError
 from quire.server.auth import admin
-from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
+from quire.server.long_bodies import read_request
 from quire.server.protocol.common import RequestStruct
 from quire.server.query import truth
 from quire.server.responses import json_response

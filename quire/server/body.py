@@ -34,16 +34,9 @@ _OF_A_KEY = "key` in `"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-async def read_request(request: Request, context: ServerContext, kind: type[T]) -> T:
-    """Read and parse the body of a request; its unknown fields are logged once each, and reported in a header.
-
-    Raises as `read_body` and `parse_body`.
-    """
-    return await parse_request(request, context, await read_body(request, context.max_body_bytes), kind)
-
-
 async def parse_request(request: Request, context: ServerContext, body: bytes, kind: type[T]) -> T:
-    """`read_request` of a body that is read."""
+    """Parse the body of a request in this process; its unknown fields are logged once each, and reported in a header.
+    Raises as `parse_body`."""
     parse = partial(parse_body, body, kind, strict=context.settings.strict_fields)
     parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await context.engine.off_loop(len(body), parse)
     report_ignored(request, context, unknown)

@@ -23,7 +23,7 @@ from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.long_bodies import read_long_request
+from quire.server.long_bodies import read_request
 from quire.server.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
-    add_answer_route(app, "/v1/chat/completions", context, partial(read_long_request, kind=ChatRequest), ChatAnswer)
+    add_answer_route(app, "/v1/chat/completions", context, partial(read_request, kind=ChatRequest), ChatAnswer)
 
 
 class Asked(NamedTuple):

@@ -11,10 +11,10 @@ import msgspec
 from fastapi import FastAPI
 
 from quire.server.answer import Answer, add_answer_route
-from quire.server.body import read_request
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.limits import CHARGE, Charge
+from quire.server.long_bodies import read_request
 from quire.server.protocol.chat import ChatBatchRequest, ChatResponse
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.turns import Turns, share_of

@@ -16,7 +16,7 @@ from quire.server.answer import Answer, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import FieldNames, generate, spaced
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
-from quire.server.long_bodies import read_long_request
+from quire.server.long_bodies import read_request
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
     CompletionChoice,
@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 def add_completion_routes(app: FastAPI, context: ServerContext) -> None:
-    read = partial(read_long_request, kind=CompletionRequest)
+    read = partial(read_request, kind=CompletionRequest)
     add_answer_route(app, "/v1/completions", context, read, CompletionAnswer)
 
 

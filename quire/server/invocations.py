@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,7 +44,7 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
     @app.post("/invocations")
     async def invoke(request: Request) -> Response:
         body = await read_body(request, context.max_body_bytes)
-        path = path_of(_names(body), _task_of(context))
+        path = path_of(await context.engine.off_loop(len(body), partial(_names, body)), _task_of(context))
         [endpoint] = [route.endpoint for route in app.routes if isinstance(route, Route) and route.path == path]
         response: Response = await endpoint(Request(request.scope, _Again(body, request)))
         return response

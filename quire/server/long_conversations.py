@@ -16,7 +16,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error
 from quire.server.long_bodies import Conversation, How, Rejected, fields_of, read_elsewhere
 from quire.server.protocol import anthropic, responses
-from quire.server.protocol.anthropic import CountTokensRequest, MessagesRequest
+from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.messages import LongMessages
 from quire.server.protocol.response_items import items_of
@@ -24,10 +24,6 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.response_answer import ListedItems
 from quire.server.turn import chat_body
 from quire.tokenization.chat_template import PreparedConversation
-
-_KINDS: dict[str, type[msgspec.Struct]] = {
-    kind.__name__: kind for kind in (CountTokensRequest, MessagesRequest, ResponsesRequest)
-}
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -101,7 +97,7 @@ def read(argument: str, body: bytes) -> bytes:
     how = msgspec.json.decode(argument, type=How)
     answer: FoundChat | NeedsStore | Rejected
     try:
-        parsed, unknown = parse_body(body, _KINDS[how.kind], strict=how.strict)
+        parsed, unknown = how.parse(body)
     except ApiError as error:
         answer = Rejected(error.status, error.detail)
     else:

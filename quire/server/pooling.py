@@ -15,13 +15,13 @@ from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.auth import client_of
-from quire.server.body import read_request, report_ignored
+from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
 from quire.server.generation import FieldNames, render_chat
 from quire.server.limits import Charge, client_salt
-from quire.server.long_bodies import read_long_request
+from quire.server.long_bodies import read_request
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
     ClassificationItem,
@@ -75,10 +75,9 @@ def add_pooling_route(
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
 ) -> None:
     """POST each of `paths`, for models that can do `task`."""
-    read = read_long_request if issubclass(body_type, InputFields) else read_request
 
     async def create(request: Request) -> Response:
-        body = await read(request, context, body_type)
+        body = await read_request(request, context, body_type)
         _check_task(context, task)
         context.served_name(body.model)
         context.admit()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 
 from quire.errors import UserError
-from quire.server.body import read_request
 from quire.server.context import ServerContext
 from quire.server.generation import render_chat
-from quire.server.long_bodies import read_long_request
+from quire.server.long_bodies import read_request
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,7 +23,7 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_long_request(request, context, TokenizeRequest)
+        body = await read_request(request, context, TokenizeRequest)
         context.served_name(body.model)
         if body.messages is not None:
             tools = [tool.to_dict() for tool in body.tools] or None

@@ -33,7 +33,7 @@ from quire.structured_output.messages import (
     Try,
     Verdict,
 )
-from quire.structured_output.rehearsal import rehearse, too_late, why_it_ended
+from quire.structured_output.rehearsal import ENDS_BY_LIMITS, rehearse, too_late, why_it_ended
 from quire.structured_output.turns import Job, Turns
 from quire.structured_output.vocabulary import check_tokenizer, make_vocabulary
 from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
@@ -185,8 +185,11 @@ class ForkServer:
             if is_out_of_time and job.lane + 1 < len(self._limits.cpu_seconds):
                 job.lane += 1
                 self._turns.add(job)
-                return
-            self._tell(job, Outcome(why_it_ended(status, self._limits)), is_final=status != -signal.SIGALRM)
+            elif status not in ENDS_BY_LIMITS and not job.was_killed:
+                job.was_killed = True
+                self._turns.add(job)
+            else:
+                self._tell(job, Outcome(why_it_ended(status, self._limits)), is_final=status != -signal.SIGALRM)
 
     def _free(self, rehearsal: Rehearsal) -> None:
         self._running = {lanes: each for lanes, each in self._running.items() if each is not rehearsal}

@@ -8,6 +8,7 @@ takes a carriage return, `[` in a class opens another, `&&` in a class intersect
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 
 MAX_CHARACTERS = 2**16
@@ -15,6 +16,8 @@ MAX_DEPTH = 100
 """Levels of parentheses, one in the other, at most."""
 MAX_STATES = 4096
 MAX_STEPS = 1_000_000
+STEP_CHARACTERS = 64
+"""Characters of a text that are written in one step."""
 LAST_CHARACTER = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
@@ -36,7 +39,7 @@ _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 
 @dataclass(frozen=True)
 class Characters:
-    """One of these. ranges: None where `text` names a property of Unicode."""
+    """One of these. ranges: in order and apart; None where `text` names a property of Unicode."""
 
     ranges: Ranges | None
     text: str
@@ -359,6 +362,8 @@ class Matcher:
         self._edges: list[list[tuple[Node | None, int]]] = [[]]
         """[state]: what leads where; None is nothing, an Anchor a place."""
         self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+        self._sets: dict[frozenset[int], frozenset[int]] = {}
+        """One object for each set of states: to look up another one compares all of its states."""
         self._end = self._add(node, 0)
 
     def is_found(self, text: str) -> bool:
@@ -395,7 +400,8 @@ class Matcher:
                 if is_free and target not in found:
                     found.add(target)
                     todo.append(target)
-        return frozenset(found)
+        closed = frozenset(found)
+        return self._sets.setdefault(closed, closed)
 
     def _state(self) -> int:
         if len(self._edges) >= MAX_STATES:
@@ -442,7 +448,8 @@ class Matcher:
 def _holds(edge: Characters, code: int) -> bool:
     if edge.ranges is None:
         raise ValueError("properties of Unicode cannot be compared with the names of properties")
-    return any(low <= code <= high for low, high in edge.ranges)
+    index = bisect_right(edge.ranges, (code, LAST_CHARACTER)) - 1
+    return index >= 0 and code <= edge.ranges[index][1]
 
 
 class Languages:
@@ -513,6 +520,9 @@ class Languages:
         return found
 
     def _joined(self, first: set[str], second: set[str]) -> set[str] | None:
-        self._budget.spend(len(first) * len(second))
+        length = max(map(len, first), default=0) + max(map(len, second), default=0)
+        if length > self._max_length:
+            return None
+        self._budget.spend(len(first) * len(second) * (1 + length // STEP_CHARACTERS))
         found = {each + other for each in first for other in second}
-        return found if len(found) <= self._limit and max(map(len, found), default=0) <= self._max_length else None
+        return found if len(found) <= self._limit else None

@@ -15,6 +15,7 @@ import msgspec
 from quire.structured_output.forks import be_silent, limit, limit_memory, own_memory
 from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try
 from quire.tokenization.template_messages import encode_frame
+from quire.utils.child_process import describe_exit
 from quire.utils.failures import explain
 from quire.utils.sizes import format_bytes
 
@@ -28,6 +29,20 @@ STEP_FUEL = 2_000_000
 """Work of the library's lexer for a mask and the tokens behind it, some 0.15 s: ten times as much as usual. A sequence
 that uses it up ends all that follow the same grammar, for they share the lexer."""
 ONE_OF = "oneOf is supported where no value follows two of its schemas, by their types or by constants of a property"
+
+ENDS_BY_LIMITS = tuple(
+    -number
+    for number in (
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGPROF,
+        signal.SIGXCPU,
+        signal.SIGALRM,
+        signal.SIGABRT,
+    )
+)
+"""Statuses of forks that were ended by what they did. Any other one, such as SIGKILL of a system without memory, says
+nothing about the text."""
 
 
 def start_matcher(vocabulary: LLTokenizer, text: str) -> LLMatcher:
@@ -99,7 +114,7 @@ def why_it_ended(status: int, limits: Limits) -> str:
         return too_late(limits)
     if status == -signal.SIGABRT:
         return out_of_memory(limits)
-    return "the process that compiled it has ended"
+    return f"the process that compiles it {describe_exit(status)}, twice"
 
 
 def too_late(limits: Limits) -> str:

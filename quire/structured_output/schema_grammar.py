@@ -74,6 +74,7 @@ class LarkWriter:
         self._names: dict[str, str] = {}
         """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}
+        self._budget = patterns.Budget()
 
     def grammar(self) -> str:
         definitions = {name: f"ref_{name}" for name in self._schema.definitions}
@@ -158,7 +159,7 @@ class LarkWriter:
     def _patterned(self, found: dict[str, Any], named: list[str], additional: Any) -> str:
         """A member whose name follows a pattern. Raises ValueError where that name could be one of `named`."""
         [pattern, part], *others = found.items()
-        if others or additional is not False or _holds_any(pattern, named):
+        if others or additional is not False or _holds_any(pattern, named, self._budget):
             raise ValueError(
                 "patternProperties beside numbers of more than 53 bits must be one pattern, which no property has, and "
                 "have no additionalProperties beside them"
@@ -216,10 +217,10 @@ class LarkWriter:
         return self._rule(f'"[" {alone} "]"')
 
 
-def _holds_any(pattern: str, names: list[str]) -> bool:
+def _holds_any(pattern: str, names: list[str], budget: patterns.Budget) -> bool:
     """Whether a name follows the pattern, as far as that is known. Raises ValueError where it is too large."""
     try:
-        matcher = patterns.Matcher(patterns.parse(pattern), patterns.Budget())
+        matcher = patterns.Matcher(patterns.parse(pattern), budget)
     except patterns.UnknownSyntaxError:
         return bool(names)
     return any(map(matcher.is_found, names))

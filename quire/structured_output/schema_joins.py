@@ -20,6 +20,8 @@ IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "enum")
 MAX_JOINS = 2000
 MAX_STEPS = 300_000
 """Properties, items and views of a document's joins."""
+MAX_COMPARISONS = 2**20
+"""Names, constants and views that are compared in a document, to keep the parts of a `oneOf` apart."""
 MAX_DEPTH = 60
 """Levels of joins inside of joins, which follow references, at most."""
 MAX_VIEWS = 32
@@ -49,6 +51,8 @@ class Joiner:
         self._kinds: dict[int, tuple[Any, set[str]]] = {}
         self._depth = 0
         self._num_steps = 0
+        self._num_compared = 0
+        self._constants: dict[int, tuple[Any, set[str] | None]] = {}
 
     def run(self) -> None:
         """Change the schema. Raises ValueError for what cannot be joined."""
@@ -223,12 +227,36 @@ class Joiner:
         """Raises ValueError where a value could follow two of the schemas."""
         self._spend(len(options) * len(options))
         views = [self._views(each) for each in options]
+        if self._tells_all_apart(views):
+            return
         for number, first in enumerate(views):
             for second in views[number + 1 :]:
                 if not any(_are_apart(one, other, self) for one in first for other in second):
                     raise ValueError(
                         f"oneOf {BESIDE} unless their types or constants of a property keep its parts apart"
                     )
+
+    def _tells_all_apart(self, views: list[list[dict[str, Any]]]) -> bool:
+        """Some property is required in all schemas, with other constants in each. views: of each schema. A comparison
+        of each with each finds the same, and takes longer."""
+        for name in dict.fromkeys(name for view in views[0] for name in view.get("required", ())):
+            taken: set[str] = set()
+            for each in views:
+                self.compare(len(each))
+                required = (view["properties"][name] for view in each if self.requires(view, name))
+                values = next((found for part in required if (found := self.constants(part))), None)
+                if values is None or not taken.isdisjoint(values):
+                    break
+                taken |= values
+            else:
+                return True
+        return False
+
+    def compare(self, count: int) -> None:
+        """Count comparisons of names, constants and views."""
+        self._num_compared += count
+        if self._num_compared > MAX_COMPARISONS:
+            raise ValueError(f"oneOf of as many parts {BESIDE}")
 
     def _views(self, node: Any) -> list[dict[str, Any]]:
         """Schemas that all values of one follow."""
@@ -263,29 +291,47 @@ class Joiner:
 
     def constants(self, node: Any) -> set[str] | None:
         """The values, as texts, of a schema that has but a few simple ones."""
-        for view in self._views(node):
-            if "enum" in view and not any(isinstance(value, dict | list) for value in view["enum"]):
-                return {_constant_text(value) for value in view["enum"]}
-        return None
+        known = self._constants.get(id(node))
+        if known is None:
+            found = None
+            for view in self._views(node):
+                if "enum" in view and not any(isinstance(value, dict | list) for value in view["enum"]):
+                    found = {_constant_text(value) for value in view["enum"]}
+                    break
+            known = self._constants[id(node)] = (node, found)
+        return known[1]
+
+    def requires(self, node: dict[str, Any], name: str) -> bool:
+        """A property of this name is required and described."""
+        if name not in node.get("properties", ()):
+            return False
+        self.compare(len(node.get("required", ())))
+        return name in node.get("required", ())
+
+    def are_disjoint(self, first: set[str], second: set[str]) -> bool:
+        self.compare(min(len(first), len(second)))
+        return first.isdisjoint(second)
 
 
 def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
     """No value follows both."""
+    joiner.compare(1)
     shared = joiner.kinds(first) & joiner.kinds(second)
     if not shared:
         return True
     if "enum" in first and "enum" in second:
         values, others = joiner.constants(first), joiner.constants(second)
-        return values is not None and others is not None and values.isdisjoint(others)
+        return values is not None and others is not None and joiner.are_disjoint(values, others)
     if shared != {"object"}:
         return False
     for node, other in ((first, second), (second, first)):
         for name in node.get("required", ()):
+            joiner.compare(1)
             part = other.get("properties", {}).get(name, None if "patternProperties" in other else _free(other))
             if part is False:
                 return True
             values, others = joiner.constants(node.get("properties", {}).get(name)), joiner.constants(part)
-            if name in other.get("required", ()) and values and others and values.isdisjoint(others):
+            if values and others and joiner.requires(other, name) and joiner.are_disjoint(values, others):
                 return True
     return False
 

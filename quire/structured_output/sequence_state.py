@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     Consume = Callable[[LLMatcher, int], bool]
 
 NO_TOKEN = -1
-NOT_ALLOWED = "doesn't satisfy the grammar"
-"""Part of the library's message for a token that the constraint does not allow."""
+NOT_ALLOWED = re.compile(r"""Parser Error: token "(?:[^"\\]|\\.)*" doesn't satisfy the grammar; """)
+"""The beginning of the library's message for a token that the constraint does not allow. It has no code for that, and
+to ask it before each token (`validate_tokens`) takes as long as the token."""
 TOKENS_A_MASK = 8
 """Where tokens come without masks between them, one is made behind as many."""
 
@@ -75,8 +77,8 @@ class SequenceState:
     @property
     def failure(self) -> str:
         """Why the library has given up; empty: it has not, or the last token was not allowed."""
-        reason = in_one_line(self._state.get_error()) if self._state.is_error() else ""
-        return "" if NOT_ALLOWED in reason else reason
+        reason = self._state.get_error() if self._state.is_error() else ""
+        return "" if NOT_ALLOWED.match(reason) else in_one_line(reason)
 
     def accept(self, token_ids: Sequence[int], consume: Consume) -> int:
         """Follow tokens as far as the constraint allows them; returns how many."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A text to rehearse. deadline: by time.monotonic(). lane: of its next try."""
+    """A text to rehearse. deadline: by time.monotonic(). lane: of its next try. was_killed: something else than the
+    limits has ended a try, which is made again once."""
 
     number: int
     text: str
     client: str
     deadline: float
     lane: int = 0
+    was_killed: bool = False
 
 
 class Turns:

@@ -7,15 +7,21 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.routing import Route
 
 from quire.server import body as body_module
 from quire.server import long_bodies, long_conversations
 from tests.server.conftest import Served
 from tests.server.raw import json_bodies_of
+from tests.server.test_pooling import client_of, paths, references
+from tests.test_llm_pooling import TEXTS as TEXTS_OF_MODELS
 
+__all__ = ["paths", "references"]  # fixtures
 USER = {"role": "user", "content": "hello"}
 HISTORY = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}]
 TOOL = {"name": "add", "parameters": {"type": "object"}}
@@ -100,24 +106,77 @@ TO_RESPONSES: list[Body] = [
     {"input": []},
     {"input": "a", "top_p": 9},
 ]
+TO_BATCHES: list[Body] = [
+    {"messages": [[USER], [USER, *HISTORY, USER]], "logprobs": True, "bar": 1},
+    {"messages": [HISTORY, HISTORY], "continue_final_message": True, "add_generation_prompt": False, "echo": True},
+    {"messages": [[USER], [USER | {"foo": 1}]], "stream": True},
+    {"messages": [[USER], [USER | {"role": "usr"}]]},
+    {"messages": [[USER], []]},
+    {"messages": [USER]},
+    {"messages": [[USER], [USER]], "n": 2},
+]
+TO_DETOKENIZE: list[Body] = [
+    {"tokens": [65, 66]},
+    {"tokens": [], "foo": 1},
+    {"tokens": [65, -1]},
+    {"tokens": [10**6]},
+    {"tokens": "a"},
+    {},
+]
 ROUTES: dict[str, tuple[list[Body], dict[str, Any]]] = {
     "/v1/chat/completions": (CHATS, {"max_tokens": 4, "temperature": 0}),
     "/v1/completions": (TEXTS, {"max_tokens": 4, "temperature": 0}),
+    "/v1/chat/completions/batch": (TO_BATCHES, {"max_tokens": 4, "temperature": 0}),
     "/tokenize": (TO_TOKENIZE, {}),
+    "/detokenize": (TO_DETOKENIZE, {}),
     "/v1/messages": (TO_CLAUDE, {"model": "tiny", "max_tokens": 4, "temperature": 0}),
     "/v1/messages/count_tokens": (TO_CLAUDE[:3], {"model": "tiny"}),
     "/v1/responses": (TO_RESPONSES, {"max_output_tokens": 4, "temperature": 0}),
     "/v1/responses/input_tokens": (TO_RESPONSES[:3], {}),
 }
+FEW: list[Body] = [
+    {"input": TEXTS_OF_MODELS},
+    {"input": [3, 4]},
+    {"input": [[3], [4, 5]], "foo": 1},
+    {"input": [[]]},
+    {},
+]
+PAIRS: list[Body] = [
+    {"text_1": "w2", "text_2": TEXTS_OF_MODELS},
+    {"queries": TEXTS_OF_MODELS, "documents": TEXTS_OF_MODELS, "foo": 1},
+    {"data_1": ["w2"], "data_2": "w3"},
+    {"text_1": ["w2", "w3"], "text_2": ["w2"]},
+    {"text_1": "w2", "text_2": []},
+    {"text_1": "w2"},
+]
+RANKED: list[Body] = [
+    {"query": "w2", "documents": TEXTS_OF_MODELS, "top_n": 2},
+    {"query": "w2", "documents": TEXTS_OF_MODELS, "return_documents": False, "foo": 1},
+    {"query": "w2", "documents": [1]},
+    {"query": "w2", "documents": "w3"},
+]
+TO_COHERE: list[Body] = [{"texts": TEXTS_OF_MODELS, "foo": 1}, {"texts": []}, {"texts": ["w2"], "truncate": "START"}]
+POOLED: dict[str, dict[str, list[Body]]] = {
+    "embedder": {"/v1/embeddings": FEW, "/pooling": FEW, "/v2/embed": TO_COHERE},
+    "classifier": {"/classify": FEW},
+    "reranker": {"/score": PAIRS, "/rerank": RANKED},
+}
+"""Model -> its routes."""
+STAND_INS = (None, "", long_bodies.STAND_IN, [long_bodies.STAND_IN], [0])
 MOMENTS = ("created", "created_at", "completed_at", "usage", "id", "item_id")
 """Fields that differ from one answer to the next. A repeated prompt is found in the prefix cache."""
 
 
 async def ask(served: Served, path: str, body: Body) -> tuple[int, str | None, Any]:
-    """(status, ignored fields, answer but for what differs from one to the next)"""
+    """`answer_of` with the fields that all bodies of a route have."""
     content = body if isinstance(body, bytes) else json.dumps(ROUTES[path][1] | body).encode()
+    return await answer_of(served.client, path, content)
+
+
+async def answer_of(client: httpx.AsyncClient, path: str, content: bytes) -> tuple[int, str | None, Any]:
+    """(status, ignored fields, answer but for what differs from one to the next)"""
     headers = {"Content-Type": "application/json", "X-Request-Id": "same"}
-    answer = await served.client.post(path, content=content, headers=headers)
+    answer = await client.post(path, content=content, headers=headers)
     lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
     parts = [_lasting(json.loads(line)) for line in lines or [answer.text]]
     return answer.status_code, answer.headers.get("x-quire-ignored"), parts
@@ -148,9 +207,50 @@ async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monk
         assert await ask(served, path, body) == before, (path, body)
     assert len(parsed) >= sum(status == 200 for status, _, _ in expected)
     for request in parsed:
-        assert len(getattr(request, "messages", None) or [0]) == 1
-        names = ("prompt", "input", "system")
-        assert all(getattr(request, name, None) in (None, "", long_bodies.STAND_IN, [0]) for name in names)
+        messages = getattr(request, "messages", None) or [[0]]
+        assert all(len(each) == 1 for each in (messages if isinstance(messages[0], list) else [messages]))
+        assert all(getattr(request, name, None) in STAND_INS for name in ("prompt", "input", "system", "tokens"))
+
+
+@pytest.mark.parametrize("model", POOLED)
+async def test_answers_of_models_that_pool_are_those_of_small_bodies(
+    paths: dict[str, Path], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(paths[model]) as client:
+        asked = [(path, json.dumps(body).encode()) for path, bodies in POOLED[model].items() for body in bodies]
+        expected = [await answer_of(client, *each) for each in asked]
+        statuses = {(path, status) for (path, _), (status, _, _) in zip(asked, expected, strict=True)}
+        assert statuses == {(path, status) for path in POOLED[model] for status in (200, 400)}
+        monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+        for (path, body), before in zip(asked, expected, strict=True):
+            assert await answer_of(client, path, body) == before, (path, body)
+
+
+async def test_every_route_reads_large_bodies_in_another_process(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the system bounds their processor time."""
+    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+    texts, app = served.engine.long_texts, served.app
+    assert texts is not None
+    assert app is not None
+    readers: list[str] = []
+    read = texts.read
+
+    def recorded(reader: str, argument: str, content: bytes) -> bytes:
+        readers.append(reader)
+        return read(reader, argument, content)
+
+    monkeypatch.setattr(texts, "read", recorded)
+    posts = {each.path for each in app.routes if isinstance(each, Route) and "POST" in (each.methods or ())}
+    with_body = set()
+    for path in sorted(posts):
+        number = len(readers)
+        status, _, answer = await answer_of(served.client, path.replace("{response_id}", "resp_a"), b"[1]")
+        if status == 400 and "must be a JSON object" in json.dumps(answer):
+            with_body.add(path)
+            assert path == "/invocations" or len(readers) == number + 1, path
+    assert {*ROUTES, "/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", "/v2/embed"} < with_body
 
 
 async def test_items_of_a_large_response_are_stored_as_those_of_a_small_one(

@@ -169,17 +169,67 @@ def test_a_fork_server_that_is_killed_is_replaced(service: ConstraintService) ->
     goes_on(service, matchers[1], 38)
 
 
-def test_a_rehearsal_that_is_killed_is_replaced() -> None:
+@pytest.fixture
+def patient_service() -> Iterator[ConstraintService]:
+    service = make_service(Limits(seconds=600.0))
+    yield service
+    service.close()
+
+
+def begin_and_end(service: ConstraintService, number: signal.Signals) -> RemoteMatcher:
+    """A matcher of OTHER, whose rehearsal has this signal."""
+    start(service, TEXT)
+    spare = rehearsals(service)
+    for pid in spare:  # one of them gets the next text, and does not begin with it
+        os.kill(pid, signal.SIGSTOP)
+    matcher = begin(service, OTHER)
+    wait_until(service, lambda: len(rehearsals(service)) == 3)
+    for pid in spare:
+        os.kill(pid, number)
+        if number != signal.SIGKILL:  # which a process that is stopped takes
+            os.kill(pid, signal.SIGCONT)
+    return matcher
+
+
+def rehearsals(service: ConstraintService) -> list[int]:
+    assert service._process is not None
+    return children(service._process.pid, "quire: rehearse")
+
+
+def test_a_rehearsal_that_is_killed_is_made_again(patient_service: ConstraintService) -> None:
     """Something else than its limits kills it, such as a system without memory."""
+    matcher = begin_and_end(patient_service, signal.SIGKILL)
+    settle(patient_service, matcher)
+    assert matcher.error is None
+    assert start(patient_service, OTHER).error is None
+
+
+def test_a_rehearsal_that_crashes_is_not_made_again(patient_service: ConstraintService) -> None:
+    matcher = begin_and_end(patient_service, signal.SIGSEGV)
+    settle(patient_service, matcher)
+    assert matcher.error is not None
+    assert "too deeply" in matcher.error.message
+    with pytest.raises(UserError, match="too deeply"):
+        patient_service.constraint(OTHER)
+
+
+def test_a_rehearsal_that_is_killed_twice_is_a_verdict() -> None:
     service = make_service(Limits(cpu_seconds=(600.0,), seconds=600.0))
     start(service, text_of(choice=["a"]))
-    slow = begin(service, text_of(json={"type": "integer", "multipleOf": 2147483648}))
-    assert service._process is not None
-    wait_until(service, lambda: len(children(service._process.pid, "quire: rehearse")) == 3)
-    for pid in children(service._process.pid, "quire: rehearse"):  # the one at work, and two that wait for a text
-        os.kill(pid, signal.SIGKILL)
+    text = text_of(json={"type": "integer", "multipleOf": 2147483648})
+    slow = begin(service, text)
+    killed: set[int] = set()
+    for _ in range(2):
+        wait_until(service, lambda: len(set(rehearsals(service)) - killed) == 3)
+        assert slow.error is None
+        for pid in rehearsals(service):  # the one at work, and two that wait for a text
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
     settle(service, slow)
     assert slow.error is not None
+    assert "twice" in slow.error.message
+    with pytest.raises(UserError, match="twice"):
+        service.constraint(text)
     assert start(service, text_of(choice=["b"])).error is None
     service.close()
 
