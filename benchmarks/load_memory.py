@@ -1,13 +1,14 @@
 """What loading a model takes: python benchmarks/load_memory.py MODEL [--options quantization=int8 ...]
 
-Loads the model in a process of its own, answers one prompt, and prints the resident memory at its peak and at the end
-beside the bound of 1.15 x (weights as they are stored) + KV cache + 300 MB.
+Loads the model in a process of its own, behind the bundled one, whose libraries then lie in memory. Prints the weights
+as `quire plan` counts them beside what the process grew by; then answers one prompt, and prints the resident memory at
+its peak and at the end beside the bound of 1.15 x (weights as they are stored) + KV cache + 300 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import gc
 import resource
 import subprocess
 import sys
@@ -15,16 +16,12 @@ from pathlib import Path
 
 from quire import LLM, SamplingParams
 from quire.cli.memory_plan import stored_weight_bytes
-from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.models.gguf.blocks import FORMATS
-from quire.utils.gguf import SUFFIX, GGUFFile, TensorEntry
 from quire.utils.sizes import format_bytes
 
 FACTOR, ALLOWANCE = 1.15, 300_000_000
 KV_BYTES = 256 << 20
-SCALE_BYTES = 4
 
 
 def resident_bytes() -> int:
@@ -33,32 +30,24 @@ def resident_bytes() -> int:
     return sum(int(status[status.index(name) + 1]) * 1024 for name in ("RssAnon:", "RssShmem:"))
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """Of the weights as they are stored in memory. A GGUF file says of each tensor what it is."""
-    if config.path.suffix != SUFFIX:
-        return stored_weight_bytes(config, config.resolved_shape())
-    with GGUFFile(config.path) as file:
-        return sum(_stored_bytes(entry) for entry in file.tensors.values())
-
-
-def _stored_bytes(entry: TensorEntry) -> int:
-    stored, size = FORMATS.get(entry.type.name), math.prod(entry.shape)
-    if stored is None or entry.type.name in ("Q4_0", "Q8_0"):  # floats and MXFP4 too: as in the file
-        return entry.num_bytes
-    has_offsets = stored.bits == 4 or entry.type.name in ("Q5_1", "Q5_K")
-    return size * stored.bits // 8 + size // stored.group_size * SCALE_BYTES * (1 + has_offsets)
-
-
 def measure(options: dict[str, object]) -> None:
     config = resolve(EngineOptions.from_keywords(options))
-    weights = weight_bytes(config.model)
+    weights = stored_weight_bytes(config.model, config.model.resolved_shape())
+    with LLM("bundled", skip_tokenizer_init=True, kv_cache_memory=KV_BYTES) as llm:
+        llm.generate([{"prompt_token_ids": [1] * 100}], use_tqdm=False)
+    gc.collect()
+    before = resident_bytes()
     with LLM(**options) as llm:
+        gc.collect()
+        grown = resident_bytes() - before
         llm.generate([{"prompt_token_ids": [1] * 100}], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         end = resident_bytes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     bound = int(FACTOR * weights) + KV_BYTES + ALLOWANCE
     print(
-        f"weights {format_bytes(weights)}, resident at the end {format_bytes(end)}, at the peak {format_bytes(peak)} "
+        f"weights {format_bytes(weights)}, grown by {format_bytes(grown)}: "
+        f"planned {100 * (weights / grown - 1):+.1f} %; "
+        f"resident at the end {format_bytes(end)}, at the peak {format_bytes(peak)} "
         f"(mapped files included), bound {format_bytes(bound)}: {'within' if peak <= bound else 'BEYOND'}"
     )
 

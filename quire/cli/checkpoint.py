@@ -51,10 +51,11 @@ def _gguf_checkpoint(path: Path) -> Checkpoint:
     elements: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     with GGUFFile(path) as file:
+        num_files = len(file.paths)
         for entry in file.tensors.values():
             elements[entry.type.name] += math.prod(entry.shape)
             sizes[entry.type.name] += entry.num_bytes
-    return Checkpoint("GGUF", 1, dict(elements), dict(sizes))
+    return Checkpoint("GGUF", num_files, dict(elements), dict(sizes))
 
 
 def _header(file: Path) -> list[tuple[str, int]]:

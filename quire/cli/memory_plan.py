@@ -16,6 +16,7 @@ from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import layer_specs
+from quire.models.gguf.sizes import packed_weight_bytes
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
@@ -74,7 +75,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     for a block.
     """
     shape = config.model.resolved_shape()
-    weight_bytes = stored_weight_bytes(config.model, shape)
+    weight_bytes = stored_weight_bytes(config.model, shape, is_native=config.device.attention_backend == "native")
     if weight_bytes >= total_memory:
         raise InsufficientMemoryError(
             f"the weights alone take {format_bytes(weight_bytes)} as {weight_format(config.model)}, and there are "
@@ -157,15 +158,20 @@ def plan_devices(
 
 
 def weight_format(model: ModelConfig) -> str:
-    """How most weights are stored: the quantisation, or the dtype."""
+    """How most weights are stored: as a GGUF file has them, the quantisation, or the dtype."""
+    if model.is_gguf:
+        return "the file's blocks, packed"
     return model.dtype if model.quantization is None else model.quantization.method
 
 
-def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
+def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: bool = True) -> int:
     """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a scale for each group of
     inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
     loading, else in the model's dtype. Norms and biases are counted like the layers they belong to. Matrices that
-    expand prompts are kept besides the others."""
+    expand prompts are kept besides the others. A GGUF file says of each tensor how it is stored; without native kernels
+    (is_native) all of it is made floating point."""
+    if model.is_gguf and is_native:
+        return packed_weight_bytes(model.path, model)
     quantization, total = model.quantization, shape.parameters()
     total += shape.expansion_parameters if model.expands_prompts else 0
     if quantization is None:

@@ -67,7 +67,8 @@ def load_model_config(
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
-    dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
+    dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, and for a GGUF file
+    with dtype "auto"; else float32.
     config_only: a hub id's weights are not fetched (dummy weights). choices.model_impl: what computes the model, one of
     MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
     is wrong with the model, ConfigError for a `max_model_len`, a runner or defaults of sampling that it cannot have.
@@ -108,7 +109,7 @@ def load_model_config(
         architecture=architecture,
         shape=shape,
         dtype=resolved_dtype,
-        kv_cache_dtype=("bfloat16" if resolved_dtype == "bfloat16" else "float32")
+        kv_cache_dtype=_cache_dtype(resolved_dtype, has_free_dtype=path.is_file() and dtype == "auto")
         if kv_cache_dtype == "auto"
         else kv_cache_dtype,
         max_model_len=_max_model_len(max_model_len, longest, usual),
@@ -220,6 +221,12 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     nothing that Quire computes with."""
     stored = raw.get("dtype") or raw.get("torch_dtype")
     return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
+
+
+def _cache_dtype(dtype: str, *, has_free_dtype: bool) -> str:
+    """The dtype of keys and values where no option says it. dtype: of the weights. has_free_dtype: they are a GGUF
+    file's, and no option says a dtype: they are rounded more than bfloat16 rounds keys and values."""
+    return "bfloat16" if dtype == "bfloat16" or has_free_dtype else "float32"
 
 
 def _with_draft_head(shape: ModelShape, path: Path, prefix: str, fields: Fields) -> ModelShape:

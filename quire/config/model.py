@@ -78,6 +78,12 @@ class ModelConfig:
         return "the GGUF file's" if self.is_gguf else self.dtype
 
     @property
+    def cache_format(self) -> str:
+        """What keys and values are stored in, for people, with the reason where it is not the dtype of the weights."""
+        is_default = self.is_gguf and self.kv_cache_dtype == "bfloat16" != self.dtype
+        return f"{self.kv_cache_dtype} KV cache{' (the default for GGUF files)' if is_default else ''}"
+
+    @property
     def is_encoder(self) -> bool:
         """Whether every token attends to all others of its sequence, and nothing is kept for later tokens."""
         return self.shape.attention.kind == "none"

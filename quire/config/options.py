@@ -154,7 +154,7 @@ HELP: dict[str, str] = {
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU, with attention_backend torch)",
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
-    "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
+    "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",
     "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",
     "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
     "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",

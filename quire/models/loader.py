@@ -20,6 +20,7 @@ from quire.layers.operations import TorchOperations
 from quire.models.cache_scales import load_cache_scales
 from quire.models.checkpoint_names import language_tensors
 from quire.models.claims import excess, outline
+from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
@@ -30,6 +31,7 @@ from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
+from quire.utils.process_memory import give_back_memory
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
@@ -92,8 +94,17 @@ def load_model(
         return cast("CausalLM", model)  # which computes tensors
     from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
+    from quire.quantization.packed import PackedLinear
 
-    return NativeModel(cast("Decoder", model), runtime, expansion_rule(config) if config.expands_prompts else None)
+    for method in (context.linear, context.vocabulary, context.positions):
+        cast("PackedLinear", method).trim()
+    give_back_memory()
+    return NativeModel(
+        cast("Decoder", model),
+        runtime,
+        expansion_rule(config) if config.expands_prompts else None,
+        packed_weight_bytes(files.directory, config) if isinstance(files, GGUFWeights) else None,
+    )
 
 
 def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:

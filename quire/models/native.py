@@ -48,9 +48,17 @@ class BoundRun(NamedTuple):
 class NativeModel:
     """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
 
-    def __init__(self, model: Decoder, runtime: NativeRuntime, expansion_rule: ExpansionRule | None = None) -> None:
-        """expansion_rule: of a model that expands prompts; None for others."""
+    def __init__(
+        self,
+        model: Decoder,
+        runtime: NativeRuntime,
+        expansion_rule: ExpansionRule | None = None,
+        weight_bytes: int | None = None,
+    ) -> None:
+        """expansion_rule: of a model that expands prompts; None for others. weight_bytes: of a file that says of each
+        matrix how it is stored; None: what the model's own formats take."""
         self._model = model
+        self._weight_bytes = weight_bytes
         self._rule = expansion_rule
         self._expanding: ExpandingAttention | None = None
         self._expanded_body: RecordedProgram | None = None
@@ -78,7 +86,7 @@ class NativeModel:
         self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
-        return self._model.weight_bytes()
+        return self._model.weight_bytes() if self._weight_bytes is None else self._weight_bytes
 
     @property
     def output_size(self) -> int:

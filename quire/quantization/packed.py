@@ -150,6 +150,10 @@ class PackedLinear:
             counts=0 if weights.counts is None else weights.counts.by_expert.data_ptr(),
         )
 
+    def trim(self) -> None:
+        """Give back the memory that was taken for further weights: all are loaded."""
+        self._arena.trim()
+
     def stored_bytes(self, shape: Sequence[int]) -> int:
         if len(shape) == 1:
             return math.prod(shape) * 4

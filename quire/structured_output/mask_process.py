@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.errors import UserError
-from quire.structured_output.forks import give_back_memory, limit_memory
+from quire.structured_output.forks import limit_memory
 from quire.structured_output.mask_memory import MaskMemory
 from quire.structured_output.messages import (
     Advance,
@@ -39,6 +39,7 @@ from quire.structured_output.rehearsal import in_one_line, start_matcher
 from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState, unusable
 from quire.tokenization.template_messages import encode_frame
 from quire.utils.failures import explain
+from quire.utils.process_memory import give_back_memory
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.structured_output.forks import be_silent, limit, limit_memory, own_memory
+from quire.structured_output.forks import be_silent, limit, limit_memory
 from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try
 from quire.tokenization.template_messages import encode_frame
 from quire.utils.child_process import describe_exit
 from quire.utils.failures import explain
+from quire.utils.process_memory import own_memory
 from quire.utils.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_a_gguf_file_is_summed_by_type(tmp_path: Path) -> None:
     assert checkpoint.elements == {"F32": 15, "Q8_0": 160}
     assert checkpoint.bytes == {"F32": 60, "Q8_0": 170}
     assert read_checkpoint(tmp_path) == checkpoint
+    (tmp_path / "split").mkdir()
+    GGUFWriter({}, tensors).write_split(tmp_path / "split", 2)
+    assert read_checkpoint(tmp_path / "split") == replace(checkpoint, num_files=2)
     save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
     beside = read_checkpoint(tmp_path)
     assert beside is not None

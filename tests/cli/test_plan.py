@@ -22,7 +22,8 @@ from quire.simulator.hardware import find, profiles, to_json
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
-from tests.models.families import deepseek_v3
+from tests.fakes.gguf_model import NAMES, WIDE, to_gguf
+from tests.models.families import deepseek_v3, llama
 
 GIB = 1024**3
 CONFIG = {
@@ -464,3 +465,19 @@ def test_what_of_the_pool_no_layer_can_write(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "--kv-waste", "--tp", "8", "--state-snapshot-interval", "2000", "qwen3-next-80b-a3b"]) == 0
     (line,) = capsys.readouterr().out.splitlines()[2:]
     assert line.startswith("| qwen3-next-80b-a3b | 36 state, 12 full | state 3,712, full 464 |")
+
+
+def test_a_gguf_file_is_counted_as_its_weights_are_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without native kernels all of it is made floating point. The bound on the speed reads the same bytes."""
+    writer, _ = to_gguf(llama(**WIDE | {"vocab_size": 128}), "llama", dict.fromkeys(NAMES.values(), "Q8_0"))
+    path = str(writer.write(tmp_path / "model.gguf"))
+    flags = ["--memory", "1GiB", "--max-model-len", "64", "--bandwidth", "1GB"]
+    found = plan_json(capsys, path, *flags)
+    norms = 5 * 256
+    assert found["weight_bytes"] == (found["num_parameters"] - norms) // 32 * 34 + 4 * norms
+    alone = found["speed"][0]["decoding"][0]["step_seconds"]
+    assert alone == pytest.approx(found["weight_bytes"] / 1e9, rel=0.1)
+    assert main(["plan", path, *flags]) == 0
+    assert "as the file's blocks, packed (float32" in capsys.readouterr().out
+    config = resolve(EngineOptions(model=path, device="cpu", attention_backend="torch"))
+    assert plan_engine(config, GIB, [64]).weight_bytes == 4 * found["num_parameters"]

@@ -101,6 +101,26 @@ def test_sizes(architecture: str, name: str, tmp_path: Path) -> None:
     assert fields.where == str(path)
 
 
+@pytest.mark.parametrize(
+    ("options", "cache"),
+    [
+        ({}, "bfloat16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float16"}, "float32"),
+        ({"kv_cache_dtype": "float32"}, "float32"),
+        ({"kv_cache_dtype": "int8"}, "int8"),
+        ({"attention_backend": "torch"}, "float32"),
+    ],
+)
+def test_keys_and_values_of_a_file_have_16_bits_unless_told_otherwise(
+    options: dict[str, str], cache: str, tmp_path: Path
+) -> None:
+    path = str(model().write(tmp_path / "model.gguf"))
+    found = resolve(EngineOptions(model=path, device="cpu", **{"attention_backend": "native", **options})).model
+    assert found.kv_cache_dtype == cache
+    assert ("(the default for GGUF files)" in found.cache_format) == (not options)
+
+
 def test_products_are_in_what_the_cpu_multiplies_faster(tmp_path: Path) -> None:
     """The file does not say what its weights were before they were quantised."""
     path = model().write(tmp_path / "model.gguf")

@@ -18,6 +18,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.errors import ModelLoadError
 from quire.models.gguf import weights
+from quire.models.gguf.blocks import FORMATS
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.loader import load_model
 from quire.quantization.block_weight import BlockWeight
@@ -87,6 +88,8 @@ def test_blocks_are_what_their_definition_says(
     else:
         assert isinstance(weight, IntegerWeight)
         assert (weight.bits, weight.group_size) == STORED[type_name]
+        stored = FORMATS[type_name]
+        assert (weight.offsets is not None, weight.has_half_scales) == (stored.has_offsets, stored.has_half_scales)
     assert torch.equal(weight.dequantize(), dequantize(type_name, data, shape))
 
 

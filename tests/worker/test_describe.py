@@ -55,8 +55,9 @@ def test_what_computes_is_said(
 def test_weights_of_a_gguf_file_are_called_so(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     config = resolve(EngineOptions(model=str(model_path), num_threads=1))
-    of_file = replace(config, model=replace(config.model, path=Path("model.gguf")))
-    assert "1 thread, the GGUF file's weights, float32 KV cache" in CpuPlatform(of_file).describe()
+    of_file = replace(config, model=replace(config.model, path=Path("model.gguf"), kv_cache_dtype="bfloat16"))
+    said = "1 thread, the GGUF file's weights, bfloat16 KV cache (the default for GGUF files), float32 products"
+    assert said in CpuPlatform(of_file).describe()
 
 
 def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

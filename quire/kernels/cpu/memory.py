@@ -24,6 +24,11 @@ def allocate(num_bytes: int) -> torch.Tensor:
     """[num_bytes] uint8, zero. Reserved, not touched. Raises InsufficientMemoryError when the system refuses."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """The mapping behind `allocate`'s tensor, which lives as long as any tensor over it."""
     try:
         # Private: the default, shared memory, gets no huge pages on most systems.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -31,7 +36,15 @@ def allocate(num_bytes: int) -> torch.Tensor:
         raise InsufficientMemoryError(f"the system refuses {format_bytes(num_bytes)}: {error}") from None
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
+
+
+def give_back(memory: mmap.mmap, first: int, last: int) -> None:
+    """Let the system have the whole huge pages between two bytes of a mapping that are zero: they are so again when
+    they are read."""
+    first, last = -(-first // HUGE_PAGE) * HUGE_PAGE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
+    if first < last and hasattr(mmap, "MADV_DONTNEED"):
+        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def touch(memory: Sequence[torch.Tensor], num_threads: int) -> None:

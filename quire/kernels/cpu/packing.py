@@ -7,6 +7,7 @@ no second copy of a weight is ever held. Rows of several checkpoint tensors (q, 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from quire.envs import affinity_cores
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.memory import ALIGNMENT, allocate, touch
+from quire.kernels.cpu.memory import ALIGNMENT, allocate, give_back, reserve, touch
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
@@ -305,27 +306,42 @@ class Arena:
     huge page, and the end of anything larger, would lie in small pages. A mapping lives as long as any of its tensors.
 
     What is handed out is about to be filled. Threads of all cores have the system give its memory first, with some of
-    what will be asked for next: a single thread that fills weights waits longer for memory than it works.
+    what will be asked for next: a single thread that fills weights waits longer for memory than it works. What was not
+    asked for goes back at the end of each mapping, and of loading (`trim`).
     """
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes
+        self._mapping: mmap.mmap | None = None
         self._chunk = allocate(0)
         self._used = self._touched = self._total = 0
+        self._most_ahead = _MOST_TOUCHED
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8, zero, at a multiple of ALIGNMENT. Raises InsufficientMemoryError like `allocate`."""
         if num_bytes >= self._chunk_bytes:
             return _touched(allocate(num_bytes))
         if self._used + num_bytes > len(self._chunk):
-            self._chunk, self._used, self._touched = allocate(self._chunk_bytes), 0, 0
+            self._give_back()
+            self._mapping = reserve(self._chunk_bytes)
+            self._chunk, self._used, self._touched = torch.frombuffer(self._mapping, dtype=torch.uint8), 0, 0
         start, end = self._used, self._used + num_bytes
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         self._total += num_bytes
         if end > self._touched:
-            first, self._touched = self._touched, end + min(self._total // 8, _MOST_TOUCHED)
+            first, self._touched = self._touched, end + min(self._total // 8, self._most_ahead)
             _touched(self._chunk[first : self._touched])
         return self._chunk[start:end]
+
+    def trim(self) -> None:
+        """Give memory that nothing was put into back to the system, and take none ahead from now on."""
+        self._give_back()
+        self._most_ahead = 0
+
+    def _give_back(self) -> None:
+        if self._mapping is not None:
+            give_back(self._mapping, self._used, min(self._touched, self._chunk_bytes))
+            self._touched = self._used
 
 
 def _touched(memory: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from quire.quantization.block_weight import BlockFormatName
 
 Bytes = npt.NDArray[np.uint8]
 _LOW_HALVES, _HALF_BITS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
@@ -26,11 +29,15 @@ Parts = tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """bits, group_size: of the integer weight that the blocks become. unpack: see the module's first lines."""
+    """bits, group_size, has_offsets: of the integer weight that the blocks become. has_half_scales: the blocks store
+    each group's scale and offset as such, in half precision; those of the others are products, which need float32.
+    unpack: see the module's first lines."""
 
     bits: int
     group_size: int
     unpack: Callable[[Bytes], Parts]
+    has_offsets: bool = False
+    has_half_scales: bool = False
 
 
 def _q8_0(blocks: Bytes) -> Parts:
@@ -176,17 +183,19 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
     return _halves(blocks, 0) * scales, -_halves(blocks, 2) * subtrahends
 
 
+WHOLE_BLOCKS: tuple[BlockFormatName, ...] = ("Q4_0", "Q8_0", "MXFP4")
+"""Types of blocks that packed matrices hold as they are."""
 _NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
 FORMATS: Mapping[str, BlockFormat] = {
-    "Q4_0": BlockFormat(4, 32, _q4_0),
-    "Q4_1": BlockFormat(4, 32, _q4_1),
-    "Q5_0": BlockFormat(8, 32, _q5_0),
-    "Q5_1": BlockFormat(8, 32, _q5_1),
-    "Q8_0": BlockFormat(8, 32, _q8_0),
-    "Q2_K": BlockFormat(4, 16, _q2_k),
+    "Q4_0": BlockFormat(4, 32, _q4_0, has_offsets=True, has_half_scales=True),
+    "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True),
+    "Q5_0": BlockFormat(8, 32, _q5_0, has_half_scales=True),
+    "Q5_1": BlockFormat(8, 32, _q5_1, has_offsets=True, has_half_scales=True),
+    "Q8_0": BlockFormat(8, 32, _q8_0, has_half_scales=True),
+    "Q2_K": BlockFormat(4, 16, _q2_k, has_offsets=True),
     "Q3_K": BlockFormat(8, 16, _q3_k),
-    "Q4_K": BlockFormat(4, 32, _q4_k),
-    "Q5_K": BlockFormat(8, 32, _q5_k),
+    "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True),
+    "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True),
     "Q6_K": BlockFormat(8, 16, _q6_k),
-    "IQ4_NL": BlockFormat(8, 32, _iq4_nl),
+    "IQ4_NL": BlockFormat(8, 32, _iq4_nl, has_half_scales=True),
 }

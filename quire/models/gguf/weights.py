@@ -17,7 +17,7 @@ from quire.config.families.family import EXPERT, HEAD
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
 from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
-from quire.models.gguf.blocks import FORMATS, Bytes
+from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS, Bytes
 from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
@@ -31,8 +31,7 @@ _OF_ELEMENTS = (*_BEHIND_KEYS, "attn_gate")
 """Those with a row for each element of a value head."""
 _VALUE_ROWS = (*_OF_ELEMENTS, "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 """Those with rows of value heads at all."""
-_WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in ("Q4_0", "Q8_0", "MXFP4")}
-"""Types of blocks that packed matrices hold as they are."""
+_WHOLE_BLOCKS: Mapping[str, BlockFormatName] = {name: name for name in WHOLE_BLOCKS}
 _MOST_HALF, _NAN_EXPONENT = 0x7C00, 0xFF
 """Bits that are set in a half-precision number that is not finite, and the code of an exponent that is none."""
 _CHUNK_BYTES = 2**18

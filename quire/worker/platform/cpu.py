@@ -91,7 +91,7 @@ class CpuPlatform:
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
         reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
-        formats = f"{model.weight_format} weights, {model.kv_cache_dtype} KV cache, {precision} products{reason}"
+        formats = f"{model.weight_format} weights, {model.cache_format}, {precision} products{reason}"
         expanded = ", prompts of latent attention expanded: bits depend on chunks" if model.expands_prompts else ""
         return f"{kernels}, {threads}, {formats}{expanded}"
 

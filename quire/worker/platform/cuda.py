@@ -86,7 +86,7 @@ class CudaPlatform:
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
-        formats = f"{model.weight_format} weights, {model.kv_cache_dtype} KV cache, {device.matmul_precision} products"
+        formats = f"{model.weight_format} weights, {model.cache_format}, {device.matmul_precision} products"
         expanded = ", prompts of latent attention expanded" if model.expands_prompts else ""
         return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}{expanded}"
 

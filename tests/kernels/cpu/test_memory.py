@@ -73,9 +73,27 @@ def test_what_is_larger_than_a_mapping_gets_its_own() -> None:
 def test_the_system_has_given_what_an_arena_hands_out(size: int) -> None:
     """Of a mapping's part, and of a mapping of its own."""
     memory = Arena(8 * HUGE_PAGE).allocate(size)
+    assert resident_bytes(memory) >= size
+    assert not memory.any()
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """Bytes that the system has given of the mapping in which a tensor lies."""
     mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^Rss: +(\d+) kB", SMAPS.read_text(), re.M | re.S)
     (resident,) = [
         int(kilobytes) << 10 for start, end, kilobytes in mappings if int(start, 16) <= memory.data_ptr() < int(end, 16)
     ]
-    assert resident >= size
-    assert not memory.any()
+    return resident
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not describe its mappings")
+def test_an_arena_gives_back_what_it_took_ahead() -> None:
+    """What was handed out stays, and what is asked for later is zero."""
+    arena = Arena(64 * HUGE_PAGE)
+    kept = [arena.allocate(HUGE_PAGE + 100).fill_(1) for _ in range(31)]
+    taken = resident_bytes(kept[0])
+    assert taken >= 31 * HUGE_PAGE
+    arena.trim()
+    assert resident_bytes(kept[0]) <= taken - HUGE_PAGE
+    assert all(each.all() for each in kept)
+    assert not arena.allocate(4 * HUGE_PAGE).any()

@@ -1,0 +1,138 @@
+"""The memory that a GGUF file's weights take, packed for the native CPU kernels: counted from the file's header.
+
+Matrices that share an input are packed as one, in one format (`quire.quantization.merge`). A file that mixes formats
+there, as most K-quants do, takes more memory than disk. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.gguf import ROPE_FACTORS, head_layout
+from quire.config.gguf_tensors import GATE_EXPERTS, UP_EXPERTS, layer_of
+from quire.config.model import ModelConfig
+from quire.config.quantization import QuantizationConfig
+from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS
+from quire.utils.gguf import GGUFFile, TensorEntry
+
+_JOINED = (
+    ("attn_q", "attn_k", "attn_v"),
+    ("ffn_gate", "ffn_up"),
+    (GATE_EXPERTS, UP_EXPERTS),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+    ("ssm_beta", "ssm_alpha"),
+)
+"""Tensors of a layer that are packed as one matrix."""
+_VECTOR_BYTES = 4
+_TABLES = ("token_embd", "output")
+"""The vocabulary's: quantising at load leaves them at eight bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A matrix of a file as its reader hands it out. kind: "integer", "float8", "mxfp4", or "plain" for floating point.
+    in_blocks: the bytes of the file, where they can be packed as they are (None: they cannot). bits, group_size,
+    has_offsets, has_half_scales: of integers; of other kinds the first two."""
+
+    kind: str
+    elements: int
+    in_blocks: int | None = None
+    bits: int = 0
+    group_size: int = 1
+    has_offsets: bool = False
+    has_half_scales: bool = False
+
+
+def packed_weight_bytes(path: Path, model: ModelConfig) -> int:
+    """Bytes of all weights of the model in memory. path: its GGUF file. Raises ModelLoadError for one that is not
+    valid."""
+    with GGUFFile(path) as file:
+        layout = head_layout(file)
+        matrices: dict[str, list[_Part]] = {}
+        total = 0
+        for entry in file.tensors.values():
+            if entry.name == ROPE_FACTORS or (layer_of(entry.name) or 0) >= layout.num_layers:
+                continue
+            if len(entry.shape) == 1 or entry.name.endswith("ssm_conv1d.weight"):
+                total += math.prod(entry.shape) * _VECTOR_BYTES
+                continue
+            is_reordered = layout.names.tiled and entry.name.endswith("ssm_out.weight")
+            elements = math.prod(entry.shape)
+            if entry.name.endswith("attn_kv_b.weight"):
+                # Of each head the rows of keys are turned, as floating point; those of values stay as they are.
+                keys = _key_elements(model, elements)
+                matrices[f"{entry.name} of keys"] = [_Part("plain", keys)]
+                elements -= keys
+            matrices.setdefault(_matrix_of(entry.name), []).append(_part(model, entry, elements, is_reordered))
+    total += sum(_matrix_bytes(model, parts) for parts in matrices.values())
+    expansion = model.resolved_shape().expansion_parameters if model.expands_prompts else 0
+    return total + expansion * model.dtype_bytes
+
+
+def _matrix_of(name: str) -> str:
+    """The name of the packed matrix that a tensor is a part of."""
+    place, _, own = name.removesuffix(".weight").rpartition(".")
+    return f"{place}.{next((group[0] for group in _JOINED if own in group), own)}"
+
+
+def _key_elements(model: ModelConfig, elements: int) -> int:
+    """Elements of keys in the matrix that expands keys and values of all heads."""
+    attention = model.shape.attention
+    keys = attention.key_dim - attention.rotated_dim
+    return elements * keys // (keys + attention.value_dim)
+
+
+def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: bool) -> _Part:
+    """elements: those of the tensor that are packed together. is_reordered: its columns change places, for which blocks
+    are taken apart."""
+    kind = entry.type.name
+    if entry.type.values == 1:
+        return _plain_part(model.quantization, entry, elements)
+    in_blocks = elements // entry.type.values * entry.type.num_bytes
+    if kind == "MXFP4":
+        return _Part("mxfp4", elements, in_blocks, 4, 32)
+    stored = FORMATS[kind]
+    return _Part(
+        "integer",
+        elements,
+        in_blocks if kind in WHOLE_BLOCKS and not is_reordered else None,
+        stored.bits,
+        stored.group_size,
+        stored.has_offsets,
+        stored.has_half_scales,
+    )
+
+
+def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, elements: int) -> _Part:
+    """A matrix of floating point, or what it is quantised to while it is loaded."""
+    if quantization is None:
+        return _Part("plain", elements)
+    columns = entry.shape[-1]
+    if entry.name.removesuffix(".weight") in _TABLES:
+        return _Part("integer", elements, bits=8, group_size=columns)
+    bits, group_size = quantization.bits, quantization.group_size or columns
+    if quantization.is_integer:
+        return _Part("integer", elements, None, bits, group_size, has_offsets=bits == 4, has_half_scales=bits == 4)
+    return _Part(quantization.stored_type, elements, bits=bits, group_size=group_size)
+
+
+def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
+    """Bytes of the parts in the one format that holds them all."""
+    elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
+    if "plain" in kinds or len(kinds) > 1:
+        return elements * model.dtype_bytes
+    formats = {(part.bits, part.group_size, part.has_offsets) for part in parts}
+    blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
+    if len(blocks) == len(parts) and len(formats) == 1:
+        return sum(blocks)
+    bits = max(part.bits for part in parts)
+    num_groups = elements // math.gcd(*(part.group_size for part in parts))
+    if kinds == {"mxfp4"}:
+        return elements * bits // 8 + num_groups
+    number = 2 if all(part.has_half_scales for part in parts) else 4
+    per_group = number * (1 + any(part.has_offsets for part in parts))
+    if bits == 8 and kinds == {"integer"} and model.quantization is not None and model.quantization.rounds_activations:
+        per_group += 4  # the sum of a group's values
+    return elements * bits // 8 + num_groups * per_group
