@@ -20,4 +20,6 @@ source=${2:-$root}
 # From another directory, so that the installed package answers and not the tree.
 cd "$directory"
 bin/quire doctor --attention-backend native
-bin/quire run 'def add(a, b):' --temperature 0 --max-tokens 8
+bin/quire run 'def check(value):
+    if value is None:
+' --temperature 0 --max-tokens 16

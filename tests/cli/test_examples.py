@@ -1,35 +1,115 @@
-"""The examples of the documents, run: the bundled model's answers are no repetitions."""
+"""The examples of README.md and docs/, run with the bundled model: what they print is no repetition.
+
+Each computes in float32, in which every processor draws the same tokens.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from quire import LLM, SamplingParams, StructuredOutputsParams
+import quire
+from quire import LLM, RequestOutput
+from quire.cli.main import main
 from tests.architecture.source import ROOT
 
+README = "README.md"
+DOCUMENTS = [README, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ADDRESS = "http://127.0.0.1:8000"
+FLOAT32 = {"matmul_precision": "float32", "kv_cache_dtype": "float32"}
+FLAGS = ["--matmul-precision", "float32", "--kv-cache-dtype", "float32"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LOOP = re.compile(r"(.{1,40}?)\1{3}", re.DOTALL)
 """Some text four times in a row."""
 
+NOT_RUN = {
+    "make serve": "it installs packages; the server of these tests is started as `make serve` starts it",
+    "make test": "it runs these tests",
+    "source .venv/bin/activate": "the environment of the tests is a different one",
+    "quire serve": "the models are not here; tests/config/test_hub.py and tests/models/test_gguf.py read such names",
+}
+"""How commands of README.md begin that no test here runs, and why not."""
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    made = LLM(num_threads=1)
-    yield made
-    made.shutdown()
+PYTHON_NOT_RUN = {
+    "docs/adding-a-model.md": "parts of files that a reader writes",
+    "docs/disk-tier.md": "a directory of the reader's machine",
+    "docs/scheduling.md": "calls without the names that they need",
+    "docs/simulator.md": "ten minutes of requests; tests/simulator runs shorter ones",
+}
 
 
-def bodies(document: str) -> Iterator[dict]:
-    """The JSON bodies of a document's calls of /v1/completions by curl that ask for greedy tokens."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    for found in re.findall(r"/v1/completions [^\n]*?(?:\\\n\s*)-d '(.*?)'\n", text, re.DOTALL):
-        body = json.loads(found)
-        if body.get("temperature") == 0:
-            yield body
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    language: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Commands with their continuation lines. Lines without a prompt are output where other lines have one."""
+        if self.language not in ("", "sh"):
+            return []
+        lines = self.text.splitlines()
+        prompts = any(line.startswith("$ ") for line in lines)
+        found: list[str] = []
+        is_open = False
+        for line in lines:
+            if is_open:
+                found[-1] += "\n" + line
+            elif line.strip() and (line.startswith("$ ") or not prompts):
+                found.append(line.removeprefix("$ "))
+            else:
+                continue
+            is_open = is_unfinished(found[-1])
+        return found
+
+
+def is_unfinished(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:  # an open quote, or a backslash at the end
+        return True
+    return False
+
+
+@functools.cache
+def blocks(document: str) -> tuple[Block, ...]:
+    return tuple(Block(*found) for found in FENCE.findall((ROOT / document).read_text(encoding="utf-8")))
+
+
+def is_call(command: str) -> bool:
+    return command.startswith("curl ")
+
+
+def is_run(command: str) -> bool:
+    return "quire run " in command
+
+
+def is_run_or_writes(command: str) -> bool:
+    return is_run(command) or re.match(r"(?:echo|printf) .*>", command) is not None
+
+
+def shown(predicate: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """Documents and their commands of this kind."""
+    return [
+        (document, command)
+        for document in DOCUMENTS
+        for block in blocks(document)
+        for command in block.commands()
+        if predicate(command)
+    ]
 
 
 def repeats(text: str) -> bool:
@@ -37,40 +117,128 @@ def repeats(text: str) -> bool:
     return LOOP.search(text.replace(" ", "")) is not None or len(set(lines)) < len(lines)
 
 
+def check(texts: list[str]) -> None:
+    """Some text is there, none repeats itself, and JSON has content."""
+    assert texts
+    for text in texts:
+        assert text.strip()
+        assert not repeats(text), text
+        assert not text.startswith("{") or json.loads(text), text
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server that serves the bundled model."""
+    command = [sys.executable, "-m", "quire", "serve", *FLAGS, "--kv-cache-memory", "32MiB", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    yield process.stdout.readline().split(" on ")[1].split()[0]
+    process.terminate()
+    process.stdout.read()
+    assert process.wait() == 0
+
+
+def answers(command: str, server: str) -> list[str]:
+    """The texts that a server answers to a call by curl."""
+    _, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert arguments.pop(0) == "-s"
+    address = arguments.pop(0)
+    assert address.startswith(ADDRESS)
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert options.keys() == {"-H", "-d"}
+    name, _, value = options["-H"].partition(": ")
+    response = httpx.post(address.replace(ADDRESS, server), headers={name: value}, content=options["-d"], timeout=60)
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
 def test_what_counts_as_a_repetition() -> None:
     assert repeats("LZMAGGGGGG")
     assert repeats("    b = b\n    c = c\n    b = b\n")
     assert not repeats('    """\n    Return it.\n    """\n    return path\n')
+    with pytest.raises(AssertionError):
+        check(["{     }"])
 
 
-def test_the_first_calls_of_the_readme(llm: LLM) -> None:
-    found = list(bodies("README.md"))
-    assert len(found) == 2
-    for body in found:
-        [output] = llm.generate(body["prompt"], SamplingParams(temperature=0, max_tokens=body["max_tokens"]))
-        assert "return os.path" in output.outputs[0].text
-        assert not repeats(output.outputs[0].text)
+def test_what_counts_as_a_command() -> None:
+    assert Block("", "a 'b\n  c' \\\n  d  # e\nf\n").commands() == ["a 'b\n  c' \\\n  d  # e", "f"]
+    assert Block("", "$ a \\\n  b\noutput\n$ c\n").commands() == ["a \\\n  b", "c"]
+    assert Block("python", "a\n").commands() == []
 
 
-def test_the_run_of_the_command_line(llm: LLM) -> None:
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    [quoted, options] = re.findall(r"^quire run \$'([^']*)' (.*)$", text, re.MULTILINE)[0]
-    words = shlex.split(options)
-    params = SamplingParams(temperature=0, max_tokens=int(words[words.index("--max-tokens") + 1]))
-    [output] = llm.generate(quoted.replace("\\n", "\n"), params)
-    assert not repeats(output.outputs[0].text)
+def test_each_command_of_the_readme_is_run_or_has_a_reason() -> None:
+    commands = [command for document, command in shown(lambda command: True) if document == README]
+    others = [command for command in commands if not is_call(command) and not is_run(command)]
+    answer = [line for block in blocks(README) if block.text.startswith(" ") for line in block.text.splitlines()]
+    assert [each for each in others if each not in answer and not each.startswith(tuple(NOT_RUN))] == []
+    assert [each for each in NOT_RUN if not any(other.startswith(each) for other in others)] == []
 
 
-def test_the_constrained_calls(llm: LLM) -> None:
-    page = (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
-    [body] = bodies("docs/structured-output.md")
-    schema = body["response_format"]["json_schema"]["schema"]
-    params = SamplingParams(
-        temperature=0, max_tokens=body["max_tokens"], structured_outputs=StructuredOutputsParams(json=schema)
-    )
-    [output] = llm.generate(body["prompt"], params)
-    assert isinstance(json.loads(output.outputs[0].text)["age"], int)
-    assert output.outputs[0].finish_reason == "stop"
-    program = re.findall(r"```python\n(from quire import LLM.*?)```", page, re.DOTALL)[0]
-    assert f"schema = {json.dumps(schema)}" in program
-    assert json.dumps(body["prompt"]) in program
+@pytest.mark.parametrize(("document", "command"), shown(is_call))
+def test_calls_of_a_server(document: str, command: str, server: str) -> None:
+    texts = answers(command, server)
+    check(texts)
+    if document == README:
+        assert f"```\n{texts[0]}\n```" in (ROOT / README).read_text(encoding="utf-8"), "the answer as it is printed"
+
+
+KEEP = r"""quire() { printf '%s\0' "$@" >words; cat >input; }
+"""
+"""A `quire` for bash that keeps its arguments and its standard input."""
+
+
+@pytest.mark.parametrize("document", sorted({document for document, _ in shown(is_run)}))
+def test_runs_of_the_command_line(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the commands that write their files, in the order of the document. bash expands the lines."""
+    monkeypatch.chdir(tmp_path)
+    texts = []
+    for _, command in [each for each in shown(is_run_or_writes) if each[0] == document]:
+        subprocess.run(["bash", "-c", KEEP + command], stdin=subprocess.DEVNULL, check=True)
+        if not is_run(command):
+            continue
+        words = Path("words").read_bytes().decode().split("\0")[:-1]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("input").read_bytes())))
+        assert main([*words, *FLAGS]) == 0
+        text = capsys.readouterr().out
+        texts.append(json.loads(text)["outputs"][0]["text"] if "--json" in words else text)
+    check(texts)
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if any(b.language == "python" for b in blocks(each))])
+def test_programs(document: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a document in order, as one program. The model does not chat, so that chats are not read."""
+    if document in PYTHON_NOT_RUN:
+        return
+    texts = []
+
+    class InFloat32(LLM):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**FLOAT32, **options)
+
+        def generate(self, *arguments: Any, **options: Any) -> list[RequestOutput]:
+            outputs = super().generate(*arguments, **options)
+            texts.extend(each.text for output in outputs for each in output.outputs[:2])
+            return outputs
+
+    monkeypatch.setattr(quire, "LLM", InFloat32)
+    names: dict[str, Any] = {}
+    for block in blocks(document):
+        if block.language == "python":
+            exec(block.text.replace(ADDRESS, server), names)
+    if texts:
+        check(texts)
+
+
+def test_the_prompt_of_the_live_page(server: str) -> None:
+    """The request that its form sends before a reader changes it."""
+    page = (ROOT / "quire" / "dashboard" / "page" / "index.html").read_text(encoding="utf-8")
+    [prompt] = re.findall(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)
+    fields = dict(re.findall(r'<input id="([\w-]+)" type="number"[^>]* value="([\d.]+)"', page))
+    assert fields.keys() == {"n", "max-tokens", "temperature", "seed"}
+    body = {name.replace("-", "_"): json.loads(value) for name, value in fields.items()}
+    response = httpx.post(f"{server}/v1/completions", json={"prompt": prompt, **body}, timeout=60)
+    texts = [choice["text"] for choice in response.json()["choices"]]
+    assert len(texts) == body["n"]
+    check(texts)

@@ -3,11 +3,13 @@
 const trial = { abort: null };
 
 function trialBody() {
+  const seed = byId("seed").value;
   return {
     prompt: byId("prompt").value,
     n: Number(byId("n").value),
     max_tokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),
+    ...(seed === "" ? {} : { seed: Number(seed) }),
     stream: true,
   };
 }
