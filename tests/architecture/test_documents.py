@@ -9,6 +9,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 
+README_LINES = 150
 SECURITY = ROOT / "SECURITY.md"
 COMMAND = re.compile(r"make ([\w-]+)(?: FUZZ=(\w+))?")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
@@ -52,6 +53,11 @@ def test_links_to_headings_lead_somewhere(document: Path) -> None:
     found = HEADING_LINK.findall(document.read_text(encoding="utf-8"))
     links = [(document.parent / path if path else document, name) for path, name in found if "://" not in path]
     assert [(path.name, name) for path, name in links if path.suffix == ".md" and name not in headings(path)] == []
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    """Figures belong to docs/performance, features to docs/features.md."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
 def test_every_class_of_advisories_names_tests_and_fuzzers_that_exist() -> None:
