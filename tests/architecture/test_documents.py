@@ -9,12 +9,15 @@ import pytest
 
 from tests.architecture.source import ROOT
 
+README_LINES = 150
 SECURITY = ROOT / "SECURITY.md"
 COMMAND = re.compile(r"make ([\w-]+)(?: FUZZ=(\w+))?")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
 QUOTED = re.compile(r"`([^`\n]+)`")
 TREE_PATH = re.compile(r"(?:quire|tests|docs|training|benchmarks|csrc|deploy|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+HEADING_LINK = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def tree_paths(document: Path) -> list[str]:
@@ -36,6 +39,25 @@ def test_named_files_exist(document: Path) -> None:
 def test_relative_links_lead_somewhere(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def headings(document: Path) -> set[str]:
+    """The names by which a page of GitHub's calls the headings of a document."""
+    text = FENCED.sub("", document.read_text(encoding="utf-8"))
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_to_headings_lead_somewhere(document: Path) -> None:
+    found = HEADING_LINK.findall(document.read_text(encoding="utf-8"))
+    links = [(document.parent / path if path else document, name) for path, name in found if "://" not in path]
+    assert [(path.name, name) for path, name in links if path.suffix == ".md" and name not in headings(path)] == []
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    """Figures belong to docs/performance, features to docs/features.md."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
 def test_every_class_of_advisories_names_tests_and_fuzzers_that_exist() -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ import pytest
 import quire
 from quire import LLM, RequestOutput
 from quire.cli.main import main
+from quire.cli.vllm import main as vllm_main
 from tests.architecture.source import ROOT
 
 README = "README.md"
@@ -38,7 +40,7 @@ NOT_RUN = {
     "make serve": "it installs packages; the server of these tests is started as `make serve` starts it",
     "make test": "it runs these tests",
     "source .venv/bin/activate": "the environment of the tests is a different one",
-    "quire serve": "the models are not here; tests/config/test_hub.py and tests/models/test_gguf.py read such names",
+    "quire serve": "the models are not here: the options are read below, tests/config/test_hub.py reads such names",
 }
 """How commands of README.md begin that no test here runs, and why not."""
 
@@ -85,8 +87,13 @@ def is_unfinished(command: str) -> bool:
 
 
 @functools.cache
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@functools.cache
 def blocks(document: str) -> tuple[Block, ...]:
-    return tuple(Block(*found) for found in FENCE.findall((ROOT / document).read_text(encoding="utf-8")))
+    return tuple(Block(*found) for found in FENCE.findall(text_of(document)))
 
 
 def is_call(command: str) -> bool:
@@ -99,6 +106,15 @@ def is_run(command: str) -> bool:
 
 def is_run_or_writes(command: str) -> bool:
     return is_run(command) or re.match(r"(?:echo|printf) .*>", command) is not None
+
+
+def is_serve(command: str) -> bool:
+    return command.startswith(("quire serve ", "python -m quire.cli.vllm serve "))
+
+
+def is_plan(command: str) -> bool:
+    """Plans of shapes that are built in, on devices that are."""
+    return command.startswith("quire plan ") and ".json" not in command and "path/to" not in command
 
 
 def shown(predicate: Callable[[str], bool]) -> list[tuple[str, str]]:
@@ -179,7 +195,7 @@ def test_calls_of_a_server(document: str, command: str, server: str) -> None:
     texts = answers(command, server)
     check(texts)
     if document == README:
-        assert f"```\n{texts[0]}\n```" in (ROOT / README).read_text(encoding="utf-8"), "the answer as it is printed"
+        assert f"```\n{texts[0]}\n```" in text_of(README), "the answer as it is printed"
 
 
 KEEP = r"""quire() { printf '%s\0' "$@" >words; cat >input; }
@@ -204,6 +220,24 @@ def test_runs_of_the_command_line(
         text = capsys.readouterr().out
         texts.append(json.loads(text)["outputs"][0]["text"] if "--json" in words else text)
     check(texts)
+
+
+@pytest.mark.parametrize(("document", "command"), shown(is_serve))
+def test_options_of_servers(
+    document: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is taken, or refused in the words that the document shows. No server starts."""
+    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=lambda options, settings: 0))  # type: ignore[arg-type]
+    program, *words = shlex.split(command.removeprefix("python -m "), comments=True)
+    status = main(words) if program == "quire" else vllm_main(words)
+    error = capsys.readouterr().err.strip()
+    assert status == 0 or (error and error in text_of(document)), error
+
+
+@pytest.mark.parametrize(("document", "command"), shown(is_plan))
+def test_plans(document: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command, comments=True)[1:]) == 0
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if any(b.language == "python" for b in blocks(each))])
@@ -233,7 +267,7 @@ def test_programs(document: str, server: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_prompt_of_the_live_page(server: str) -> None:
     """The request that its form sends before a reader changes it."""
-    page = (ROOT / "quire" / "dashboard" / "page" / "index.html").read_text(encoding="utf-8")
+    page = text_of("quire/dashboard/page/index.html")
     [prompt] = re.findall(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)
     fields = dict(re.findall(r'<input id="([\w-]+)" type="number"[^>]* value="([\d.]+)"', page))
     assert fields.keys() == {"n", "max-tokens", "temperature", "seed"}

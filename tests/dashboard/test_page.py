@@ -184,6 +184,13 @@ class TestInABrowser:
         assert all("400" in problem for problem in page.problems)
         page.problems.clear()
 
+    def test_a_seed_is_sent_unless_its_box_is_empty(self, page: Chromium) -> None:
+        curl = "document.querySelector('#curl').textContent"
+        assert '"seed":44' in page.evaluate(curl)
+        page.evaluate("document.querySelector('#seed').value = ''")
+        page.evaluate("document.querySelector('#try').dispatchEvent(new Event('input'))")
+        assert "seed" not in page.evaluate(curl)
+
     def test_paused_and_hidden_it_asks_for_nothing(self, page: Chromium) -> None:
         page.evaluate("document.querySelector('#pause').click()")
         assert text(page, "#link") == "paused"
