@@ -109,16 +109,12 @@ def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED:
     """
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
-        scores = cap * tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
-        if MASKED:
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maximum[:, None])
-    else:
-        if MASKED:
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
+        scores = tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
+        scale = cap
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
     return weights, new_maximum, tl.exp2(maximum - new_maximum)
 
 
@@ -263,10 +259,9 @@ def load_sinks(sinks, heads, SINKS: tl.constexpr):
 def normalised(maximum, total, values, sink, value_scale):
     """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale: of
     values as they are stored."""
-    sink = sink * LOG2_E
-    new_maximum = tl.maximum(maximum, sink)
+    new_maximum = tl.maximum(maximum, sink * LOG2_E)
     factor = tl.exp2(maximum - new_maximum)
-    total = tl.fma(total, factor, tl.exp2(sink - new_maximum))
+    total = tl.fma(total, factor, tl.exp2(tl.fma(sink, LOG2_E, -new_maximum)))
     return values * (factor / total * value_scale)[:, None]
 
 
