@@ -107,13 +107,15 @@ def _varlen_kernel(
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
+    # Before any is looked at: they arrive together.
+    seq_len = tl.load(seq_lens + sequence)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     first = (tile - begin // TOKENS - sequence) * TOKENS
     if (first >= num_new) | (num_new <= skipped):
         return
     num_tokens = tl.minimum(num_new - first, TOKENS)
-    first_position = tl.load(seq_lens + sequence) - num_new + first
+    first_position = seq_len - num_new + first
     last_position = first_position + num_tokens - 1
-    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     pages += kv_head * HEAD_DIM
     queries = load_queries(query, query_stride, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
     queries = operand(queries, pages.dtype.element_ty)
