@@ -109,7 +109,7 @@ class SplitPlan:
 
 
 def padded_dim(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def varlen_tiles(shape: HeadShape, max_query_len: int, limits: DeviceLimits) -> Tiles:

@@ -19,10 +19,11 @@ from quire.kernels.triton.attention_core import (
     normalised,
     row_tokens,
     score_constants,
+    split_queries,
     store_rows,
 )
 from quire.kernels.triton.attention_tiles import MAX_SPLITS, SplitPlan, Tiles
-from quire.kernels.triton.float8 import operand
+from quire.kernels.triton.float8 import as_pairs
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, layer_constants
 from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 
@@ -103,6 +104,7 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
     """Program (key head, sequence, split and every num_programs-th after it). Key heads of a token lie side by side in
@@ -119,9 +121,9 @@ def _split_kernel(
     first_key, keys, num_splits = _splits(
         seq_len, num_new, tl.num_programs(2), min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS
     )
-    pages += kv_head * HEAD_DIM
+    pages += kv_head * (HEAD_DIM // 2 if PAIRS else HEAD_DIM)
     queries = load_queries(query, query_stride, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
-    queries = operand(queries, pages.dtype.element_ty)
+    queries, odd_queries, query_factor = split_queries(queries, pages.dtype.element_ty, PAIRS)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIM)
@@ -129,9 +131,9 @@ def _split_kernel(
         start = first_key + split * keys
         maximum, total, values = no_keys(BLOCK_M, DIM)
         maximum, total, values = attend_range(
-            queries, maximum, total, values, pages, table, start, tl.minimum(start + keys, seq_len), seq_len - num_new,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, start, tl.minimum(start + keys, seq_len), seq_len - num_new,
             seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
-            BLOCK_N, WINDOW, SOFT_CAP,
+            BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
         if num_splits == 1:
             if FIXED_KEYS:
@@ -273,9 +275,10 @@ class SplitAttention:
         }
         self._split = bind(
             _split_kernel,
-            {**fixed, "pages": pages, "scale": scale, "cap": cap},
+            {**fixed, "pages": as_pairs(pages), "scale": scale, "cap": cap},
             **constants,
             BLOCK_SIZE=pages.shape[2],
+            PAIRS=pages.dtype.itemsize == 1,
             BLOCK_M=tiles.block_m,
             SOFT_CAP=layer.soft_cap is not None,
             num_warps=tiles.num_warps,
