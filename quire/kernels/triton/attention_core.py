@@ -267,17 +267,20 @@ def attend_range(
         )
         left = tl.minimum(whole_from, end)
         maximum, total, values, odd_values = _attend_tiles(
-            queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, start, left, first_key, end, positions, scale, cap, window,
-            NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS, True,
+            queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, start, left,
+            first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+            SOFT_CAP, PAIRS, True,
         )  # fmt: skip
     whole_to = tl.maximum(whole_from, tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N)
     maximum, total, values, odd_values = _attend_tiles(
-        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_from, whole_to, first_key, end, positions, scale, cap,
-        window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS, False,
+        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_from, whole_to,
+        first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+        SOFT_CAP, PAIRS, False,
     )  # fmt: skip
     maximum, total, values, odd_values = _attend_tiles(
-        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_to, end, first_key, end, positions, scale, cap, window,
-        NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS, True,
+        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_to, end, first_key,
+        end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+        True,
     )  # fmt: skip
     if PAIRS:
         values = tl.reshape(tl.join(values, odd_values), (values.shape[0], DIM))

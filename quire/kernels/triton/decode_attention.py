@@ -131,9 +131,9 @@ def _split_kernel(
         start = first_key + split * keys
         maximum, total, values = no_keys(BLOCK_M, DIM)
         maximum, total, values = attend_range(
-            queries, odd_queries, query_factor, maximum, total, values, pages, table, start, tl.minimum(start + keys, seq_len), seq_len - num_new,
-            seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
-            BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, start, tl.minimum(start + keys,
+            seq_len), seq_len - num_new, seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS,
+            HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
         if num_splits == 1:
             if FIXED_KEYS:
@@ -281,8 +281,7 @@ class SplitAttention:
             PAIRS=pages.dtype.itemsize == 1,
             BLOCK_M=tiles.block_m,
             SOFT_CAP=layer.soft_cap is not None,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.settings,
         )
         group = layer.num_heads // layer.num_kv_heads
         one = {"HEADS": 1, "PARTS": MAX_SPLITS, "num_warps": 1 if tiles.fixed_keys else 4}

@@ -131,15 +131,16 @@ def _varlen_kernel(
         for split in range(bound(first_split), bound(last_position // FIXED_KEYS + 1)):
             part_maximum, part_total, part_values = no_keys(BLOCK_M, DIM)
             part_maximum, part_total, part_values = attend_range(
-                queries, odd_queries, query_factor, part_maximum, part_total, part_values, pages, table, split * FIXED_KEYS,
-                (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
+                queries, odd_queries, query_factor, part_maximum, part_total, part_values, pages, table, split *
+                FIXED_KEYS, (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
                 NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
             )  # fmt: skip
             maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_values)
     else:
         maximum, total, values = attend_range(
-            queries, odd_queries, query_factor, maximum, total, values, pages, table, 0, last_position + 1, first_position, last_position,
-            positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, 0, last_position + 1,
+            first_position, last_position, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
+            BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
     values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
     store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
@@ -204,8 +205,7 @@ class VarlenAttention:
             BLOCK_N=tiles.block_n,
             SOFT_CAP=layer.soft_cap is not None,
             FIXED_KEYS=tiles.fixed_keys,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.settings,
         )
 
     def run(self, work: PagedAttention, skipped: int) -> None:
