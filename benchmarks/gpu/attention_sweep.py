@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import records
+from benchmarks.gpu.attention_gluon import gluon_attention
 from benchmarks.gpu.attention_subjects import BLOCK_SIZE, Batch, device_batch, device_limits, scattered_tables
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
@@ -44,6 +45,7 @@ PROMPT_TILES = {
     "64 keys, 8 warps, one resident": Tiles(128, 64, 8, 3),
     "128 keys, two stages": Tiles(128, 128, 8, 2),
 }
+GLUON_TILES = {"128 keys, 8 warps": (128, 8), "64 keys, 4 warps": (64, 4), "64 keys, 8 warps": (64, 8)}
 PROMPTS = (Batch(8, 1024, 1024), Batch(1, 8192, 8192), Batch(1, 2048, 16384))
 FLOAT8_TILES = (
     (Tiles(16, 128, 4, 2), 3),
@@ -168,6 +170,10 @@ def decode_variants(limits: DeviceLimits, choices: tuple[tuple[Tiles, int], ...]
     return found
 
 
+def _gluon(case: Case, sizes: tuple[int, int]) -> list[Call]:
+    return [gluon_attention(work, *sizes) for work in case.copies]
+
+
 def _prompt(case: Case, tiles: Tiles) -> list[Call]:
     return case.prompt(tiles)
 
@@ -181,6 +187,8 @@ def cases(shape: Shape, device: torch.device, *, is_dry: bool = False) -> Iterat
         (Batch(32, 1, 8192), FLOAT8, FLOAT8_TILES[:4], ()),
         (Batch(256, 1, 1024), None, TILES, ()),
     )
+    # Gluon last: what it might break costs no other variant.
+    gluon = {f"Gluon, {name}": partial(_gluon, sizes=sizes) for name, sizes in GLUON_TILES.items()}
     for index in range(max(len(PROMPTS), len(decodes))):
         for batch in PROMPTS[index : index + 1]:
             batch = _tiny(batch) if INTERPRETED else batch
@@ -191,6 +199,8 @@ def cases(shape: Shape, device: torch.device, *, is_dry: bool = False) -> Iterat
             case = Case.build(shape, batch, page_dtype, device, is_dry=is_dry)
             name = "decode" if page_dtype is None else "decode, float8 pages"
             yield f"{name}, {batch.name}", case, decode_variants(limits, choices, splits)
+    for batch in () if INTERPRETED else PROMPTS:
+        yield f"prompt, {batch.name}", Case.build(shape, batch, None, device, is_dry=is_dry), gluon
 
 
 def _tiny(batch: Batch) -> Batch:
