@@ -33,6 +33,7 @@ CASES = {
     "head-256": partial(Case, layer(1, 1, 256), SEQUENCES, block_size=64),
     "other-pages": partial(Case, layer(), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float32),
     "float8-pages": partial(Case, layer(2, 1, 32), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.uint8),
+    "float8-numbers": partial(Case, layer(3, 1, 80), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float8_e4m3fn),
     "float8-scales": partial(
         Case, layer(2, 1, 32, soft_cap=0.7, cache_scale=CacheScale(0.4, 2.5)), SEQUENCES, page_dtype=torch.uint8
     ),
@@ -53,6 +54,13 @@ def test_equals_float64(name: str, device: torch.device) -> None:
     assert_equals_reference(case, case.varlen(Tiles(16, 16, 4, 1)))
     out = case.split(SplitPlan(Tiles(32, 16, 4, 1), tokens=2, num_programs=2, capacity=2, min_keys=16))
     assert_equals_reference(case, out, most_tokens=2)
+
+
+def test_queries_of_any_size_over_float8_pages(device: torch.device) -> None:
+    """Products with e4m3 numbers are of float16: queries beyond it, far below it, and zeros lose nothing."""
+    case = Case(layer(2, 1, 32), [(40, 4)], dtype=torch.bfloat16, page_dtype=torch.uint8, device=device)
+    case.qkv[:4] *= torch.tensor([1e6, 1e-6, 0.0, 300.0], device=device).bfloat16()[:, None]
+    assert_equals_reference(case, case.varlen(Tiles(16, 16, 4, 1)))
 
 
 def test_the_two_kernels_share_a_batch(device: torch.device) -> None:
