@@ -45,6 +45,11 @@ PROMPT_TILES = {
     "64 keys, 8 warps, one resident": Tiles(128, 64, 8, 3),
     "128 keys, two stages": Tiles(128, 128, 8, 2),
 }
+FLOAT8_PROMPT_TILES = {
+    "64 keys, 8 warps, one resident": Tiles(128, 64, 8, 3),
+    "64 rows, 64 keys, two residents": Tiles(64, 64, 4, 3),
+    "64 keys, 4 warps, two residents": Tiles(128, 64, 4, 2),
+}
 GLUON_TILES = {"128 keys, 8 warps": (128, 8), "64 keys, 4 warps": (64, 4), "64 keys, 8 warps": (64, 8)}
 PROMPTS = (Batch(8, 1024, 1024), Batch(1, 8192, 8192), Batch(1, 2048, 16384))
 FLOAT8_TILES = (
@@ -136,13 +141,13 @@ class Case:
 Variants = Mapping[str, Callable[[Case], list[Call]]]
 
 
-def prompt_variants(limits: DeviceLimits) -> Variants:
+def prompt_variants(limits: DeviceLimits, choices: Mapping[str, Tiles]) -> Variants:
     """The present tiles first."""
 
     def present(case: Case) -> list[Call]:
         return case.prompt(varlen_tiles(case.head_shape(), case.batch.num_new, limits))
 
-    tiles = PROMPT_TILES if not INTERPRETED else {"small": TINY_TILES}
+    tiles = choices if not INTERPRETED else {"small": TINY_TILES}
     return {"present": present, **{name: partial(_prompt, tiles=each) for name, each in tiles.items()}}
 
 
@@ -193,12 +198,15 @@ def cases(shape: Shape, device: torch.device, *, is_dry: bool = False) -> Iterat
         for batch in PROMPTS[index : index + 1]:
             batch = _tiny(batch) if INTERPRETED else batch
             case = Case.build(shape, batch, None, device, is_dry=is_dry)
-            yield f"prompt, {batch.name}", case, prompt_variants(limits)
+            yield f"prompt, {batch.name}", case, prompt_variants(limits, PROMPT_TILES)
         for batch, page_dtype, choices, splits in decodes[index : index + 1]:
             batch = _tiny(batch) if INTERPRETED else batch
             case = Case.build(shape, batch, page_dtype, device, is_dry=is_dry)
             name = "decode" if page_dtype is None else "decode, float8 pages"
             yield f"{name}, {batch.name}", case, decode_variants(limits, choices, splits)
+    batch = _tiny(PROMPTS[1]) if INTERPRETED else PROMPTS[1]
+    case = Case.build(shape, batch, FLOAT8, device, is_dry=is_dry)
+    yield f"prompt, float8 pages, {batch.name}", case, prompt_variants(limits, FLOAT8_PROMPT_TILES)
     for batch in () if INTERPRETED else PROMPTS:
         yield f"prompt, {batch.name}", Case.build(shape, batch, None, device, is_dry=is_dry), gluon
 

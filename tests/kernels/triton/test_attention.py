@@ -78,6 +78,15 @@ def test_short_splits_are_not_cut(device: torch.device) -> None:
     assert_equals_reference(case, out)
 
 
+def test_many_splits(device: torch.device) -> None:
+    """A program merges one head, all splits at once; of sequences with as many splits as there is room for, with fewer,
+    and with one, which is not cut."""
+    sequences = [(171, 2), (70, 1), (16, 1), (9, 5)]
+    case = Case(layer(3, 1, window=140), sequences, sinks=torch.tensor([0.5, -1.0, 3.0]), device=device)
+    out = case.split(SplitPlan(Tiles(16, 16, 4, 1), tokens=2, num_programs=10, capacity=10, min_keys=16))
+    assert_equals_reference(case, out, most_tokens=2)
+
+
 @settings(max_examples=6)
 @given(
     sequences=st.lists(
