@@ -1,8 +1,9 @@
 """Tiles, stages and splits of attention: python -m benchmarks.gpu.attention_sweep --out FILE [--tiny]
 
 The kernels alone, without norms, rotation and the write, the most decisive variants first. Every variant's rows are
-compared with attention in float32 over the same pages: `error` is the norm of the difference over that of the result,
-of the last tokens of two sequences, `nan` counts elements of all rows. --tiny: small shapes in Triton's interpreter.
+compared with attention in float32 over the same pages: `difference` is the norm of the difference over that of the
+result, of the last tokens of two sequences, `nan` counts elements of all rows. --tiny: small shapes in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -104,8 +105,10 @@ class Case:
         work, layer, batch = self.copies[0], self.layer, self.batch
         rows, found = min(REFERENCE_ROWS, batch.num_new), {}
         for sequence in {0, batch.num_seqs - 1}:
-            pages = work.pages[work.tables[sequence].long()]
-            pages = pages.view(torch.float8_e4m3fn) if pages.dtype == torch.uint8 else pages
+            pages = work.pages
+            is_float8 = pages.dtype.itemsize == 1
+            pages = (pages.view(torch.uint8) if is_float8 else pages)[work.tables[sequence].long()]
+            pages = pages.view(torch.float8_e4m3fn) if is_float8 else pages
             key, value = (pages[:, part].float().flatten(0, 1)[: batch.length] for part in range(2))
             first = (sequence + 1) * batch.num_new - rows
             query = work.query[first : first + rows, : layer.num_heads * layer.head_dim].float()
@@ -220,7 +223,7 @@ def measured(name: str, case: Case, variants: Variants, device: torch.device) ->
     expected = case.expected()
     out = case.copies[0].out
     for variant, build in variants.items():
-        base = {"part": "attention sweep", "what": "variant", "case": name, "variant": variant}
+        base = {"part": "attention sweep", "what": "attention variant", "case": name, "variant": variant}
         try:
             calls = build(case)
             out.fill_(float("nan"))
@@ -228,7 +231,7 @@ def measured(name: str, case: Case, variants: Variants, device: torch.device) ->
             found = torch.cat([out[first : first + len(rows)].float() for first, rows in expected.items()])
             right = torch.cat(list(expected.values()))
             checked = {
-                "error": ((found - right).norm() / right.norm()).item(),
+                "difference": ((found - right).norm() / right.norm()).item(),
                 "nan": int(out.isnan().sum()),
             }
             timing = measure(calls, device)
