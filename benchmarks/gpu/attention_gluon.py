@@ -45,6 +45,14 @@ def _blocks(table, tile, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, COPIED
 
 
 @gluon.jit
+def _wait_for_copies(LATER: gl.constexpr):
+    """For all but the LATER last groups, of all threads, as products will read them."""
+    async_copy.wait_group(LATER)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _weights(scores, maximum, total, scale):
     """Weights relative to the new maximum, that maximum, the new total, and the factor of what was summed before."""
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
@@ -54,27 +62,42 @@ def _weights(scores, maximum, total, scale):
     return weights, new_maximum, total * factor + gl.sum(weights, 1), factor
 
 
+@gluon.jit
+def _find_sequence(query_start, tile, num_seqs, TOKENS: gl.constexpr):
+    """As `paged_attention.find_sequence`."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if gl.load(query_start + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@gluon.jit
+def _causal(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.constexpr):
+    """Scores of the tile of keys that the rows' own tokens are in."""
+    position = first_position + gl.arange(0, scores.shape[0], gl.SliceLayout(1, SCORES)) // GROUP
+    key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
+    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
+
+
+@gluon.jit
+def _places(first_token, stride, kv_head, GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
+            LAYOUT: gl.constexpr):  # fmt: skip
+    """[ROWS, DIM] int64: where the elements of a tile's rows are."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+    at = (first_token + row // GROUP).to(gl.int64) * stride + (kv_head * GROUP + row % GROUP) * DIM
+    return gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
+
+
 @gluon.jit(do_not_specialize=["num_seqs"])
-def _gluon_kernel(
-    query,
-    pages,
-    out,
-    rows,
-    query_start,
-    seq_lens,
-    tables,
-    num_seqs,
-    query_stride,
-    out_stride,
-    table_stride,
-    scale,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+def _gluon_kernel(query, pages, out, rows, query_start, seq_lens, tables, num_seqs, query_stride, out_stride,
+                  table_stride, scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+                  BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Program (tile of queries, key head), the last tiles first."""
     BLOCK_M: gl.constexpr = 128
     STAGES: gl.constexpr = 2
@@ -89,14 +112,7 @@ def _gluon_kernel(
 
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     kv_head = gl.program_id(1)
-    sequence = 0
-    high = num_seqs - 1
-    while sequence < high:
-        middle = (sequence + high + 1) // 2
-        if gl.load(query_start + middle) // TOKENS + middle <= tile:
-            sequence = middle
-        else:
-            high = middle - 1
+    sequence = _find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = gl.load(query_start + sequence)
     num_new = gl.load(query_start + sequence + 1) - begin
     seq_len = gl.load(seq_lens + sequence)
@@ -108,7 +124,6 @@ def _gluon_kernel(
     num_tiles = (first_position + TOKENS - 1) // BLOCK_N + 1
     keys_from = pages + kv_head * DIM
     values_from = keys_from + BLOCK_SIZE * TOKEN
-
     keys = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, DIM], SHARED)
     values = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, DIM], SHARED)
     queries = gl.allocate_shared_memory(element, [BLOCK_M, DIM], SHARED)
@@ -116,10 +131,8 @@ def _gluon_kernel(
     # Of step s: values of tile s - 1 and keys of tile s + 1, one group; tiles from the last to the first.
     blocks = _blocks(table, num_tiles - 1, BLOCK_SIZE, BLOCK_N, COPIED)
     next_blocks = _blocks(table, num_tiles - 2, BLOCK_SIZE, BLOCK_N, COPIED)
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIED))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, COPIED))
-    at = (begin + first + row // GROUP).to(gl.int64) * query_stride + (kv_head * GROUP + row % GROUP) * DIM
-    async_copy.async_copy_global_to_shared(queries, gl.expand_dims(query + at, 1) + gl.expand_dims(dims, 0))
+    places = _places(begin + first, query_stride, kv_head, GROUP, BLOCK_M, DIM, COPIED)
+    async_copy.async_copy_global_to_shared(queries, query + places)
     _copy_tile(keys.index(0), keys_from, blocks, BLOCK_SIZE, TOKEN, BLOCK_N, DIM, COPIED)
     async_copy.commit_group()
     _copy_tile(values.index(0), values_from, blocks, BLOCK_SIZE, TOKEN, BLOCK_N, DIM, COPIED)
@@ -129,13 +142,9 @@ def _gluon_kernel(
     next_blocks = _blocks(table, num_tiles - 3, BLOCK_SIZE, BLOCK_N, COPIED)
 
     no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    async_copy.wait_group(1)
-    fence_async_shared()
-    gl.thread_barrier()
+    _wait_for_copies(1)
     scores = warpgroup_mma(queries, keys.index(0).permute((1, 0)), no_scores, use_acc=False)
-    position = first_position + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES)) // GROUP
-    key = (num_tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
+    scores = _causal(scores, first_position, (num_tiles - 1) * BLOCK_N, GROUP, SCORES)
     maximum = gl.full([BLOCK_M], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, SCORES))
     weights, maximum, total, factor = _weights(scores, maximum, total, scale)
@@ -144,9 +153,7 @@ def _gluon_kernel(
 
     for step in range(1, num_tiles):
         # Keys of this step and values of the one before.
-        async_copy.wait_group(0)
-        fence_async_shared()
-        gl.thread_barrier()
+        _wait_for_copies(0)
         pending = warpgroup_mma(
             queries, keys.index(step % STAGES).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
@@ -162,15 +169,11 @@ def _gluon_kernel(
         sums = sums * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, VALUES)), 1)
         operand = gl.convert_layout(weights.to(element), OPERAND)
 
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
+    _wait_for_copies(0)
     sums = warpgroup_mma(operand, values.index((num_tiles - 1) % STAGES), sums)
     sums = sums * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, VALUES)), 1)
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, VALUES))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, VALUES))
-    at = (begin + first + row // GROUP).to(gl.int64) * out_stride + (kv_head * GROUP + row % GROUP) * DIM
-    gl.store(out + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0), sums.to(out.dtype.element_ty))
+    places = _places(begin + first, out_stride, kv_head, GROUP, BLOCK_M, DIM, VALUES)
+    gl.store(out + places, sums.to(out.dtype.element_ty))
 
 
 def gluon_attention(work: PagedAttention, block_n: int, num_warps: int) -> Call:
