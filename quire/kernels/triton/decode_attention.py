@@ -154,6 +154,26 @@ def _split_kernel(
             )
 
 
+@triton.jit
+def _merged_at_once(part_values, part_maxima, part_totals, place, stride, num_splits, inside, HEAD_DIM: tl.constexpr,
+                    DIM: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The softmax over all splits of some heads. place: [heads], of their first split; the next is `stride` rows on."""
+    part = tl.arange(0, PARTS)
+    dims = tl.arange(0, DIM)
+    present = (part < num_splits)[:, None] & inside[None, :]
+    at = place[None, :] + part[:, None] * stride
+    maxima = tl.load(part_maxima + at, mask=present, other=-1.0e30)
+    totals = tl.load(part_totals + at, mask=present, other=0.0)
+    values = tl.load(
+        part_values + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=present[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    maximum = tl.max(maxima, 0)
+    factor = tl.exp2(maxima - maximum[None, :])
+    return maximum, tl.sum(totals * factor, 0), tl.sum(values * factor[:, :, None], 0)
+
+
 @triton.jit(
     do_not_specialize=["num_programs", "capacity", "min_keys"],
     do_not_specialize_on_alignment=BATCH_COLUMNS,
@@ -224,20 +244,9 @@ def _merge_kernel(
                     ),
                 )
     else:
-        part = tl.arange(0, PARTS)
-        present = (part < num_splits)[:, None] & inside[None, :]
-        at = place[None, :] + part[:, None] * (TOKENS * GROUP)
-        part_maximum = tl.load(part_maxima + at, mask=present, other=-1.0e30)
-        part_total = tl.load(part_totals + at, mask=present, other=0.0)
-        part_value = tl.load(
-            part_values + at[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=present[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-            other=0.0,
+        maximum, total, values = _merged_at_once(
+            part_values, part_maxima, part_totals, place, TOKENS * GROUP, num_splits, inside, HEAD_DIM, DIM, PARTS
         )
-        maximum = tl.max(part_maximum, 0)
-        factor = tl.exp2(part_maximum - maximum[None, :])
-        total = tl.sum(part_total * factor, 0)
-        values = tl.sum(part_value * factor[:, :, None], 0)
     query_head = kv_head * GROUP + head
     sink = load_sinks(sinks, tl.where(inside, query_head, 0), SINKS)
     values = normalised(maximum, total, values, sink, value_scale)
