@@ -13,6 +13,9 @@ from benchmarks.gpu.records import Record
 FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 COUNTS = re.compile(r"^.*\b(?:passed|failed|error)\b.*\bin [\d.]+s.*$", re.MULTILINE)
 
+WRONG_DIFFERENCE = 1e-2
+"""Of results in bfloat16 from float32, relative."""
+
 
 def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], logs: Path, *, is_rehearsal: bool = False) -> str:
     """Short enough for the end of a log. logs: the folder of what the parts printed."""
@@ -28,7 +31,7 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], logs: Path, 
     lines += [f"ERROR {_title(record)}: {record['error'][:120]}" for record in errors[:6]]
     if is_rehearsal:
         lines.append(f"A rehearsal: {len(found)} records, {len(errors)} of them errors. Times mean nothing.")
-    for section in (_machine, _engine, _comparison, _kernels, _breakdown, _experiments, _throttled):
+    for section in (_machine, _engine, _comparison, _kernels, _breakdown, _attention, _experiments, _throttled):
         lines += section([record for record in found if "error" not in record])
     return "\n".join(lines)
 
@@ -116,6 +119,21 @@ def _breakdown(found: Sequence[Record]) -> list[str]:
         return f"{record['num_seqs']}: {record['launches_per_step']:.0f} launches, {between}; {top}"
 
     return _section("A decode step (sequences of 1,024 tokens)", _of(found, "breakdown"), line)
+
+
+def _attention(found: Sequence[Record]) -> list[str]:
+    """Variants of each case, the first as the engine has it; what is not right is marked."""
+    cases: dict[str, list[Record]] = {}
+    for record in _of(found, "attention variant"):
+        cases.setdefault(record["case"], []).append(record)
+
+    def variant(record: Record) -> str:
+        is_wrong = record["nan"] or not record["difference"] < WRONG_DIFFERENCE
+        mark = f" WRONG ({record['difference']:.1e}, {record['nan']} NaN)" if is_wrong else ""
+        return f"{record['variant']} {record['seconds'] * 1e6:.1f} us{mark}"
+
+    lines = [f"{case}: {'; '.join(map(variant, variants))}" for case, variants in cases.items()]
+    return ["", "== Variants of attention", *lines] if lines else []
 
 
 def _experiments(found: Sequence[Record]) -> list[str]:

@@ -58,9 +58,9 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """`self`, `cls`, `*args` and `**kwargs` do not count, nor do functions that Triton compiles: a kernel is handed
-    addresses, strides and sizes one by one."""
-    if any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list):
+    """`self`, `cls`, `*args` and `**kwargs` do not count, nor do functions that Triton or Gluon compiles: a kernel is
+    handed addresses, strides and sizes one by one."""
+    if any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in node.decorator_list):
         return 0
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return len([argument for argument in arguments if argument.arg not in ("self", "cls")])

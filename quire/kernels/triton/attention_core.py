@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.attention.interface import LayerAttention
-from quire.kernels.triton.float8 import from_cache
+from quire.kernels.triton.float8 import operand, widen_pairs
 from quire.kernels.triton.runtime import bound, dot
 
 NOTHING = tl.constexpr(-1.0e30)
@@ -72,6 +72,28 @@ def load_queries(
 
 
 @triton.jit
+def split_queries(queries, ELEMENT: tl.constexpr, PAIRS: tl.constexpr):
+    """Queries as they are multiplied with elements of pages: whole, something in place of a second half, and the
+    factor of their scores. With pairs (`float8.as_pairs`) their even dims, their odd ones, [BLOCK_M, DIM / 2] each, and
+    the factor by row, [BLOCK_M, 1]: in float16, which products take pairs in, a row is divided by the power of two that
+    makes its largest number less than 2."""
+    if PAIRS:
+        wide = queries.to(tl.float32)
+        bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        # A row of zeros, and one too small for the power to have an inverse.
+        factor = tl.maximum(bits.to(tl.float32, bitcast=True), 1.0e-30)[:, None]
+        if queries.dtype != tl.float32:
+            wide = (wide / factor).to(tl.float16)
+        else:
+            factor = tl.zeros_like(factor) + 1.0
+        first, second = tl.split(tl.reshape(wide, (wide.shape[0], wide.shape[1] // 2, 2)))
+    else:
+        first, factor = operand(queries, ELEMENT), 1.0
+        second = first
+    return first, second, factor
+
+
+@triton.jit
 def no_keys(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
     """Maximum and sum of weights ([BLOCK_M]) and weighted values ([BLOCK_M, DIM]) before the first key."""
     maximum = tl.full((BLOCK_M,), NOTHING, tl.float32)
@@ -109,25 +131,24 @@ def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED:
     """
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
-        scores = cap * tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
-        if MASKED:
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maximum[:, None])
-    else:
-        if MASKED:
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
+        scores = tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
+        scale = cap
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
     return weights, new_maximum, tl.exp2(maximum - new_maximum)
 
 
 @triton.jit
 def _attend_tiles(
     queries,
+    odd_queries,
+    query_factor,
     maximum,
     total,
     values,
+    odd_values,
     pages,
     table,
     start,
@@ -145,16 +166,20 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them.
+    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them. PAIRS: queries are
+    halves (`split_queries`), and so are `values` and `odd_values`; else `odd_values` is nothing's.
 
     Block numbers are read one tile ahead: an address that waits for a load of its own iteration would take the loads of
     keys and values out of the compiler's software pipeline.
     """
-    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    # Elements of a head: numbers, or pairs of them.
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
+    TOKEN: tl.constexpr = NUM_KV_HEADS * WIDTH
     VALUES: tl.constexpr = BLOCK_SIZE * TOKEN
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM // 2 if PAIRS else DIM)
     blocks = _blocks_of(table, start, stop, BLOCK_SIZE, BLOCK_N)
     for tile in range(bound(start), bound(stop), BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
@@ -166,27 +191,39 @@ def _attend_tiles(
         if WINDOW:
             visible = visible & (keys[None, :] >= first_seen(positions, window, WINDOW)[:, None])
         if MASKED:
-            mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = present[:, None] & (dims < WIDTH)[None, :]
             key = tl.load(from_page, mask=mask, other=0.0)
             value = tl.load(from_page + VALUES, mask=mask, other=0.0)
         elif DIM != HEAD_DIM:
-            key = tl.load(from_page, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            value = tl.load(from_page + VALUES, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            key = tl.load(from_page, mask=(dims < WIDTH)[None, :], other=0.0)
+            value = tl.load(from_page + VALUES, mask=(dims < WIDTH)[None, :], other=0.0)
         else:
             key = tl.load(from_page)
             value = tl.load(from_page + VALUES)
-        key = from_cache(key, queries.dtype)
-        value = from_cache(value, queries.dtype)
-        scores = dot(queries, tl.trans(key), tl.zeros((queries.shape[0], BLOCK_N), tl.float32))
+        scores = tl.zeros((queries.shape[0], BLOCK_N), tl.float32)
+        if PAIRS:
+            even, odd = widen_pairs(key, queries.dtype)
+            scores = dot(queries, tl.trans(even), scores)
+            scores = dot(odd_queries, tl.trans(odd), scores) * query_factor
+        else:
+            scores = dot(queries, tl.trans(key.to(queries.dtype)), scores)
         weights, maximum, factor = _weigh(scores, visible, maximum, scale, cap, SOFT_CAP, MASKED)
         total = tl.fma(total, factor, tl.sum(weights, 1))
-        values = dot(weights.to(queries.dtype), value, values * factor[:, None])
-    return maximum, total, values
+        weights = weights.to(queries.dtype)
+        if PAIRS:
+            even, odd = widen_pairs(value, queries.dtype)
+            values = dot(weights, even, values * factor[:, None])
+            odd_values = dot(weights, odd, odd_values * factor[:, None])
+        else:
+            values = dot(weights, value.to(queries.dtype), values * factor[:, None])
+    return maximum, total, values, odd_values
 
 
 @triton.jit
 def attend_range(
     queries,
+    odd_queries,
+    query_factor,
     maximum,
     total,
     values,
@@ -207,13 +244,18 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Add the keys at [start, stop) to the running softmax of a tile of queries; `start` a multiple of BLOCK_N.
 
-    pages: those of one layer, at the first element of the key head. table: the sequence's row. positions: [BLOCK_M] of
+    queries, odd_queries, query_factor: of `split_queries`. pages: those of one layer, at the first element of the key
+    head. table: the sequence's row. positions: [BLOCK_M] of
     the rows, between first_position and last_position. Keys that no row sees, and blocks that hold nothing else, are
     not read. Tiles that all rows see whole, nearly all of a long context, go through a loop without masks.
     """
+    odd_values = total
+    if PAIRS:
+        values, odd_values = tl.split(tl.reshape(values, (values.shape[0], DIM // 2, 2)))
     end = tl.minimum(stop, last_position + 1)
     first_key = start
     whole_from = start
@@ -224,19 +266,25 @@ def attend_range(
             start, tl.cdiv(tl.maximum(first_seen(last_position, window, WINDOW), 0), BLOCK_N) * BLOCK_N
         )
         left = tl.minimum(whole_from, end)
-        maximum, total, values = _attend_tiles(
-            queries, maximum, total, values, pages, table, start, left, first_key, end, positions, scale, cap, window,
-            NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, True,
+        maximum, total, values, odd_values = _attend_tiles(
+            queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, start, left,
+            first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+            SOFT_CAP, PAIRS, True,
         )  # fmt: skip
     whole_to = tl.maximum(whole_from, tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N)
-    maximum, total, values = _attend_tiles(
-        queries, maximum, total, values, pages, table, whole_from, whole_to, first_key, end, positions, scale, cap,
-        window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, False,
+    maximum, total, values, odd_values = _attend_tiles(
+        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_from, whole_to,
+        first_key, end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW,
+        SOFT_CAP, PAIRS, False,
     )  # fmt: skip
-    return _attend_tiles(
-        queries, maximum, total, values, pages, table, whole_to, end, first_key, end, positions, scale, cap, window,
-        NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, True,
+    maximum, total, values, odd_values = _attend_tiles(
+        queries, odd_queries, query_factor, maximum, total, values, odd_values, pages, table, whole_to, end, first_key,
+        end, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
+        True,
     )  # fmt: skip
+    if PAIRS:
+        values = tl.reshape(tl.join(values, odd_values), (values.shape[0], DIM))
+    return maximum, total, values
 
 
 @triton.jit
@@ -263,10 +311,9 @@ def load_sinks(sinks, heads, SINKS: tl.constexpr):
 def normalised(maximum, total, values, sink, value_scale):
     """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale: of
     values as they are stored."""
-    sink = sink * LOG2_E
-    new_maximum = tl.maximum(maximum, sink)
+    new_maximum = tl.maximum(maximum, sink * LOG2_E)
     factor = tl.exp2(maximum - new_maximum)
-    total = tl.fma(total, factor, tl.exp2(sink - new_maximum))
+    total = tl.fma(total, factor, tl.exp2(tl.fma(sink, LOG2_E, -new_maximum)))
     return values * (factor / total * value_scale)[:, None]
 
 

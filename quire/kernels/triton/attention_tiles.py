@@ -82,17 +82,25 @@ class HeadShape:
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """block_m: rows of queries (tokens x heads of a group). block_n: keys. num_warps, num_stages: Triton's.
-    fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is not)."""
+    fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is not). max_registers: of
+    a thread (0: the compiler chooses)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     fixed_keys: int = 0
+    max_registers: int = 0
 
     def tokens(self, group: int) -> int:
         """Tokens in one tile."""
         return self.block_m // group
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What a kernel of these tiles is launched with."""
+        settings = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return settings | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class SplitPlan:
 
 
 def padded_dim(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def varlen_tiles(shape: HeadShape, max_query_len: int, limits: DeviceLimits) -> Tiles:

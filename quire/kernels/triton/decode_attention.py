@@ -19,15 +19,18 @@ from quire.kernels.triton.attention_core import (
     normalised,
     row_tokens,
     score_constants,
+    split_queries,
     store_rows,
 )
-from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
-from quire.kernels.triton.float8 import operand
+from quire.kernels.triton.attention_tiles import MAX_SPLITS, SplitPlan, Tiles
+from quire.kernels.triton.float8 import as_pairs
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, layer_constants
-from quire.kernels.triton.runtime import bind, bound
+from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 
 UNROLLED = 8
-"""Splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
+"""Fixed splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
+FEW_PARTS = 8
+"""Of plans with at most as many splits one program merges all heads of a group; of others, one head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
     """Program (key head, sequence, split and every num_programs-th after it). Key heads of a token lie side by side in
@@ -109,16 +113,17 @@ def _split_kernel(
     sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
+    # Before any is looked at: they arrive together.
+    seq_len = tl.load(seq_lens + sequence)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     if (num_new == 0) | (num_new > TOKENS):
         return
-    seq_len = tl.load(seq_lens + sequence)
     first_key, keys, num_splits = _splits(
         seq_len, num_new, tl.num_programs(2), min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS
     )
-    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
-    pages += kv_head * HEAD_DIM
+    pages += kv_head * (HEAD_DIM // 2 if PAIRS else HEAD_DIM)
     queries = load_queries(query, query_stride, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
-    queries = operand(queries, pages.dtype.element_ty)
+    queries, odd_queries, query_factor = split_queries(queries, pages.dtype.element_ty, PAIRS)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIM)
@@ -126,9 +131,9 @@ def _split_kernel(
         start = first_key + split * keys
         maximum, total, values = no_keys(BLOCK_M, DIM)
         maximum, total, values = attend_range(
-            queries, maximum, total, values, pages, table, start, tl.minimum(start + keys, seq_len), seq_len - num_new,
-            seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
-            BLOCK_N, WINDOW, SOFT_CAP,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, start, tl.minimum(start + keys,
+            seq_len), seq_len - num_new, seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS,
+            HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
         if num_splits == 1:
             if FIXED_KEYS:
@@ -147,6 +152,26 @@ def _split_kernel(
                 values,
                 mask=mask[:, None] & (dims < HEAD_DIM)[None, :],
             )
+
+
+@triton.jit
+def _merged_at_once(part_values, part_maxima, part_totals, place, stride, num_splits, inside, HEAD_DIM: tl.constexpr,
+                    DIM: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The softmax over all splits of some heads. place: [heads], of their first split; the next is `stride` rows on."""
+    part = tl.arange(0, PARTS)
+    dims = tl.arange(0, DIM)
+    present = (part < num_splits)[:, None] & inside[None, :]
+    at = place[None, :] + part[:, None] * stride
+    maxima = tl.load(part_maxima + at, mask=present, other=-1.0e30)
+    totals = tl.load(part_totals + at, mask=present, other=0.0)
+    values = tl.load(
+        part_values + at[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=present[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    maximum = tl.max(maxima, 0)
+    factor = tl.exp2(maxima - maximum[None, :])
+    return maximum, tl.sum(totals * factor, 0), tl.sum(values * factor[:, :, None], 0)
 
 
 @triton.jit(
@@ -177,42 +202,57 @@ def _merge_kernel(
     SINKS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
     UNROLLED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Program (query head, sequence, token of it): its splits in order, first to last."""
-    query_head = tl.program_id(0)
+    """Program (HEADS query heads of a group: one, or at least all; sequence; token of it). PARTS: at least the splits
+    of a sequence, which are loaded all at once; fixed ones are merged in order, first to last."""
     sequence = tl.program_id(1)
     token = tl.program_id(2)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
+    seq_len = tl.load(seq_lens + sequence)
     if (token >= num_new) | (num_new > TOKENS):
         return
-    _, _, num_splits = _splits(
-        tl.load(seq_lens + sequence), num_new, num_programs, min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS
-    )
+    _, _, num_splits = _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS)
     if num_splits == 1:
         return
-    kv_head = query_head // GROUP
+    PROGRAMS: tl.constexpr = GROUP if HEADS == 1 else 1
+    kv_head = tl.program_id(0) // PROGRAMS
+    head = tl.program_id(0) % PROGRAMS + tl.arange(0, HEADS)
+    inside = head < GROUP
     place = (sequence * NUM_KV_HEADS + kv_head).to(tl.int64) * capacity * (TOKENS * GROUP)
-    place += token * GROUP + query_head % GROUP
-    one = tl.arange(0, 1)
-    dims = tl.arange(0, DIM)[None, :]
-    maximum, total, values = no_keys(1, DIM)
-    for first in range(0, bound(num_splits), UNROLLED):
-        for ahead in tl.static_range(UNROLLED):
-            present = first + ahead < num_splits
-            at = place + (first + ahead) * (TOKENS * GROUP) + one
-            # What is not there merges as what saw nothing.
-            maximum, total, values = merged(
-                maximum,
-                total,
-                values,
-                tl.load(part_maxima + at, mask=present & (one == 0), other=-1.0e30),
-                tl.load(part_totals + at, mask=present & (one == 0), other=0.0),
-                tl.load(part_values + at[:, None] * HEAD_DIM + dims, mask=present & (dims < HEAD_DIM), other=0.0),
-            )
-    values = normalised(maximum, total, values, load_sinks(sinks, query_head + one, SINKS), value_scale)
+    place += token * GROUP + head
+    dims = tl.arange(0, DIM)
+    if FIXED_KEYS:
+        maximum, total, values = no_keys(HEADS, DIM)
+        for first in range(0, bound(num_splits), UNROLLED):
+            for ahead in tl.static_range(UNROLLED):
+                present = inside & (first + ahead < num_splits)
+                at = place + (first + ahead) * (TOKENS * GROUP)
+                # What is not there merges as what saw nothing.
+                maximum, total, values = merged(
+                    maximum,
+                    total,
+                    values,
+                    tl.load(part_maxima + at, mask=present, other=-1.0e30),
+                    tl.load(part_totals + at, mask=present, other=0.0),
+                    tl.load(
+                        part_values + at[:, None] * HEAD_DIM + dims[None, :],
+                        mask=present[:, None] & (dims < HEAD_DIM)[None, :],
+                        other=0.0,
+                    ),
+                )
+    else:
+        maximum, total, values = _merged_at_once(
+            part_values, part_maxima, part_totals, place, TOKENS * GROUP, num_splits, inside, HEAD_DIM, DIM, PARTS
+        )
+    query_head = kv_head * GROUP + head
+    sink = load_sinks(sinks, tl.where(inside, query_head, 0), SINKS)
+    values = normalised(maximum, total, values, sink, value_scale)
     at = (begin + token).to(tl.int64) * out_stride + query_head * HEAD_DIM
-    tl.store(out + at + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + at[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
 class SplitAttention:
@@ -244,15 +284,24 @@ class SplitAttention:
         }
         self._split = bind(
             _split_kernel,
-            {**fixed, "pages": pages, "scale": scale, "cap": cap},
+            {**fixed, "pages": as_pairs(pages), "scale": scale, "cap": cap},
             **constants,
             BLOCK_SIZE=pages.shape[2],
+            PAIRS=pages.dtype.itemsize == 1,
             BLOCK_M=tiles.block_m,
             SOFT_CAP=layer.soft_cap is not None,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.settings,
         )
-        self._merge = bind(_merge_kernel, fixed, **constants, UNROLLED=UNROLLED, num_warps=1)
+        group = layer.num_heads // layer.num_kv_heads
+        one = {"HEADS": 1, "PARTS": MAX_SPLITS, "num_warps": 1 if tiles.fixed_keys else 4}
+        few = one if tiles.fixed_keys else {"HEADS": next_power_of_2(group), "PARTS": FEW_PARTS, "num_warps": 4}
+        self._merge_many, self._merge_few = (
+            (
+                self._num_heads if shape["HEADS"] == 1 else self._num_kv_heads,
+                bind(_merge_kernel, fixed, **constants, UNROLLED=UNROLLED, **shape),
+            )
+            for shape in (one, few)
+        )
 
     def run(self, work: PagedAttention, plan: SplitPlan) -> None:
         batch, query, out, tables = work.batch, work.query, work.out, work.tables
@@ -271,8 +320,9 @@ class SplitAttention:
             plan.min_keys,
         )
         if plan.capacity > 1:
-            self._merge(
-                (self._num_heads, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
+            programs, merge = self._merge_few if plan.capacity <= FEW_PARTS else self._merge_many
+            merge(
+                (programs, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
                 out,
                 batch.query_start,
                 batch.seq_lens,

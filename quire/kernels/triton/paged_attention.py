@@ -21,10 +21,11 @@ from quire.kernels.triton.attention_core import (
     normalised,
     row_tokens,
     score_constants,
+    split_queries,
     store_rows,
 )
 from quire.kernels.triton.attention_tiles import Tiles, padded_dim
-from quire.kernels.triton.float8 import operand
+from quire.kernels.triton.float8 import as_pairs
 from quire.kernels.triton.runtime import bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
@@ -96,6 +97,7 @@ def _varlen_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
 ):
     """Program (tile of queries, key head). The last tiles, which have most keys, come first; the tiles of one key head
@@ -107,16 +109,18 @@ def _varlen_kernel(
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
+    # Before any is looked at: they arrive together.
+    seq_len = tl.load(seq_lens + sequence)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     first = (tile - begin // TOKENS - sequence) * TOKENS
     if (first >= num_new) | (num_new <= skipped):
         return
     num_tokens = tl.minimum(num_new - first, TOKENS)
-    first_position = tl.load(seq_lens + sequence) - num_new + first
+    first_position = seq_len - num_new + first
     last_position = first_position + num_tokens - 1
-    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
-    pages += kv_head * HEAD_DIM
+    pages += kv_head * (HEAD_DIM // 2 if PAIRS else HEAD_DIM)
     queries = load_queries(query, query_stride, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
-    queries = operand(queries, pages.dtype.element_ty)
+    queries, odd_queries, query_factor = split_queries(queries, pages.dtype.element_ty, PAIRS)
     token, head, _ = row_tokens(BLOCK_M, GROUP)
     positions = first_position + token
     maximum, total, values = no_keys(BLOCK_M, DIM)
@@ -127,15 +131,16 @@ def _varlen_kernel(
         for split in range(bound(first_split), bound(last_position // FIXED_KEYS + 1)):
             part_maximum, part_total, part_values = no_keys(BLOCK_M, DIM)
             part_maximum, part_total, part_values = attend_range(
-                queries, part_maximum, part_total, part_values, pages, table, split * FIXED_KEYS,
-                (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
-                NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
+                queries, odd_queries, query_factor, part_maximum, part_total, part_values, pages, table, split *
+                FIXED_KEYS, (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
+                NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
             )  # fmt: skip
             maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_values)
     else:
         maximum, total, values = attend_range(
-            queries, maximum, total, values, pages, table, 0, last_position + 1, first_position, last_position,
-            positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
+            queries, odd_queries, query_factor, maximum, total, values, pages, table, 0, last_position + 1,
+            first_position, last_position, positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
+            BLOCK_N, WINDOW, SOFT_CAP, PAIRS,
         )  # fmt: skip
     values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS), value_scale)
     store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
@@ -186,7 +191,7 @@ class VarlenAttention:
         self._launch = bind(
             _varlen_kernel,
             {
-                "pages": pages,
+                "pages": as_pairs(pages),
                 "sinks": sinks,
                 "scale": scale,
                 "value_scale": layer.cache_scale.value,
@@ -195,12 +200,12 @@ class VarlenAttention:
             },
             **layer_constants(layer, sinks),
             BLOCK_SIZE=pages.shape[2],
+            PAIRS=pages.dtype.itemsize == 1,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             SOFT_CAP=layer.soft_cap is not None,
             FIXED_KEYS=tiles.fixed_keys,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.settings,
         )
 
     def run(self, work: PagedAttention, skipped: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import counters, engine, experiments, kernels, machine, records, side_by_side
+from benchmarks.gpu import attention_sweep, counters, engine, experiments, kernels, machine, records, side_by_side
 from benchmarks.gpu.parts import Outcome
 from benchmarks.gpu.run import STAND_INS
 from benchmarks.gpu.summary import summarize
@@ -66,6 +66,7 @@ def test_all_scripts_and_their_summary(
     assert {"_split_kernel", "_norm_kernel", "_scan_kernel"} <= set(launches)
     run(engine, "--format", "fp8")
     run(kernels)
+    run(attention_sweep)
     run(experiments)
     assert launches.count("_add_kernel") >= experiments.CHAIN
     run(side_by_side, "quire", "--part", "quire")
@@ -85,7 +86,17 @@ def test_all_scripts_and_their_summary(
         {"part": "kernels", "what": "clocks", "before": {}, "after": {"reasons": "0x0000000000000004"}},
     ]
     text = summarize(found, [Outcome("engine", "done", 1.0)], tmp_path)
-    for title in ("Parts", "Machine", "Engine", "Side by side", "Kernels", "A decode step", "Experiments", "Throttled"):
+    for title in (
+        "Parts",
+        "Machine",
+        "Engine",
+        "Side by side",
+        "Kernels",
+        "A decode step",
+        "Variants of attention",
+        "Experiments",
+        "Throttled",
+    ):
         assert f"== {title}" in text, title
     assert "cache: 3 of 3 kernels, 2 of 3 launchers" in text
     assert "geometric mean of 2" in text

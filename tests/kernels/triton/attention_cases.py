@@ -21,8 +21,9 @@ CPU = torch.device("cpu")
 @dataclass
 class Case:
     """Sequences as (length, new tokens), and one layer's pages that hold their keys and values (page_dtype uint8: e4m3
-    bits). A slot that no query sees holds NaN, the entry of a block table of which none sees anything names a
-    block outside the pool. Two rows of the tables and two tokens are padding."""
+    bits; float8_e4m3fn: the same, as numbers where the device converts them). A slot that no query sees holds NaN, the
+    entry of a block table of which none sees anything names a block outside the pool. Two rows of the tables and two
+    tokens are padding."""
 
     layer: LayerAttention
     sequences: list[tuple[int, int]]
@@ -43,8 +44,8 @@ class Case:
         num_blocks = sum(counts) + 3
         page_dtype = self.page_dtype or self.dtype
         shape = (num_blocks, 2, self.block_size, layer.num_kv_heads, layer.head_dim)
-        is_float8 = page_dtype == torch.uint8
-        self.pages = torch.full(shape, 0x7F if is_float8 else NAN, dtype=page_dtype)
+        is_float8 = page_dtype.itemsize == 1
+        self.pages = torch.full(shape, 0x7F if is_float8 else NAN, dtype=torch.uint8 if is_float8 else page_dtype)
         rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)].int()
         table = torch.full((len(lengths) + 2, max(counts) + 2), 10**6, dtype=torch.int32)
         blocks = torch.randperm(num_blocks - 1, generator=generator).int()[: sum(counts)] + 1
@@ -85,6 +86,8 @@ class Case:
                 return tuple(map(moved, value))
             return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
+        if self.page_dtype == torch.float8_e4m3fn and self.device.type == "cuda":
+            self.pages = self.pages.view(self.page_dtype)
         self.pages, self.qkv, self.sinks = map(moved, (self.pages, self.qkv, self.sinks))
         columns = {column.name: moved(getattr(self.batch, column.name)) for column in fields(self.batch)}
         self.batch = DeviceBatch(**columns)

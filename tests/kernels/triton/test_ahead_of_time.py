@@ -117,3 +117,13 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         assert launch.get("cp.async.cg", 0) > 0, "keys and values come 16 bytes at a time, past the first-level cache"
         if launch["kernel"] == "_varlen_kernel":
             assert launch.get(instruction, 0) > 0
+
+
+@pytest.mark.long
+def test_no_compiler_fuses_what_attention_leaves_open() -> None:
+    """A product and a sum that it may contract in one loop and not in the other give a row other bits there: a soft
+    cap's, in tiles with a mask and without."""
+    counts = run_module("contractions")
+    assert {each["kernel"] for each in counts} == {"_varlen_kernel", "_split_kernel", "_merge_kernel"}
+    for apart, contracted in zip(counts[::2], counts[1::2], strict=True):
+        assert apart["fused"] == contracted["fused"], apart["kernel"]

@@ -33,6 +33,7 @@ CASES = {
     "head-256": partial(Case, layer(1, 1, 256), SEQUENCES, block_size=64),
     "other-pages": partial(Case, layer(), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float32),
     "float8-pages": partial(Case, layer(2, 1, 32), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.uint8),
+    "float8-numbers": partial(Case, layer(3, 1, 80), SEQUENCES, dtype=torch.bfloat16, page_dtype=torch.float8_e4m3fn),
     "float8-scales": partial(
         Case, layer(2, 1, 32, soft_cap=0.7, cache_scale=CacheScale(0.4, 2.5)), SEQUENCES, page_dtype=torch.uint8
     ),
@@ -55,6 +56,13 @@ def test_equals_float64(name: str, device: torch.device) -> None:
     assert_equals_reference(case, out, most_tokens=2)
 
 
+def test_queries_of_any_size_over_float8_pages(device: torch.device) -> None:
+    """Products with e4m3 numbers are of float16: queries beyond it, far below it, and zeros lose nothing."""
+    case = Case(layer(2, 1, 32), [(40, 4)], dtype=torch.bfloat16, page_dtype=torch.uint8, device=device)
+    case.qkv[:4] *= torch.tensor([1e6, 1e-6, 0.0, 300.0], device=device).bfloat16()[:, None]
+    assert_equals_reference(case, case.varlen(Tiles(16, 16, 4, 1)))
+
+
 def test_the_two_kernels_share_a_batch(device: torch.device) -> None:
     case = CASES["window"](device=device)
     out = case.varlen(Tiles(16, 16, 4, 1), skipped=2)
@@ -68,6 +76,15 @@ def test_short_splits_are_not_cut(device: torch.device) -> None:
     case = Case(layer(), [(33, 1), (70, 1)], device=device)
     out = case.split(SplitPlan(Tiles(16, 16, 4, 1), tokens=1, num_programs=5, capacity=5, min_keys=48))
     assert_equals_reference(case, out)
+
+
+def test_many_splits(device: torch.device) -> None:
+    """A program merges one head, all splits at once; of sequences with as many splits as there is room for, with fewer,
+    and with one, which is not cut."""
+    sequences = [(171, 2), (70, 1), (16, 1), (9, 5)]
+    case = Case(layer(3, 1, window=140), sequences, sinks=torch.tensor([0.5, -1.0, 3.0]), device=device)
+    out = case.split(SplitPlan(Tiles(16, 16, 4, 1), tokens=2, num_programs=10, capacity=10, min_keys=16))
+    assert_equals_reference(case, out, most_tokens=2)
 
 
 @settings(max_examples=6)

@@ -1,0 +1,52 @@
+"""Fused multiply-adds of attention, for a card that is not there: `python -m tests.kernels.triton.contractions`.
+
+Prints a line of JSON for each kernel and setting: whether the compiler may make one instruction of a product and a
+sum, and how many such instructions there are. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from triton.runtime.driver import driver
+
+from quire.kernels.triton.runtime import recorded_launches
+from tests.kernels.triton.ahead_of_time import CUOBJDUMP, QWEN3_8B, LaunchingGPU, attention_call, float32
+
+CAPABILITY = 90
+
+
+class CountingRecorder:
+    """Compiles each attention kernel twice."""
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        if kernel.__name__ not in ("_varlen_kernel", "_split_kernel", "_merge_kernel"):
+            return
+        for contracts in (False, True):
+            compiled = kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=contracts)
+            fused = fused_operations(compiled.asm["cubin"])
+            print(json.dumps({"kernel": kernel.__name__, "contracts": contracts, "fused": fused}), flush=True)
+
+
+def fused_operations(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True)
+    return run.stdout.count(" FFMA ")
+
+
+def main() -> None:
+    driver.set_active(LaunchingGPU(CAPABILITY))
+    layer = replace(QWEN3_8B, window=1000, soft_cap=30.0, sinks=float32(QWEN3_8B.num_heads))
+    with recorded_launches(CountingRecorder()):
+        attention_call(layer, CAPABILITY, 512, fixed=True)()
+
+
+if __name__ == "__main__":
+    main()
