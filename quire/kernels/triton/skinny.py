@@ -1,0 +1,243 @@
+"""Products of few rows with matrices of small numbers: the matrix is read once, as fast as memory gives it.
+
+Limit: the weights' bytes. Rows of the matrix are the tensor cores' rows and those of x their columns, 8 at the least, so
+that nothing is multiplied for rows that are not there. Weights are widened in registers, right where the tensor cores
+take them. A program has few rows of the matrix, so that a narrow one too occupies all multiprocessors, and each of its
+warps has slices of K of its own; their sums are added at the end, in one order. Scales are loaded a step ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.packed_codes import halves_as_e2m1, halves_as_integers, ones_beside, widen_e2m1, words_of_e4m3
+from quire.kernels.triton.quantize_rows import RoundedRows
+from quire.kernels.triton.runtime import INTERPRETED, blocks_of, dot, launch, narrow
+from quire.kernels.triton.float8 import widen_e4m3
+from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, PLAIN, StoredMatrix, exponent
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTiles:
+    """rows: of the matrix, of a program. block_m: rows of x of a program. slices: of K, which are multiplied at once,
+    block_k columns each, or as many as divide a group of scales; of paired formats PAIRED."""
+
+    rows: int
+    block_m: int
+    slices: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
+    """accumulator + w @ x for each slice."""
+    if accumulator.dtype == tl.int32:
+        total = tl.dot(w, x, accumulator, out_dtype=tl.int32)
+    elif not ROUNDED:
+        total = dot(w, x, accumulator)
+    elif INTERPRETED:
+        total = dot(widen_e4m3(w, tl.float32), widen_e4m3(x, tl.float32), accumulator)
+    else:
+        total = tl.dot(w, x, accumulator)
+    return total
+
+
+@triton.jit
+def _scale(at, group, NUM_GROUPS: tl.constexpr, FORMAT: tl.constexpr):
+    """[slices, rows] of a group each. at: [1, rows] pointers to the rows' first. group: [slices, 1]."""
+    scale = tl.load(at + group, mask=group < NUM_GROUPS, other=0)
+    return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
+
+
+@triton.jit
+def _add_scaled(total, part, scale):
+    return tl.fma(part.to(tl.float32), tl.broadcast_to(scale[:, :, None], part.shape), total)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _skinny_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    offsets,
+    row_scales,
+    bias,
+    residual,
+    out,
+    m,
+    n,
+    x_stride,
+    x_scale_stride,
+    out_stride,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (rows of the matrix, rows of x). Step by step, each slice multiplies BLOCK_K columns, which are
+    neighbours of the next slice's."""
+    PAIRS: tl.constexpr = FORMAT >= I4
+    HALVES: tl.constexpr = 2 if PAIRS else 1
+    PART: tl.constexpr = BLOCK_K // HALVES
+    WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
+    SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
+    SPLIT_GROUPS: tl.constexpr = GROUPED and HALVES == 2 and GROUP % BLOCK_K != 0
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    WIDE: tl.constexpr = tl.int8 if WHOLE else DTYPE
+    columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(columns, n - 1).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present = tokens < m
+    token = tl.minimum(tokens, m - 1).to(tl.int64)
+    slices = tl.arange(0, SLICES) * BLOCK_K
+    ks = slices[:, None] + tl.arange(0, PART)[None, :]
+    from_x = x + (token * x_stride)[None, None, :] + ks[:, :, None]
+    stored = (slices // HALVES)[:, None] + tl.arange(0, PART)[None, :]
+    from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[None, :, None] + stored[:, None, :]
+    scale_at = (scales + row * NUM_GROUPS if FORMAT != PLAIN else row)[None, :]
+    offset_at = (offsets + row * NUM_GROUPS if HAS_OFFSETS else row)[None, :]
+    x_scale_at = (x_scales + token * x_scale_stride if ROUNDED else token)[None, :]
+    group_of = slices[:, None]
+    total = tl.zeros((SLICES, ROWS, BLOCK_M), tl.float32 if GROUPED else SUMS)
+    sums = tl.zeros((SLICES, ROWS, BLOCK_M), SUMS)
+    none = tl.zeros((SLICES, ROWS), tl.float32)
+    scale = _scale(scale_at, group_of // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
+    scale_2 = _scale(scale_at, (group_of + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
+    offset = _scale(offset_at, group_of // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
+    offset_2 = _scale(offset_at, (group_of + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
+    for start in range(0, K, SLICES * BLOCK_K):
+        following = start + SLICES * BLOCK_K + group_of
+        next_scale = _scale(scale_at, following // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
+        next_scale_2 = _scale(scale_at, (following + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
+        next_offset = _scale(offset_at, following // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
+        next_offset_2 = _scale(offset_at, (following + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
+        inside = (start + ks < K)[:, :, None] & present[None, None, :]
+        a = tl.load(from_x + start, mask=inside, other=0 if WHOLE else 0.0)
+        if PAIRS:
+            # Rows are stored in whole runs of 64 columns.
+            w = tl.load(from_row + start // 2, mask=(start + slices < K)[:, None, None], other=0)
+            inside = (start + PART + ks < K)[:, :, None] & present[None, None, :]
+            b = tl.load(from_x + start + PART, mask=inside, other=0 if WHOLE else 0.0)
+            if FORMAT == I4:
+                low, high = halves_as_integers(w, WIDE)
+            elif FORMAT == MXFP4:
+                low, high = halves_as_e2m1(w, DTYPE)
+            else:
+                # Exact: two and four significant bits.
+                at = scale_at[:, :, None] + ((start + ks) // GROUP)[:, None, :]
+                of_group = tl.load(at, mask=(start + ks < K)[:, None, :], other=0)
+                low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+                of_group = tl.load(at + PART // GROUP, mask=(start + PART + ks < K)[:, None, :], other=0)
+                high = (widen_e2m1(w >> 4, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+        else:
+            w = tl.load(from_row + start, mask=(start + ks < K)[:, None, :], other=0 if FORMAT == I8 else 0.0)
+            low = w
+            if FORMAT == E4M3 and not ROUNDED:
+                low = words_of_e4m3(low, DTYPE)
+            if FORMAT == I8 and not ROUNDED:
+                low = low.to(tl.float32).to(DTYPE)
+            high, b = low, a
+        ones = ones_beside(w, WIDE) if HAS_OFFSETS else none
+        if GROUPED:
+            part = _multiply(low, a, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+            if PAIRS and not SPLIT_GROUPS:
+                part = _multiply(high, b, part, ROUNDED)
+            if ROUNDED and not WHOLE:
+                # One scale of x for each group of the matrix.
+                group = (start + group_of) // GROUP
+                of_x = tl.load(x_scale_at + group, mask=group < NUM_GROUPS, other=0.0)
+                part = part * of_x[:, None, :]
+            total = _add_scaled(total, part, scale)
+            if HAS_OFFSETS:
+                of_group = _multiply(ones, a, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                if PAIRS and not SPLIT_GROUPS:
+                    of_group = _multiply(ones, b, of_group, ROUNDED)
+                total = _add_scaled(total, of_group, offset)
+            if SPLIT_GROUPS:
+                part = _multiply(high, b, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                total = _add_scaled(total, part, scale_2)
+                if HAS_OFFSETS:
+                    of_group = _multiply(ones, b, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                    total = _add_scaled(total, of_group, offset_2)
+        else:
+            total = _multiply(low, a, total, ROUNDED)
+            if PAIRS:
+                total = _multiply(high, b, total, ROUNDED)
+            if HAS_OFFSETS:
+                sums = _multiply(ones, a, sums, ROUNDED)
+                if PAIRS:
+                    sums = _multiply(ones, b, sums, ROUNDED)
+        scale, scale_2, offset, offset_2 = next_scale, next_scale_2, next_offset, next_offset_2
+    result = tl.sum(total, 0)
+    if FORMAT != PLAIN and not GROUPED:
+        factor = tl.load(row_scales + row) if FORMAT == NVFP4 else tl.load(scales + row).to(tl.float32)
+        result = result.to(tl.float32) * factor[:, None]
+        if HAS_OFFSETS:
+            result = result + tl.sum(sums, 0).to(tl.float32) * tl.load(offsets + row).to(tl.float32)[:, None]
+    if ROUNDED and (WHOLE or not GROUPED):
+        result = result * tl.load(x_scales + token * x_scale_stride)[None, :]
+    within = columns < n
+    if HAS_BIAS:
+        result += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[:, None]
+    inside = within[:, None] & present[None, :]
+    to = tokens.to(tl.int64)[None, :] * out_stride + columns[:, None]
+    if HAS_RESIDUAL:
+        result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + to, narrow(result, DTYPE), mask=inside)
+
+
+def skinny_product(
+    x: torch.Tensor,
+    rounded: RoundedRows | None,
+    matrix: StoredMatrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: SkinnyTiles,
+) -> None:
+    """As `matmul`, into `out`. x: [M, K]; rounded: of x, or None. matrix: one, not a stack."""
+    m, (_, n, k) = x.shape[0], matrix.shape
+    source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
+    paired, group = matrix.kind >= I4.value, matrix.group_size
+    block_k = PAIRED if paired else tiles.block_k if group == 0 else math.gcd(tiles.block_k, group)
+    launch(
+        _skinny_kernel,
+        (blocks_of(n, tiles.rows), blocks_of(m, tiles.block_m)),
+        source,
+        scales,
+        *matrix.tensors,
+        bias,
+        residual,
+        out,
+        m,
+        n,
+        source.stride(0),
+        0 if scales is None else scales.stride(0),
+        out.stride(0),
+        **matrix.constants(rounds_activations=rounded is not None),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ROWS=tiles.rows,
+        BLOCK_M=tiles.block_m,
+        SLICES=tiles.slices,
+        BLOCK_K=block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
