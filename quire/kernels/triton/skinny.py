@@ -51,14 +51,24 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _scale(at, group, NUM_GROUPS: tl.constexpr, FORMAT: tl.constexpr):
-    """[slices, rows] of a group each. at: [1, rows] pointers to the rows' first. group: [slices, 1]."""
+    """[slices, rows] of a group each. at: [rows] pointers to the rows' first. group: [slices, 1]."""
     scale = tl.load(at + group, mask=group < NUM_GROUPS, other=0)
     return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
 
 
 @triton.jit
 def _add_scaled(total, part, scale):
-    return tl.fma(part.to(tl.float32), tl.broadcast_to(scale[:, :, None], part.shape), total)
+    return tl.fma(part.to(tl.float32), tl.broadcast_to(tl.expand_dims(scale, -1), part.shape), total)
+
+
+@triton.jit
+def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """[slices, rows, columns]; one slice has no axis: Hopper's larger products are those of matrices alone."""
+    if SLICES == 1:
+        zeros = tl.zeros((ROWS, COLUMNS), DTYPE)
+    else:
+        zeros = tl.zeros((SLICES, ROWS, COLUMNS), DTYPE)
+    return zeros
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -106,34 +116,37 @@ def _skinny_kernel(
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     present = tokens < m
     token = tl.minimum(tokens, m - 1).to(tl.int64)
-    slices = tl.arange(0, SLICES) * BLOCK_K
-    ks = slices[:, None] + tl.arange(0, PART)[None, :]
-    from_x = x + (token * x_stride)[None, None, :] + ks[:, :, None]
-    stored = (slices // HALVES)[:, None] + tl.arange(0, PART)[None, :]
-    from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[None, :, None] + stored[:, None, :]
-    scale_at = (scales + row * NUM_GROUPS if FORMAT != PLAIN else row)[None, :]
-    offset_at = (offsets + row * NUM_GROUPS if HAS_OFFSETS else row)[None, :]
-    x_scale_at = (x_scales + token * x_scale_stride if ROUNDED else token)[None, :]
-    group_of = slices[:, None]
-    total = tl.zeros((SLICES, ROWS, BLOCK_M), tl.float32 if GROUPED else SUMS)
-    sums = tl.zeros((SLICES, ROWS, BLOCK_M), SUMS)
-    none = tl.zeros((SLICES, ROWS), tl.float32)
-    scale = _scale(scale_at, group_of // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
-    scale_2 = _scale(scale_at, (group_of + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
-    offset = _scale(offset_at, group_of // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
-    offset_2 = _scale(offset_at, (group_of + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
+    if SLICES == 1:
+        first = 0
+        ks = tl.arange(0, PART)
+    else:
+        first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]
+        ks = first + tl.arange(0, PART)[None, :]
+    from_x = x + token * x_stride + tl.expand_dims(ks, -1)
+    stored = tl.expand_dims(ks - first // 2 if PAIRS else ks, -2)
+    from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[:, None] + stored
+    scale_at = scales + row * NUM_GROUPS if FORMAT != PLAIN else row
+    offset_at = offsets + row * NUM_GROUPS if HAS_OFFSETS else row
+    x_scale_at = x_scales + token * x_scale_stride if ROUNDED else token
+    total = _zeros(SLICES, ROWS, BLOCK_M, tl.float32 if GROUPED else SUMS)
+    sums = _zeros(SLICES, ROWS, BLOCK_M, SUMS)
+    none = 0
+    scale = _scale(scale_at, first // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
+    scale_2 = _scale(scale_at, (first + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
+    offset = _scale(offset_at, first // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
+    offset_2 = _scale(offset_at, (first + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
     for start in range(0, K, SLICES * BLOCK_K):
-        following = start + SLICES * BLOCK_K + group_of
+        following = start + SLICES * BLOCK_K + first
         next_scale = _scale(scale_at, following // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
         next_scale_2 = _scale(scale_at, (following + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
         next_offset = _scale(offset_at, following // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
         next_offset_2 = _scale(offset_at, (following + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
-        inside = (start + ks < K)[:, :, None] & present[None, None, :]
+        inside = tl.expand_dims(start + ks < K, -1) & present
         a = tl.load(from_x + start, mask=inside, other=0 if WHOLE else 0.0)
         if PAIRS:
             # Rows are stored in whole runs of 64 columns.
-            w = tl.load(from_row + start // 2, mask=(start + slices < K)[:, None, None], other=0)
-            inside = (start + PART + ks < K)[:, :, None] & present[None, None, :]
+            w = tl.load(from_row + start // 2, mask=tl.expand_dims(start + first + tl.zeros_like(ks) < K, -2), other=0)
+            inside = tl.expand_dims(start + PART + ks < K, -1) & present
             b = tl.load(from_x + start + PART, mask=inside, other=0 if WHOLE else 0.0)
             if FORMAT == I4:
                 low, high = halves_as_integers(w, WIDE)
@@ -141,13 +154,13 @@ def _skinny_kernel(
                 low, high = halves_as_e2m1(w, DTYPE)
             else:
                 # Exact: two and four significant bits.
-                at = scale_at[:, :, None] + ((start + ks) // GROUP)[:, None, :]
-                of_group = tl.load(at, mask=(start + ks < K)[:, None, :], other=0)
+                at = scale_at[:, None] + tl.expand_dims((start + ks) // GROUP, -2)
+                of_group = tl.load(at, mask=tl.expand_dims(start + ks < K, -2), other=0)
                 low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
-                of_group = tl.load(at + PART // GROUP, mask=(start + PART + ks < K)[:, None, :], other=0)
+                of_group = tl.load(at + PART // GROUP, mask=tl.expand_dims(start + PART + ks < K, -2), other=0)
                 high = (widen_e2m1(w >> 4, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
         else:
-            w = tl.load(from_row + start, mask=(start + ks < K)[:, None, :], other=0 if FORMAT == I8 else 0.0)
+            w = tl.load(from_row + start, mask=tl.expand_dims(start + ks < K, -2), other=0 if FORMAT == I8 else 0.0)
             low = w
             if FORMAT == E4M3 and not ROUNDED:
                 low = words_of_e4m3(low, DTYPE)
@@ -156,25 +169,25 @@ def _skinny_kernel(
             high, b = low, a
         ones = ones_beside(w, WIDE) if HAS_OFFSETS else none
         if GROUPED:
-            part = _multiply(low, a, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+            part = _multiply(low, a, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
             if PAIRS and not SPLIT_GROUPS:
                 part = _multiply(high, b, part, ROUNDED)
             if ROUNDED and not WHOLE:
                 # One scale of x for each group of the matrix.
-                group = (start + group_of) // GROUP
+                group = (start + first) // GROUP
                 of_x = tl.load(x_scale_at + group, mask=group < NUM_GROUPS, other=0.0)
-                part = part * of_x[:, None, :]
+                part = part * tl.expand_dims(of_x, -2)
             total = _add_scaled(total, part, scale)
             if HAS_OFFSETS:
-                of_group = _multiply(ones, a, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                of_group = _multiply(ones, a, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
                 if PAIRS and not SPLIT_GROUPS:
                     of_group = _multiply(ones, b, of_group, ROUNDED)
                 total = _add_scaled(total, of_group, offset)
             if SPLIT_GROUPS:
-                part = _multiply(high, b, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                part = _multiply(high, b, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
                 total = _add_scaled(total, part, scale_2)
                 if HAS_OFFSETS:
-                    of_group = _multiply(ones, b, tl.zeros((SLICES, ROWS, BLOCK_M), SUMS), ROUNDED)
+                    of_group = _multiply(ones, b, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
                     total = _add_scaled(total, of_group, offset_2)
         else:
             total = _multiply(low, a, total, ROUNDED)
@@ -185,12 +198,12 @@ def _skinny_kernel(
                 if PAIRS:
                     sums = _multiply(ones, b, sums, ROUNDED)
         scale, scale_2, offset, offset_2 = next_scale, next_scale_2, next_offset, next_offset_2
-    result = tl.sum(total, 0)
+    result = total if SLICES == 1 else tl.sum(total, 0)
     if FORMAT != PLAIN and not GROUPED:
         factor = tl.load(row_scales + row) if FORMAT == NVFP4 else tl.load(scales + row).to(tl.float32)
         result = result.to(tl.float32) * factor[:, None]
         if HAS_OFFSETS:
-            result = result + tl.sum(sums, 0).to(tl.float32) * tl.load(offsets + row).to(tl.float32)[:, None]
+            result = result + (sums if SLICES == 1 else tl.sum(sums, 0)).to(tl.float32) * tl.load(offsets + row).to(tl.float32)[:, None]
     if ROUNDED and (WHOLE or not GROUPED):
         result = result * tl.load(x_scales + token * x_scale_stride)[None, :]
     within = columns < n
