@@ -4,11 +4,13 @@
     python -m tests.kernels.triton.ahead_of_time 80 products
     python -m tests.kernels.triton.ahead_of_time 90 cache
     python -m tests.kernels.triton.ahead_of_time 90 rows cache
+    python -m tests.kernels.triton.ahead_of_time 90 sweep cache
     python -m tests.kernels.triton.ahead_of_time 90 cache for=python3.12
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only what fills the inputs of a step; the last for an engine of another Python, whose Triton
+triton-cache`; the fourth only what fills the inputs of a step; the fifth what `benchmarks.gpu.product_sweep` compares;
+the last for an engine of another Python, whose Triton
 is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
@@ -40,6 +42,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
+from benchmarks.gpu.product_sweep import ProductSweep
+from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import CacheScale, LayerAttention
@@ -393,6 +397,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         return row_calls()
     if "states" in words:
         return state_calls()
+    if "sweep" in words:
+        return list(ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True).calls())
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
