@@ -95,13 +95,15 @@ INT4_ONE = [
     skinny(SkinnyTiles(16, 8, 4, 64, 4, 4)),
     skinny(SkinnyTiles(16, 8, 8, 64, 4, 4)),
     skinny(SkinnyTiles(32, 8, 8, 64, 8, 4)),
+    skinny(SkinnyTiles(16, 8, 8, 64, 8, 6)),
+    skinny(SkinnyTiles(32, 8, 8, 64, 4, 3)),
     skinny(SkinnyTiles(16, 8, 16, 64, 8, 3)),
-    skinny(SkinnyTiles(16, 8, 8, 64, 8, 2)),
-    skinny(SkinnyTiles(64, 8, 1, 64, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 64, 4, 6)),
 ]
 INT4_16 = [
     skinny(SkinnyTiles(16, 16, 8, 64, 8, 4)),
     skinny(SkinnyTiles(32, 16, 4, 64, 4, 4)),
+    skinny(SkinnyTiles(32, 16, 4, 64, 8, 4)),
     skinny(SkinnyTiles(32, 16, 8, 64, 8, 3)),
     skinny(SkinnyTiles(64, 16, 1, 64, 4, 6)),
 ]
@@ -109,7 +111,9 @@ INT4_64 = [
     skinny(SkinnyTiles(64, 64, 1, 64, 4, 4)),
     skinny(SkinnyTiles(128, 64, 1, 64, 8, 4)),
     skinny(SkinnyTiles(64, 32, 1, 64, 4, 5)),
+    skinny(SkinnyTiles(32, 64, 4, 64, 8, 3)),
     skinny(SkinnyTiles(32, 32, 4, 64, 4, 3)),
+    skinny(SkinnyTiles(16, 64, 8, 64, 8, 2)),
     WIDENED,
 ]
 INT4_256 = [WIDENED, skinny(SkinnyTiles(128, 64, 1, 64, 8, 4)), skinny(SkinnyTiles(128, 128, 1, 64, 8, 3))]
@@ -119,8 +123,9 @@ FP8_ONE = [
     skinny(SkinnyTiles(16, 8, 4, 128, 4, 4)),
     skinny(SkinnyTiles(32, 8, 8, 64, 8, 4)),
     skinny(SkinnyTiles(32, 8, 4, 128, 4, 4)),
-    skinny(SkinnyTiles(64, 8, 1, 128, 4, 6)),
-    skinny(SkinnyTiles(64, 8, 1, 256, 4, 5)),
+    skinny(SkinnyTiles(64, 16, 1, 128, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 256, 4, 5)),
+    skinny(SkinnyTiles(128, 16, 1, 128, 8, 5)),
 ]
 FP8_16 = [
     skinny(SkinnyTiles(16, 16, 8, 64, 8, 4)),
@@ -147,12 +152,12 @@ FP8_MANY = [
     *LIBRARY,
     tiled(Tiles(128, 128, 128, 8, 4)),
     tiled(Tiles(128, 128, 128, 8, 3)),
-    tiled(Tiles(128, 256, 128, 8, 3)),
+    tiled(Tiles(128, 256, 64, 8, 4)),
 ]
 INT8_ONE = [
     skinny(SkinnyTiles(16, 8, 8, 128, 8, 3)),
     skinny(SkinnyTiles(16, 8, 4, 128, 4, 4)),
-    skinny(SkinnyTiles(64, 8, 1, 128, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 128, 4, 6)),
 ]
 INT8_64 = [skinny(SkinnyTiles(64, 64, 1, 128, 4, 5)), skinny(SkinnyTiles(32, 32, 4, 64, 4, 4))]
 INT8_MANY = [tiled(Tiles(128, 256, 128, 8, 3)), tiled(Tiles(128, 128, 128, 8, 4))]

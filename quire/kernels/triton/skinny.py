@@ -111,6 +111,7 @@ def _skinny_kernel(
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDE: tl.constexpr = tl.int8 if WHOLE else DTYPE
+    EVEN: tl.constexpr = K % (SLICES * BLOCK_K) == 0
     columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(columns, n - 1).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -141,12 +142,12 @@ def _skinny_kernel(
         next_scale_2 = _scale(scale_at, (following + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
         next_offset = _scale(offset_at, following // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
         next_offset_2 = _scale(offset_at, (following + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
-        inside = tl.expand_dims(start + ks < K, -1) & present
+        inside = tl.expand_dims((start + ks < K) | EVEN, -1) & present
         a = tl.load(from_x + start, mask=inside, other=0 if WHOLE else 0.0)
         if PAIRS:
             # Rows are stored in whole runs of 64 columns.
-            w = tl.load(from_row + start // 2, mask=tl.expand_dims(start + first + tl.zeros_like(ks) < K, -2), other=0)
-            inside = tl.expand_dims(start + PART + ks < K, -1) & present
+            w = tl.load(from_row + start // 2, mask=tl.expand_dims((start + first + tl.zeros_like(ks) < K) | EVEN, -2), other=0)
+            inside = tl.expand_dims((start + PART + ks < K) | EVEN, -1) & present
             b = tl.load(from_x + start + PART, mask=inside, other=0 if WHOLE else 0.0)
             if FORMAT == I4:
                 low, high = halves_as_integers(w, WIDE)
@@ -155,12 +156,12 @@ def _skinny_kernel(
             else:
                 # Exact: two and four significant bits.
                 at = scale_at[:, None] + tl.expand_dims((start + ks) // GROUP, -2)
-                of_group = tl.load(at, mask=tl.expand_dims(start + ks < K, -2), other=0)
+                of_group = tl.load(at, mask=tl.expand_dims((start + ks < K) | EVEN, -2), other=0)
                 low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
-                of_group = tl.load(at + PART // GROUP, mask=tl.expand_dims(start + PART + ks < K, -2), other=0)
+                of_group = tl.load(at + PART // GROUP, mask=tl.expand_dims((start + PART + ks < K) | EVEN, -2), other=0)
                 high = (widen_e2m1(w >> 4, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
         else:
-            w = tl.load(from_row + start, mask=tl.expand_dims(start + ks < K, -2), other=0 if FORMAT == I8 else 0.0)
+            w = tl.load(from_row + start, mask=tl.expand_dims((start + ks < K) | EVEN, -2), other=0 if FORMAT == I8 else 0.0)
             low = w
             if FORMAT == E4M3 and not ROUNDED:
                 low = words_of_e4m3(low, DTYPE)
