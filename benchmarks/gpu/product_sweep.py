@@ -48,7 +48,8 @@ def skinny(tiles: SkinnyTiles) -> tuple[str, Way]:
         return out
 
     t = tiles
-    return f"skinny {t.rows} x {t.block_m}, {t.slices} of {t.block_k}, {t.num_warps} warps, {t.num_stages} stages", way
+    name = f"skinny {t.rows} x {t.block_m}, {t.slices} of {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
+    return name + (f", {t.splits} splits" if t.splits > 1 else ""), way
 
 
 def tiled(tiles: Tiles) -> tuple[str, Way]:
@@ -98,7 +99,7 @@ INT4_ONE = [
     skinny(SkinnyTiles(16, 8, 8, 64, 8, 6)),
     skinny(SkinnyTiles(32, 8, 8, 64, 4, 3)),
     skinny(SkinnyTiles(16, 8, 16, 64, 8, 3)),
-    skinny(SkinnyTiles(64, 16, 1, 64, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 64, 4, 6, splits=4)),
 ]
 INT4_16 = [
     skinny(SkinnyTiles(16, 16, 8, 64, 8, 4)),
@@ -106,9 +107,11 @@ INT4_16 = [
     skinny(SkinnyTiles(32, 16, 4, 64, 8, 4)),
     skinny(SkinnyTiles(32, 16, 8, 64, 8, 3)),
     skinny(SkinnyTiles(64, 16, 1, 64, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 64, 4, 6, splits=4)),
 ]
 INT4_64 = [
     skinny(SkinnyTiles(64, 64, 1, 64, 4, 4)),
+    skinny(SkinnyTiles(64, 64, 1, 64, 4, 4, splits=4)),
     skinny(SkinnyTiles(128, 64, 1, 64, 8, 4)),
     skinny(SkinnyTiles(64, 32, 1, 64, 4, 5)),
     skinny(SkinnyTiles(32, 64, 4, 64, 8, 3)),
@@ -124,6 +127,7 @@ FP8_ONE = [
     skinny(SkinnyTiles(32, 8, 8, 64, 8, 4)),
     skinny(SkinnyTiles(32, 8, 4, 128, 4, 4)),
     skinny(SkinnyTiles(64, 16, 1, 128, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 128, 4, 6, splits=4)),
     skinny(SkinnyTiles(64, 16, 1, 256, 4, 5)),
     skinny(SkinnyTiles(128, 16, 1, 128, 8, 5)),
 ]
@@ -131,11 +135,13 @@ FP8_16 = [
     skinny(SkinnyTiles(16, 16, 8, 64, 8, 4)),
     skinny(SkinnyTiles(32, 16, 8, 64, 8, 4)),
     skinny(SkinnyTiles(64, 16, 1, 128, 4, 6)),
+    skinny(SkinnyTiles(64, 16, 1, 128, 4, 6, splits=4)),
     skinny(SkinnyTiles(64, 16, 1, 256, 4, 4)),
     LIBRARY[1],
 ]
 FP8_64 = [
     skinny(SkinnyTiles(64, 64, 1, 128, 4, 5)),
+    skinny(SkinnyTiles(64, 64, 1, 128, 4, 5, splits=4)),
     skinny(SkinnyTiles(64, 64, 1, 256, 4, 3)),
     skinny(SkinnyTiles(64, 32, 1, 128, 4, 5)),
     skinny(SkinnyTiles(32, 32, 4, 64, 4, 4)),

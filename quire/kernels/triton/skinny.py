@@ -17,15 +17,21 @@ import triton.language as tl
 
 from quire.kernels.triton.packed_codes import halves_as_e2m1, halves_as_integers, ones_beside, widen_e2m1, words_of_e4m3
 from quire.kernels.triton.quantize_rows import RoundedRows
-from quire.kernels.triton.runtime import INTERPRETED, blocks_of, dot, launch, narrow
+from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, dot, launch, narrow
 from quire.kernels.triton.float8 import widen_e4m3
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, PLAIN, StoredMatrix, exponent
+
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+SUMMED = 512
+"""Columns of a program that adds splits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTiles:
     """rows: of the matrix, of a program. block_m: rows of x of a program. slices: of K, which are multiplied at once,
-    block_k columns each, or as many as divide a group of scales; of paired formats PAIRED."""
+    block_k columns each, or as many as divide a group of scales; of paired formats PAIRED. splits: programs that share
+    a program's columns of K; another kernel adds their sums."""
 
     rows: int
     block_m: int
@@ -33,6 +39,7 @@ class SkinnyTiles:
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 @triton.jit
@@ -94,13 +101,15 @@ def _skinny_kernel(
     ROUNDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Program (rows of the matrix, rows of x). Step by step, each slice multiplies BLOCK_K columns, which are
-    neighbours of the next slice's."""
+    """Program (rows of the matrix, rows of x, split). Step by step, each slice multiplies BLOCK_K columns, which are
+    neighbours of the next slice's. Of several splits `out` is [splits, m, n] float32, and DTYPE is x's."""
     PAIRS: tl.constexpr = FORMAT >= I4
     HALVES: tl.constexpr = 2 if PAIRS else 1
     PART: tl.constexpr = BLOCK_K // HALVES
@@ -109,7 +118,6 @@ def _skinny_kernel(
     GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
     SPLIT_GROUPS: tl.constexpr = GROUPED and HALVES == 2 and GROUP % BLOCK_K != 0
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
-    DTYPE: tl.constexpr = out.dtype.element_ty
     WIDE: tl.constexpr = tl.int8 if WHOLE else DTYPE
     EVEN: tl.constexpr = K % (SLICES * BLOCK_K) == 0
     columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -132,11 +140,19 @@ def _skinny_kernel(
     total = _zeros(SLICES, ROWS, BLOCK_M, tl.float32 if GROUPED else SUMS)
     sums = _zeros(SLICES, ROWS, BLOCK_M, SUMS)
     none = 0
-    scale = _scale(scale_at, first // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
-    scale_2 = _scale(scale_at, (first + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
-    offset = _scale(offset_at, first // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
-    offset_2 = _scale(offset_at, (first + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
-    for start in range(0, K, SLICES * BLOCK_K):
+    if SPLITS == 1:
+        begin, end = 0, K
+    else:
+        STEPS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
+        LENGTH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * SLICES * BLOCK_K
+        begin = tl.program_id(2) * LENGTH
+        end = tl.minimum(begin + LENGTH, K)
+        out += tl.program_id(2).to(tl.int64) * m * out_stride
+    scale = _scale(scale_at, (begin + first) // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
+    scale_2 = _scale(scale_at, (begin + first + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
+    offset = _scale(offset_at, (begin + first) // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
+    offset_2 = _scale(offset_at, (begin + first + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
+    for start in range(bound(begin), bound(end), SLICES * BLOCK_K):
         following = start + SLICES * BLOCK_K + first
         next_scale = _scale(scale_at, following // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
         next_scale_2 = _scale(scale_at, (following + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
@@ -214,7 +230,35 @@ def _skinny_kernel(
     to = tokens.to(tl.int64)[None, :] * out_stride + columns[:, None]
     if HAS_RESIDUAL:
         result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + to, narrow(result, DTYPE), mask=inside)
+    tl.store(out + to, result if SPLITS > 1 else narrow(result, DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _sum_kernel(
+    partial,
+    bias,
+    residual,
+    out,
+    m,
+    n,
+    out_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (columns, row): the splits' sums, from the first to the last."""
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    within = columns < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * m + row) * n + columns, mask=within, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * out_stride + columns, mask=within, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, narrow(total, out.dtype.element_ty), mask=within)
 
 
 def skinny_product(
@@ -231,27 +275,48 @@ def skinny_product(
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     paired, group = matrix.kind >= I4.value, matrix.group_size
     block_k = PAIRED if paired else tiles.block_k if group == 0 else math.gcd(tiles.block_k, group)
+    split = tiles.splits > 1
+    to = torch.empty(tiles.splits, m, n, dtype=torch.float32, device=x.device) if split else out
     launch(
         _skinny_kernel,
-        (blocks_of(n, tiles.rows), blocks_of(m, tiles.block_m)),
+        (blocks_of(n, tiles.rows), blocks_of(m, tiles.block_m), tiles.splits),
         source,
         scales,
         *matrix.tensors,
-        bias,
-        residual,
-        out,
+        None if split else bias,
+        None if split else residual,
+        to,
         m,
         n,
         source.stride(0),
         0 if scales is None else scales.stride(0),
-        out.stride(0),
+        n if split else out.stride(0),
         **matrix.constants(rounds_activations=rounded is not None),
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None and not split,
+        HAS_RESIDUAL=residual is not None and not split,
+        DTYPE=TYPES[x.dtype],
         ROWS=tiles.rows,
         BLOCK_M=tiles.block_m,
         SLICES=tiles.slices,
         BLOCK_K=block_k,
+        SPLITS=tiles.splits,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    if split:
+        launch(
+            _sum_kernel,
+            (blocks_of(n, SUMMED), m),
+            to,
+            bias,
+            residual,
+            out,
+            m,
+            n,
+            out.stride(0),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            SPLITS=tiles.splits,
+            BLOCK=SUMMED,
+            num_warps=4,
+        )

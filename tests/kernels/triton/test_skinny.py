@@ -11,8 +11,13 @@ from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 from tests.kernels.triton.test_weight_formats import FORMATS, Make, float8_blocks, weights
 
-TILES = [SkinnyTiles(16, 8, 2, 64, 4, 1), SkinnyTiles(32, 16, 1, 64, 4, 1), SkinnyTiles(16, 16, 4, 64, 8, 1)]
-BLOCKS = {"fp8 in blocks": float8_blocks(64), "int4 in wide groups": FORMATS["int4"]}
+TILES = [
+    SkinnyTiles(16, 8, 2, 64, 4, 1),
+    SkinnyTiles(32, 16, 1, 64, 4, 1),
+    SkinnyTiles(16, 16, 4, 64, 8, 1),
+    SkinnyTiles(32, 16, 1, 64, 4, 1, splits=3),
+    SkinnyTiles(16, 8, 2, 32, 4, 1, splits=2),
+]
 
 
 def product(
@@ -55,7 +60,6 @@ def test_products_of_rounded_rows(make: Make, tiles: SkinnyTiles, device: torch.
     x = random(device, 9, 224, dtype=torch.bfloat16)
     rounded = round_rows(x, matrix)
     codes = rounded.codes if matrix.is_integer else rounded.codes.view(torch.uint8).cpu().view(torch.float8_e4m3fn)
-    spread = rounded.scales.double().repeat_interleave(-(-224 // rounded.scales.shape[1]), 1)
     size = 224 if rounded.scales.shape[1] == 1 else matrix.group_size
     spread = rounded.scales.double().repeat_interleave(size, 1)[:, :224]
     wide = codes.to(device).double() * spread
