@@ -160,7 +160,11 @@ def main() -> None:
     shape = TINY if arguments.tiny else QWEN3_8B
     experiments = Experiments(shape, device, tiny=arguments.tiny)
     sweep = ProductSweep(shape, device, tiny=arguments.tiny)
-    wanted = {"launch": experiments.launch, "bits": experiments.bits, "products": partial(sweep.records, arguments.seconds)}
+    wanted = {
+        "launch": experiments.launch,
+        "bits": experiments.bits,
+        "products": partial(sweep.records, arguments.seconds),
+    }
     with torch.inference_mode():
         for what in arguments.what:
             for record in wanted[what]():

@@ -262,13 +262,23 @@ class ProductSweep:
             if not self._tiny:
                 yield kind, name, rows, ways
             elif rows < 8192:
-                yield kind, name, min(rows, 3), [(variant, way) for variant, way in ways if not isinstance(way, partial)]
+                yield (
+                    kind,
+                    name,
+                    min(rows, 3),
+                    [(variant, way) for variant, way in ways if not isinstance(way, partial)],
+                )
 
     def _measure(self, operands: Sequence[Operands], way: Way, expected: torch.Tensor) -> Record:
         found = way(operands[0]).float()
         error = ((found - expected).norm() / expected.norm()).item()
         timing = measure([partial(way, each) for each in operands], self._device)
-        return {"seconds": timing.median, "spread": timing.spread, "error of all": error, "nan": int(found.isnan().sum())}
+        return {
+            "seconds": timing.median,
+            "spread": timing.spread,
+            "error of all": error,
+            "nan": int(found.isnan().sum()),
+        }
 
     def _operands(self, kind: str, name: str, rows: int, copies: int | None = None) -> list[Operands]:
         n, k = self._sizes[name]
@@ -313,4 +323,8 @@ class ProductSweep:
 
     def _scales(self, rows: int, groups: int) -> torch.Tensor:
         size = 1, rows, groups
-        return torch.empty(size, device=self._device) if self._empty else torch.rand(size, device=self._device) * 0.01 + 0.005
+        return (
+            torch.empty(size, device=self._device)
+            if self._empty
+            else torch.rand(size, device=self._device) * 0.01 + 0.005
+        )

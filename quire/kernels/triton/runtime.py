@@ -133,8 +133,8 @@ def interpreted_dot(a, b, accumulator):
 
 
 dot = interpreted_dot if INTERPRETED else compiled_dot
-"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype, or stacks of such; float32 operands are multiplied as such
-(no tf32). accumulator: float32, [M, N]."""
+"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype, or stacks of such; float32 operands are
+multiplied as such (no tf32). accumulator: float32, [M, N]."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Products of few rows with matrices of small numbers: the matrix is read once, as fast as memory gives it.
 
-Limit: the weights' bytes. Rows of the matrix are the tensor cores' rows and those of x their columns, 8 at the least, so
-that nothing is multiplied for rows that are not there. Weights are widened in registers, right where the tensor cores
+Limit: the weights' bytes. Rows of the matrix are the tensor cores' rows and those of x their columns, 8 at the least:
+little is multiplied for rows that are not there. Weights are widened in registers, right where the tensor cores
 take them. A program has few rows of the matrix, so that a narrow one too occupies all multiprocessors, and each of its
 warps has slices of K of its own; their sums are added at the end, in one order. Scales are loaded a step ahead.
 """
@@ -9,20 +9,25 @@ warps has slices of K of its own; their sums are added at the end, in one order.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.float8 import widen_e4m3
 from quire.kernels.triton.packed_codes import halves_as_e2m1, halves_as_integers, ones_beside, widen_e2m1, words_of_e4m3
 from quire.kernels.triton.quantize_rows import RoundedRows
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, dot, launch, narrow
-from quire.kernels.triton.float8 import widen_e4m3
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, PLAIN, StoredMatrix, exponent
 
-
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES: Mapping[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 SUMMED = 512
 """Columns of a program that adds splits."""
 
@@ -52,20 +57,10 @@ def _multiply(w, x, accumulator, ROUNDED: tl.constexpr):
     elif INTERPRETED:
         total = dot(widen_e4m3(w, tl.float32), widen_e4m3(x, tl.float32), accumulator)
     else:
-        total = tl.dot(w, x, accumulator)
+        # Hopper adds at less than float32's precision.
+        PARTIAL: tl.constexpr = 128 if w.shape[-1] > 128 else w.shape[-1]
+        total = tl.dot(w, x, accumulator, max_num_imprecise_acc=PARTIAL)
     return total
-
-
-@triton.jit
-def _scale(at, group, NUM_GROUPS: tl.constexpr, FORMAT: tl.constexpr):
-    """[slices, rows] of a group each. at: [rows] pointers to the rows' first. group: [slices, 1]."""
-    scale = tl.load(at + group, mask=group < NUM_GROUPS, other=0)
-    return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
-
-
-@triton.jit
-def _add_scaled(total, part, scale):
-    return tl.fma(part.to(tl.float32), tl.broadcast_to(tl.expand_dims(scale, -1), part.shape), total)
 
 
 @triton.jit
@@ -76,6 +71,151 @@ def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYP
     else:
         zeros = tl.zeros((SLICES, ROWS, COLUMNS), DTYPE)
     return zeros
+
+
+@triton.jit
+def _scale(at, column, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, FORMAT: tl.constexpr):
+    """[slices, rows]: of a column's group. at: [rows], pointers to the rows' first. column: [slices, 1]."""
+    group = column // GROUP
+    scale = tl.load(at + group, mask=group < NUM_GROUPS, other=0)
+    return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
+
+
+@triton.jit
+def _scales(
+    scale_at,
+    offset_at,
+    column,
+    none,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SPLIT_GROUPS: tl.constexpr,
+):
+    """Scales and offsets of a step's groups, [slices, rows] each: of the lower halves and of the upper ones; `none`
+    where a format has no such."""
+    scale, scale_2, offset, offset_2 = none, none, none, none
+    if GROUPED:
+        scale = _scale(scale_at, column, GROUP, NUM_GROUPS, FORMAT)
+        if SPLIT_GROUPS:
+            scale_2 = _scale(scale_at, column + PART, GROUP, NUM_GROUPS, FORMAT)
+        if HAS_OFFSETS:
+            offset = _scale(offset_at, column, GROUP, NUM_GROUPS, PLAIN)
+            if SPLIT_GROUPS:
+                offset_2 = _scale(offset_at, column + PART, GROUP, NUM_GROUPS, PLAIN)
+    return scale, scale_2, offset, offset_2
+
+
+@triton.jit
+def _stored(
+    from_row,
+    scale_at,
+    columns,
+    first,
+    DTYPE: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """[slices, rows, columns] of the matrix: as it is stored, the columns in DTYPE, and those of the upper halves.
+    columns: [slices, columns]; first: [slices, 1], of the slices. EVEN: K ends with a step."""
+    inside = tl.expand_dims((columns < K) | EVEN, -2)
+    if FORMAT < I4:
+        w = tl.load(from_row, mask=inside, other=0 if FORMAT == I8 else 0.0)
+        low = w
+        if FORMAT == E4M3 and not ROUNDED:
+            low = words_of_e4m3(w, DTYPE)
+        if FORMAT == I8 and not ROUNDED:
+            low = w.to(tl.float32).to(DTYPE)
+        high = low
+    else:
+        # Rows are stored in whole runs.
+        w = tl.load(from_row, mask=tl.expand_dims((first + tl.zeros_like(columns) < K) | EVEN, -2), other=0)
+        if FORMAT == I4:
+            low, high = halves_as_integers(w, DTYPE)
+        elif FORMAT == MXFP4:
+            low, high = halves_as_e2m1(w, DTYPE)
+        else:
+            # Exact: two and four significant bits.
+            at = scale_at[:, None] + tl.expand_dims(columns // GROUP, -2)
+            of_group = tl.load(at, mask=inside, other=0)
+            low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+            of_group = tl.load(at + 32 // GROUP, mask=tl.expand_dims((columns + 32 < K) | EVEN, -2), other=0)
+            high = (widen_e2m1(w >> 4, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+    return w, low, high
+
+
+@triton.jit
+def _add_scaled(total, part, scale):
+    return tl.fma(part.to(tl.float32), tl.broadcast_to(tl.expand_dims(scale, -1), part.shape), total)
+
+
+@triton.jit
+def _add_group(total, w, x, ones, of_x, scale, offset, zeros, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr):
+    """total + (w @ x) * scale * of_x + (ones @ x) * offset: every row of ones @ x is the sum that an offset takes, and
+    lies where the sum is that it is added to. of_x: e4m3 rows' scales of this group, else 1."""
+    part = _multiply(w, x, zeros, ROUNDED)
+    if ROUNDED and part.dtype != tl.int32:
+        part = part * of_x
+    total = _add_scaled(total, part, scale)
+    if HAS_OFFSETS:
+        total = _add_scaled(total, _multiply(ones, x, zeros, ROUNDED), offset)
+    return total
+
+
+@triton.jit
+def _add_step(
+    total,
+    sums,
+    zeros,
+    low,
+    high,
+    ones,
+    a,
+    b,
+    of_x,
+    scale,
+    scale_2,
+    offset,
+    offset_2,
+    PAIRS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SPLIT_GROUPS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """total with low @ a, and high @ b of pairs; sums: of x, for offsets of whole rows."""
+    if not GROUPED:
+        total = _multiply(low, a, total, ROUNDED)
+        if PAIRS:
+            total = _multiply(high, b, total, ROUNDED)
+        if HAS_OFFSETS:
+            sums = _multiply(ones, a, sums, ROUNDED)
+            if PAIRS:
+                sums = _multiply(ones, b, sums, ROUNDED)
+    elif PAIRS and not SPLIT_GROUPS:
+        total = _add_scaled(total, _multiply(high, b, _multiply(low, a, zeros, ROUNDED), ROUNDED), scale)
+        if HAS_OFFSETS:
+            total = _add_scaled(total, _multiply(ones, b, _multiply(ones, a, zeros, ROUNDED), ROUNDED), offset)
+    else:
+        total = _add_group(total, low, a, ones, of_x, scale, offset, zeros, HAS_OFFSETS, ROUNDED)
+        if PAIRS:
+            total = _add_group(total, high, b, ones, of_x, scale_2, offset_2, zeros, HAS_OFFSETS, ROUNDED)
+    return total, sums
+
+
+@triton.jit
+def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr):
+    """result, [rows, columns], times a scale for each row, plus of_row times an offset for each."""
+    scaled = result.to(tl.float32) * tl.load(scale_at).to(tl.float32)[:, None]
+    if HAS_OFFSETS:
+        scaled = scaled + of_row.to(tl.float32) * tl.load(offset_at).to(tl.float32)[:, None]
+    return scaled
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -109,17 +249,19 @@ def _skinny_kernel(
     SPLITS: tl.constexpr,
 ):
     """Program (rows of the matrix, rows of x, split). Step by step, each slice multiplies BLOCK_K columns, which are
-    neighbours of the next slice's. Of several splits `out` is [splits, m, n] float32, and DTYPE is x's."""
+    neighbours of the next slice's. Of several splits `out` is [splits, m, n] float32. DTYPE: of x before it is rounded.
+    """
     PAIRS: tl.constexpr = FORMAT >= I4
-    HALVES: tl.constexpr = 2 if PAIRS else 1
-    PART: tl.constexpr = BLOCK_K // HALVES
+    PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
     SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
     GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
-    SPLIT_GROUPS: tl.constexpr = GROUPED and HALVES == 2 and GROUP % BLOCK_K != 0
+    SPLIT_GROUPS: tl.constexpr = GROUPED and PAIRS and GROUP % BLOCK_K != 0
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     WIDE: tl.constexpr = tl.int8 if WHOLE else DTYPE
-    EVEN: tl.constexpr = K % (SLICES * BLOCK_K) == 0
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    EVEN: tl.constexpr = K % STEP == 0
+    NOTHING: tl.constexpr = 0 if WHOLE else 0.0
     columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(columns, n - 1).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -134,100 +276,56 @@ def _skinny_kernel(
     from_x = x + token * x_stride + tl.expand_dims(ks, -1)
     stored = tl.expand_dims(ks - first // 2 if PAIRS else ks, -2)
     from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[:, None] + stored
-    scale_at = scales + row * NUM_GROUPS if FORMAT != PLAIN else row
+    scale_at = scales + row * NUM_GROUPS
     offset_at = offsets + row * NUM_GROUPS if HAS_OFFSETS else row
     x_scale_at = x_scales + token * x_scale_stride if ROUNDED else token
+    zeros = _zeros(SLICES, ROWS, BLOCK_M, SUMS)
     total = _zeros(SLICES, ROWS, BLOCK_M, tl.float32 if GROUPED else SUMS)
-    sums = _zeros(SLICES, ROWS, BLOCK_M, SUMS)
-    none = 0
-    if SPLITS == 1:
-        begin, end = 0, K
-    else:
-        STEPS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
-        LENGTH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * SLICES * BLOCK_K
-        begin = tl.program_id(2) * LENGTH
-        end = tl.minimum(begin + LENGTH, K)
+    sums, none = zeros, 0
+    begin, end = 0, K
+    if SPLITS > 1:
+        begin = tl.program_id(2) * ((K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP)
+        end = tl.minimum(begin + (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP, K)
         out += tl.program_id(2).to(tl.int64) * m * out_stride
-    scale = _scale(scale_at, (begin + first) // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
-    scale_2 = _scale(scale_at, (begin + first + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
-    offset = _scale(offset_at, (begin + first) // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
-    offset_2 = _scale(offset_at, (begin + first + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
-    for start in range(bound(begin), bound(end), SLICES * BLOCK_K):
-        following = start + SLICES * BLOCK_K + first
-        next_scale = _scale(scale_at, following // GROUP, NUM_GROUPS, FORMAT) if GROUPED else none
-        next_scale_2 = _scale(scale_at, (following + PART) // GROUP, NUM_GROUPS, FORMAT) if SPLIT_GROUPS else none
-        next_offset = _scale(offset_at, following // GROUP, NUM_GROUPS, PLAIN) if GROUPED and HAS_OFFSETS else none
-        next_offset_2 = _scale(offset_at, (following + PART) // GROUP, NUM_GROUPS, PLAIN) if SPLIT_GROUPS and HAS_OFFSETS else none
-        inside = tl.expand_dims((start + ks < K) | EVEN, -1) & present
-        a = tl.load(from_x + start, mask=inside, other=0 if WHOLE else 0.0)
+    scale, scale_2, offset, offset_2 = _scales(
+        scale_at, offset_at, begin + first, none, PART, GROUP, NUM_GROUPS, FORMAT, HAS_OFFSETS, GROUPED, SPLIT_GROUPS
+    )
+    for start in range(bound(begin), bound(end), STEP):
+        # Those of the next step are on their way while this one is computed.
+        next_scale, next_scale_2, next_offset, next_offset_2 = _scales(
+            scale_at, offset_at, start + STEP + first, none, PART, GROUP, NUM_GROUPS, FORMAT, HAS_OFFSETS, GROUPED,
+            SPLIT_GROUPS,
+        )  # fmt: skip
+        a = tl.load(from_x + start, mask=tl.expand_dims((start + ks < K) | EVEN, -1) & present, other=NOTHING)
+        b = a
         if PAIRS:
-            # Rows are stored in whole runs of 64 columns.
-            w = tl.load(from_row + start // 2, mask=tl.expand_dims((start + first + tl.zeros_like(ks) < K) | EVEN, -2), other=0)
             inside = tl.expand_dims((start + PART + ks < K) | EVEN, -1) & present
-            b = tl.load(from_x + start + PART, mask=inside, other=0 if WHOLE else 0.0)
-            if FORMAT == I4:
-                low, high = halves_as_integers(w, WIDE)
-            elif FORMAT == MXFP4:
-                low, high = halves_as_e2m1(w, DTYPE)
-            else:
-                # Exact: two and four significant bits.
-                at = scale_at[:, None] + tl.expand_dims((start + ks) // GROUP, -2)
-                of_group = tl.load(at, mask=tl.expand_dims((start + ks < K) | EVEN, -2), other=0)
-                low = (widen_e2m1(w & 0xF, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
-                of_group = tl.load(at + PART // GROUP, mask=tl.expand_dims((start + PART + ks < K) | EVEN, -2), other=0)
-                high = (widen_e2m1(w >> 4, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
-        else:
-            w = tl.load(from_row + start, mask=tl.expand_dims((start + ks < K) | EVEN, -2), other=0 if FORMAT == I8 else 0.0)
-            low = w
-            if FORMAT == E4M3 and not ROUNDED:
-                low = words_of_e4m3(low, DTYPE)
-            if FORMAT == I8 and not ROUNDED:
-                low = low.to(tl.float32).to(DTYPE)
-            high, b = low, a
-        ones = ones_beside(w, WIDE) if HAS_OFFSETS else none
-        if GROUPED:
-            part = _multiply(low, a, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
-            if PAIRS and not SPLIT_GROUPS:
-                part = _multiply(high, b, part, ROUNDED)
-            if ROUNDED and not WHOLE:
-                # One scale of x for each group of the matrix.
-                group = (start + first) // GROUP
-                of_x = tl.load(x_scale_at + group, mask=group < NUM_GROUPS, other=0.0)
-                part = part * tl.expand_dims(of_x, -2)
-            total = _add_scaled(total, part, scale)
-            if HAS_OFFSETS:
-                of_group = _multiply(ones, a, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
-                if PAIRS and not SPLIT_GROUPS:
-                    of_group = _multiply(ones, b, of_group, ROUNDED)
-                total = _add_scaled(total, of_group, offset)
-            if SPLIT_GROUPS:
-                part = _multiply(high, b, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
-                total = _add_scaled(total, part, scale_2)
-                if HAS_OFFSETS:
-                    of_group = _multiply(ones, b, _zeros(SLICES, ROWS, BLOCK_M, SUMS), ROUNDED)
-                    total = _add_scaled(total, of_group, offset_2)
-        else:
-            total = _multiply(low, a, total, ROUNDED)
-            if PAIRS:
-                total = _multiply(high, b, total, ROUNDED)
-            if HAS_OFFSETS:
-                sums = _multiply(ones, a, sums, ROUNDED)
-                if PAIRS:
-                    sums = _multiply(ones, b, sums, ROUNDED)
+            b = tl.load(from_x + start + PART, mask=inside, other=NOTHING)
+        w, low, high = _stored(
+            from_row + (start // 2 if PAIRS else start), scale_at, start + ks, start + first, WIDE, K, FORMAT, GROUP,
+            ROUNDED, EVEN,
+        )  # fmt: skip
+        ones = ones_beside(w, WIDE) if HAS_OFFSETS else w
+        of_x = first
+        if GROUPED and ROUNDED and not WHOLE:
+            of_x = tl.expand_dims(_scale(x_scale_at, start + first, GROUP, NUM_GROUPS, PLAIN), -2)
+        total, sums = _add_step(
+            total, sums, zeros, low, high, ones, a, b, of_x, scale, scale_2, offset, offset_2, PAIRS, GROUPED,
+            SPLIT_GROUPS, HAS_OFFSETS, ROUNDED,
+        )  # fmt: skip
         scale, scale_2, offset, offset_2 = next_scale, next_scale_2, next_offset, next_offset_2
     result = total if SLICES == 1 else tl.sum(total, 0)
-    if FORMAT != PLAIN and not GROUPED:
-        factor = tl.load(row_scales + row) if FORMAT == NVFP4 else tl.load(scales + row).to(tl.float32)
-        result = result.to(tl.float32) * factor[:, None]
-        if HAS_OFFSETS:
-            result = result + (sums if SLICES == 1 else tl.sum(sums, 0)).to(tl.float32) * tl.load(offsets + row).to(tl.float32)[:, None]
+    if not GROUPED:
+        of_row = sums if SLICES == 1 else tl.sum(sums, 0)
+        factor = row_scales + row if FORMAT == NVFP4 else scales + row
+        result = _scaled_rows(result, of_row, factor, offsets + row if HAS_OFFSETS else row, HAS_OFFSETS)
     if ROUNDED and (WHOLE or not GROUPED):
-        result = result * tl.load(x_scales + token * x_scale_stride)[None, :]
+        result = result * tl.load(x_scale_at)[None, :]
     within = columns < n
-    if HAS_BIAS:
-        result += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[:, None]
     inside = within[:, None] & present[None, :]
     to = tokens.to(tl.int64)[None, :] * out_stride + columns[:, None]
+    if HAS_BIAS:
+        result += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
         result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + to, result if SPLITS > 1 else narrow(result, DTYPE), mask=inside)
@@ -271,7 +369,7 @@ def skinny_product(
     tiles: SkinnyTiles,
 ) -> None:
     """As `matmul`, into `out`. x: [M, K]; rounded: of x, or None. matrix: one, not a stack."""
-    m, (_, n, k) = x.shape[0], matrix.shape
+    m, n = x.shape[0], matrix.shape[1]
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     paired, group = matrix.kind >= I4.value, matrix.group_size
     block_k = PAIRED if paired else tiles.block_k if group == 0 else math.gcd(tiles.block_k, group)

@@ -57,10 +57,12 @@ from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.norm import norm
+from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAIN, StoredMatrix
+from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
@@ -242,6 +244,7 @@ def quantized_calls(capability: int) -> Calls:
         return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
+    calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in (8, 16, 32, 64)]
     calls += [partial(experts, kind) for kind in (PLAIN.value, *kinds)]
     for kind in (I8.value, I4.value):
         matrix = stored(kind, 4096, 4096, capability)
@@ -249,6 +252,7 @@ def quantized_calls(capability: int) -> Calls:
             partial(matmul, empty(8, 4096), matrix, rounds_activations=True),
             partial(experts, kind, rounds=True),
         ]
+        calls += [partial(by_rows, m, kind, capability, True) for m in (8, 16, 32, 128)]
     if capability >= 89:
         matrix = stored(E4M3.value, 4096, 4096, capability)
         calls += [
@@ -256,7 +260,18 @@ def quantized_calls(capability: int) -> Calls:
             partial(matmul, empty(8, 4096), replace(matrix, group_size=0), rounds_activations=True),
             partial(experts, E4M3.value, rounds=True),
         ]
+        for each in (matrix, replace(matrix, group_size=0)):
+            calls += [
+                partial(quantized_matmul, empty(m, 4096), each, rounds_activations=True) for m in (8, 16, 32, 128)
+            ]
     return calls
+
+
+def by_rows(m: int, kind: int, capability: int, rounds: bool) -> None:
+    """A product in the mode that is fastest for a number of rows, and the matrix in bfloat16."""
+    matrix = stored(kind, 4096, 4096, capability)
+    quantized_matmul(empty(m, 4096), matrix, rounds_activations=rounds)
+    widen(matrix, torch.bfloat16)
 
 
 def product_calls() -> Calls:
