@@ -226,7 +226,7 @@ class ProductSweep:
         self._matrices: tuple[tuple[str, str], list[StoredMatrix]] | None = None
 
     def records(self, seconds: float) -> Iterator[Record]:
-        """Until so many seconds have gone."""
+        """One for each way, while `seconds` have not passed."""
         started = time.perf_counter()
         for kind, name, rows, ways in self._plan():
             base = {"what": "product", "format": kind, "matrix": name, "m": rows}

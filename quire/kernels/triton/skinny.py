@@ -74,10 +74,9 @@ def _zeros(SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYP
 
 
 @triton.jit
-def _scale(at, column, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, FORMAT: tl.constexpr):
+def _scale(at, column, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
     """[slices, rows]: of a column's group. at: [rows], pointers to the rows' first. column: [slices, 1]."""
-    group = column // GROUP
-    scale = tl.load(at + group, mask=group < NUM_GROUPS, other=0)
+    scale = tl.load(at + column // GROUP, mask=column < K, other=0)
     return exponent(scale) if FORMAT == MXFP4 else scale.to(tl.float32)
 
 
@@ -86,27 +85,44 @@ def _scales(
     scale_at,
     offset_at,
     column,
-    none,
     PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
+    K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SPLIT_GROUPS: tl.constexpr,
 ):
-    """Scales and offsets of a step's groups, [slices, rows] each: of the lower halves and of the upper ones; `none`
-    where a format has no such."""
-    scale, scale_2, offset, offset_2 = none, none, none, none
-    if GROUPED:
-        scale = _scale(scale_at, column, GROUP, NUM_GROUPS, FORMAT)
-        if SPLIT_GROUPS:
-            scale_2 = _scale(scale_at, column + PART, GROUP, NUM_GROUPS, FORMAT)
+    """Scales and offsets of a step's groups, [slices, rows] each: of the lower halves and of the upper ones; 0 where a
+    format has no such."""
+    scale, scale_2, offset, offset_2 = 0, 0, 0, 0
+    if GROUP > 0 and FORMAT != NVFP4:
+        scale = _scale(scale_at, column, K, GROUP, FORMAT)
         if HAS_OFFSETS:
-            offset = _scale(offset_at, column, GROUP, NUM_GROUPS, PLAIN)
-            if SPLIT_GROUPS:
-                offset_2 = _scale(offset_at, column + PART, GROUP, NUM_GROUPS, PLAIN)
+            offset = _scale(offset_at, column, K, GROUP, PLAIN)
+        if FORMAT >= I4 and GROUP % (2 * PART) != 0:
+            scale_2 = _scale(scale_at, column + PART, K, GROUP, FORMAT)
+            if HAS_OFFSETS:
+                offset_2 = _scale(offset_at, column + PART, K, GROUP, PLAIN)
     return scale, scale_2, offset, offset_2
+
+
+@triton.jit
+def _inputs(
+    from_x,
+    columns,
+    present,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """[slices, columns, rows] of x: of pairs those of the lower halves and of the upper ones, else the same twice."""
+    NOTHING: tl.constexpr = 0 if WHOLE else 0.0
+    a = tl.load(from_x, mask=tl.expand_dims((columns < K) | EVEN, -1) & present, other=NOTHING)
+    b = a
+    if PAIRS:
+        b = tl.load(from_x + PART, mask=tl.expand_dims((columns + PART < K) | EVEN, -1) & present, other=NOTHING)
+    return a, b
 
 
 @triton.jit
@@ -179,18 +195,17 @@ def _add_step(
     a,
     b,
     of_x,
-    scale,
-    scale_2,
-    offset,
-    offset_2,
-    PAIRS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SPLIT_GROUPS: tl.constexpr,
+    scales,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """total with low @ a, and high @ b of pairs; sums: of x, for offsets of whole rows."""
-    if not GROUPED:
+    """total with low @ a, and high @ b of pairs; sums: of x, for offsets of whole rows. scales: as `_scales`."""
+    PAIRS: tl.constexpr = FORMAT >= I4
+    scale, scale_2, offset, offset_2 = scales
+    if GROUP == 0 or FORMAT == NVFP4:
         total = _multiply(low, a, total, ROUNDED)
         if PAIRS:
             total = _multiply(high, b, total, ROUNDED)
@@ -198,7 +213,7 @@ def _add_step(
             sums = _multiply(ones, a, sums, ROUNDED)
             if PAIRS:
                 sums = _multiply(ones, b, sums, ROUNDED)
-    elif PAIRS and not SPLIT_GROUPS:
+    elif PAIRS and GROUP % BLOCK_K == 0:
         total = _add_scaled(total, _multiply(high, b, _multiply(low, a, zeros, ROUNDED), ROUNDED), scale)
         if HAS_OFFSETS:
             total = _add_scaled(total, _multiply(ones, b, _multiply(ones, a, zeros, ROUNDED), ROUNDED), offset)
@@ -216,6 +231,42 @@ def _scaled_rows(result, of_row, scale_at, offset_at, HAS_OFFSETS: tl.constexpr)
     if HAS_OFFSETS:
         scaled = scaled + of_row.to(tl.float32) * tl.load(offset_at).to(tl.float32)[:, None]
     return scaled
+
+
+@triton.jit
+def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A step's columns, or those of lower halves: the slices' first, and all."""
+    if SLICES == 1:
+        first = 0
+        columns = tl.arange(0, PART)
+    else:
+        first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]
+        columns = first + tl.arange(0, PART)[None, :]
+    return first, columns
+
+
+@triton.jit
+def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
+    """Where a split begins and ends."""
+    LENGTH: tl.constexpr = (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
+    begin, end = 0, K
+    if SPLITS > 1:
+        begin = tl.program_id(2) * LENGTH
+        end = tl.minimum(begin + LENGTH, K)
+    return begin, end
+
+
+@triton.jit
+def _store(result, out, bias, residual, columns, tokens, m, n, stride, HAS_BIAS, HAS_RESIDUAL, DTYPE: tl.constexpr):
+    """Narrowed to DTYPE, and put where it belongs. result: [rows of the matrix, rows of x]."""
+    within = columns < n
+    inside = within[:, None] & (tokens < m)[None, :]
+    to = tokens.to(tl.int64)[None, :] * stride + columns[:, None]
+    if HAS_BIAS:
+        result += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + to, narrow(result, DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -249,71 +300,45 @@ def _skinny_kernel(
     SPLITS: tl.constexpr,
 ):
     """Program (rows of the matrix, rows of x, split). Step by step, each slice multiplies BLOCK_K columns, which are
-    neighbours of the next slice's. Of several splits `out` is [splits, m, n] float32. DTYPE: of x before it is rounded.
-    """
+    neighbours of the next slice's. Of several splits `out` is [splits, m, n]. DTYPE: of x before it is rounded."""
     PAIRS: tl.constexpr = FORMAT >= I4
     PART: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
     WHOLE: tl.constexpr = ROUNDED and FORMAT != E4M3
-    SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
     GROUPED: tl.constexpr = GROUP > 0 and FORMAT != NVFP4
-    SPLIT_GROUPS: tl.constexpr = GROUPED and PAIRS and GROUP % BLOCK_K != 0
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     WIDE: tl.constexpr = tl.int8 if WHOLE else DTYPE
     STEP: tl.constexpr = SLICES * BLOCK_K
     EVEN: tl.constexpr = K % STEP == 0
-    NOTHING: tl.constexpr = 0 if WHOLE else 0.0
     columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(columns, n - 1).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    present = tokens < m
     token = tl.minimum(tokens, m - 1).to(tl.int64)
-    if SLICES == 1:
-        first = 0
-        ks = tl.arange(0, PART)
-    else:
-        first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]
-        ks = first + tl.arange(0, PART)[None, :]
+    first, ks = _columns(SLICES, PART, BLOCK_K)
     from_x = x + token * x_stride + tl.expand_dims(ks, -1)
-    stored = tl.expand_dims(ks - first // 2 if PAIRS else ks, -2)
-    from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[:, None] + stored
+    from_row = codes + (row * ((K + 63) // 64 * 32 if PAIRS else K))[:, None]
+    from_row += tl.expand_dims(ks - first // 2 if PAIRS else ks, -2)
     scale_at = scales + row * NUM_GROUPS
     offset_at = offsets + row * NUM_GROUPS if HAS_OFFSETS else row
     x_scale_at = x_scales + token * x_scale_stride if ROUNDED else token
-    zeros = _zeros(SLICES, ROWS, BLOCK_M, SUMS)
-    total = _zeros(SLICES, ROWS, BLOCK_M, tl.float32 if GROUPED else SUMS)
-    sums, none = zeros, 0
-    begin, end = 0, K
-    if SPLITS > 1:
-        begin = tl.program_id(2) * ((K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP)
-        end = tl.minimum(begin + (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP, K)
-        out += tl.program_id(2).to(tl.int64) * m * out_stride
-    scale, scale_2, offset, offset_2 = _scales(
-        scale_at, offset_at, begin + first, none, PART, GROUP, NUM_GROUPS, FORMAT, HAS_OFFSETS, GROUPED, SPLIT_GROUPS
-    )
+    zeros = _zeros(SLICES, ROWS, BLOCK_M, tl.int32 if WHOLE else tl.float32)
+    total = _zeros(SLICES, ROWS, BLOCK_M, tl.float32 if GROUPED or not WHOLE else tl.int32)
+    sums = zeros
+    begin, end = _bounds(K, STEP, SPLITS)
+    ahead = _scales(scale_at, offset_at, begin + first, PART, K, FORMAT, GROUP, HAS_OFFSETS)
     for start in range(bound(begin), bound(end), STEP):
         # Those of the next step are on their way while this one is computed.
-        next_scale, next_scale_2, next_offset, next_offset_2 = _scales(
-            scale_at, offset_at, start + STEP + first, none, PART, GROUP, NUM_GROUPS, FORMAT, HAS_OFFSETS, GROUPED,
-            SPLIT_GROUPS,
-        )  # fmt: skip
-        a = tl.load(from_x + start, mask=tl.expand_dims((start + ks < K) | EVEN, -1) & present, other=NOTHING)
-        b = a
-        if PAIRS:
-            inside = tl.expand_dims((start + PART + ks < K) | EVEN, -1) & present
-            b = tl.load(from_x + start + PART, mask=inside, other=NOTHING)
-        w, low, high = _stored(
-            from_row + (start // 2 if PAIRS else start), scale_at, start + ks, start + first, WIDE, K, FORMAT, GROUP,
-            ROUNDED, EVEN,
-        )  # fmt: skip
+        now, column = ahead, start + first
+        ahead = _scales(scale_at, offset_at, column + STEP, PART, K, FORMAT, GROUP, HAS_OFFSETS)
+        a, b = _inputs(from_x + start, start + ks, tokens < m, K, PART, PAIRS, EVEN, WHOLE)
+        at = from_row + (start // 2 if PAIRS else start)
+        w, low, high = _stored(at, scale_at, start + ks, column, WIDE, K, FORMAT, GROUP, ROUNDED, EVEN)
         ones = ones_beside(w, WIDE) if HAS_OFFSETS else w
-        of_x = first
+        of_x = column
         if GROUPED and ROUNDED and not WHOLE:
-            of_x = tl.expand_dims(_scale(x_scale_at, start + first, GROUP, NUM_GROUPS, PLAIN), -2)
+            of_x = tl.expand_dims(_scale(x_scale_at, column, K, GROUP, PLAIN), -2)
         total, sums = _add_step(
-            total, sums, zeros, low, high, ones, a, b, of_x, scale, scale_2, offset, offset_2, PAIRS, GROUPED,
-            SPLIT_GROUPS, HAS_OFFSETS, ROUNDED,
-        )  # fmt: skip
-        scale, scale_2, offset, offset_2 = next_scale, next_scale_2, next_offset, next_offset_2
+            total, sums, zeros, low, high, ones, a, b, of_x, now, FORMAT, GROUP, HAS_OFFSETS, ROUNDED, BLOCK_K
+        )
     result = total if SLICES == 1 else tl.sum(total, 0)
     if not GROUPED:
         of_row = sums if SLICES == 1 else tl.sum(sums, 0)
@@ -321,14 +346,9 @@ def _skinny_kernel(
         result = _scaled_rows(result, of_row, factor, offsets + row if HAS_OFFSETS else row, HAS_OFFSETS)
     if ROUNDED and (WHOLE or not GROUPED):
         result = result * tl.load(x_scale_at)[None, :]
-    within = columns < n
-    inside = within[:, None] & present[None, :]
-    to = tokens.to(tl.int64)[None, :] * out_stride + columns[:, None]
-    if HAS_BIAS:
-        result += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[:, None]
-    if HAS_RESIDUAL:
-        result += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + to, result if SPLITS > 1 else narrow(result, DTYPE), mask=inside)
+    if SPLITS > 1:
+        out += tl.program_id(2).to(tl.int64) * m * out_stride
+    _store(result, out, bias, residual, columns, tokens, m, n, out_stride, HAS_BIAS, HAS_RESIDUAL, out.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["m"])

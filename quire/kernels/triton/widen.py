@@ -12,7 +12,7 @@ import triton.language as tl
 from quire.kernels.triton.float8 import widen_e4m3
 from quire.kernels.triton.packed_codes import widen_e2m1
 from quire.kernels.triton.runtime import blocks_of, launch, narrow
-from quire.kernels.triton.weight_formats import E4M3, I4, MXFP4, NVFP4, PAIRED, StoredMatrix, exponent
+from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PAIRED, StoredMatrix, exponent
 
 ROWS = 8
 """Of a program."""
@@ -54,7 +54,7 @@ def _widen_kernel(
         else:
             columns = first + at
             inside = columns < K
-            code = tl.load(codes + row * K + columns, mask=inside, other=0)
+            code = tl.load(codes + row * K + columns, mask=inside, other=0 if FORMAT == I8 else 0.0)
             wide = widen_e4m3(code, tl.float32) if FORMAT == E4M3 else code.to(tl.float32)
         group = columns // GROUP if GROUP > 0 else columns * 0
         scale = tl.load(scales + row * NUM_GROUPS + group, mask=inside, other=0)
