@@ -274,6 +274,18 @@ def by_rows(m: int, kind: int, capability: int, rounds: bool) -> None:
     widen(matrix, torch.bfloat16)
 
 
+def float8_layer_calls() -> Calls:
+    """Products of Qwen3-8B in FP8 with a scale for each row, in every range of numbers of rows."""
+
+    def call(m: int, n: int, k: int, *, adds: bool) -> None:
+        codes = empty(1, n, k, dtype=torch.float8_e4m3fn)
+        matrix = StoredMatrix(E4M3.value, k, codes, float32(1, n, 1))
+        quantized_matmul(empty(m, k), matrix, None, empty(m, n) if adds else None, rounds_activations=True)
+
+    shapes = ((6144, 4096, False), (4096, 4096, True), (4096, 12288, True))
+    return [partial(call, m, n, k, adds=adds) for n, k, adds in shapes for m in (8, 16, 32, 64, 128)]
+
+
 def product_calls() -> Calls:
     """What multiplies matrices."""
     return [
@@ -421,6 +433,7 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         calls += layer_calls() + row_calls() + state_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
+        calls += float8_layer_calls() if capability >= 89 else []
     return calls
 
 
