@@ -1,8 +1,9 @@
-"""What decides designs: python -m benchmarks.gpu.experiments --out FILE [--tiny]
+"""What decides designs: python -m benchmarks.gpu.experiments --out FILE [--what WHAT ...] [--seconds S] [--tiny]
 
 bits: are a product's rows the same bits in tiles of 64 and 128 rows, of 64 to 256 columns, and with the operands
 swapped (which would let `batch_invariant` choose tiles by the number of rows), and what would each take? launch: a
-chain of small kernels with and without programmatic dependent launch. --tiny: small matrices in Triton's
+chain of small kernels with and without programmatic dependent launch. products: which of many ways multiplies fastest
+with a quantised matrix, within --seconds (only where it is asked for)? --tiny: small matrices in Triton's
 interpreter.
 """
 
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu import records
+from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.timing import CACHE_BYTES, measure, num_copies
@@ -148,15 +150,25 @@ def add_one(x: torch.Tensor, *, early: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--what", nargs="+", choices=("launch", "bits", "products"), default=["launch", "bits"])
+    parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     emit = records.writer(arguments.out)
     assert arguments.tiny == bool(INTERPRETED.value), "tiny shapes are interpreted, all others compiled"
     device = torch.device("cpu" if arguments.tiny else "cuda")
-    experiments = Experiments(TINY if arguments.tiny else QWEN3_8B, device, tiny=arguments.tiny)
+    shape = TINY if arguments.tiny else QWEN3_8B
+    experiments = Experiments(shape, device, tiny=arguments.tiny)
+    sweep = ProductSweep(shape, device, tiny=arguments.tiny)
+    wanted = {
+        "launch": experiments.launch,
+        "bits": experiments.bits,
+        "products": partial(sweep.records, arguments.seconds),
+    }
     with torch.inference_mode():
-        for record in (*experiments.launch(), *experiments.bits()):
-            emit({"part": "experiments", **record})
+        for what in arguments.what:
+            for record in wanted[what]():
+                emit({"part": "experiments", **record})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from benchmarks.gpu.limits import Work
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import Call, num_copies
 from quire.kernels.triton.matmul import matmul
+from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kernels.triton.weight_formats import E4M3, I4, PAIRED, StoredMatrix
 
@@ -82,7 +83,7 @@ class Products:
             plain = self._random(n, k)
             return lambda: matmul(x, plain)
         matrix = self._matrix(kind, n, k)
-        return lambda: matmul(x, matrix, rounds_activations=kind == E4M3.value)
+        return lambda: quantized_matmul(x, matrix, rounds_activations=kind == E4M3.value)
 
     def _matrix(self, kind: int, rows: int, columns: int) -> StoredMatrix:
         """Random codes. FP8: a scale for each row, as `quantization="fp8"` has them."""

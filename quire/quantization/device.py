@@ -25,7 +25,7 @@ class DeviceLinear(UnquantizedLinear):
 
     def __init__(self, dtype: torch.dtype, *, batch_invariant: bool) -> None:
         super().__init__(dtype)
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         shape, weight, bias = parameters.shape, parameters.weight, parameters.bias
@@ -42,7 +42,7 @@ class DeviceLinear(UnquantizedLinear):
     def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
         assert isinstance(stack, PlainStack), "made by create_stack"
         weight = stack.weights
-        if self._batch_invariant:
+        if self.batch_invariant:
             return head_matmul(x, weight)
         product = torch.bmm(x.unflatten(1, (len(weight), -1)).transpose(0, 1), weight.transpose(1, 2))
         return product.transpose(0, 1).flatten(1)
@@ -61,7 +61,7 @@ class DeviceLinear(UnquantizedLinear):
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        if self._batch_invariant:
+        if self.batch_invariant:
             return matmul(x, weight, bias, residual)
         if residual is None:
             return F.linear(x, weight, bias)

@@ -14,6 +14,7 @@ from quire.errors import ModelLoadError
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
+from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix
 from quire.layers.experts import ExpertWeights, count_rows
 from quire.logging import get_logger
@@ -73,8 +74,9 @@ class DevicePart:
 
 
 class PackedDeviceLinear:
-    """Instance of LinearMethod. Results of quantised matrices do not depend on the batch, `batch_invariant` or not:
-    their tiles and order of additions depend on the matrix alone.
+    """Instance of LinearMethod. How a quantised matrix is multiplied depends on the number of rows, and a row's last
+    bits with it, unless `plain` is batch-invariant: then tiles and order of additions depend on the matrix alone. So
+    they do for experts and heads in any case.
 
     plain: computes matrices that are not quantised. weight_format: as PackedLinear's. stored_bits: of a weight, for
     estimates of memory. converts_e4m3: the device's instructions read e4m3 numbers (compute capability 8.9).
@@ -141,7 +143,8 @@ class PackedDeviceLinear:
         shape, rounds = stack.shape, self._rounds_for(stack)
         bias = None if stack.biases is None else stack.biases[0]
         assert shape.activation is None or residual is None, "what an activation gives is not added to a residual"
-        out = matmul(x, stack.loaded, bias, residual, rounds_activations=rounds)
+        product = matmul if self._plain.batch_invariant else quantized_matmul
+        out = product(x, stack.loaded, bias, residual, rounds_activations=rounds)
         return out if shape.activation is None else activation(out, shape.activation, gated=shape.gated)
 
     def lookup(self, parameters: DevicePart, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:

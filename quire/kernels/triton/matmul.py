@@ -166,9 +166,22 @@ def _launch(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
+    tiles = stored_tiles(matrix, x.dtype, rounds_activations=rounded is not None)
+    tiled_product(x, rounded, matrix, bias, residual, out, tiles)
+
+
+def tiled_product(
+    x: torch.Tensor,
+    rounded: RoundedRows | None,
+    matrix: StoredMatrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+) -> None:
+    """As `matmul` or `head_matmul`, into `out`, in these tiles. rounded: of x, or None."""
     m, (heads, n, k) = x.shape[0], matrix.shape
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
-    tiles = stored_tiles(matrix, x.dtype, rounds_activations=rounded is not None)
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     launch(
         _matmul_kernel,

@@ -126,14 +126,15 @@ def interpreted_dot(a, b, accumulator):
     adds its products in order of k. And tl.dot would multiply the bits of bfloat16 as if they were integers.
     """
     rows, columns = (np.ascontiguousarray(block.to(tl.float32).handle.data) for block in (a, b))
-    products = np.einsum("mk,kn->mn", rows, columns, optimize=False)  # optimize=True would ask BLAS
+    indices = "mk,kn->mn" if rows.ndim == 2 else "smk,skn->smn"
+    products = np.einsum(indices, rows, columns, optimize=False)  # optimize=True would ask BLAS
     handle = type(accumulator.handle)(products + accumulator.handle.data, tl.float32)
     return tl.tensor(handle, accumulator.type)
 
 
 dot = interpreted_dot if INTERPRETED else compiled_dot
-"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype; float32 operands are multiplied as such
-(no tf32). accumulator: float32, [M, N]."""
+"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype, or stacks of such; float32 operands are
+multiplied as such (no tf32). accumulator: float32, [M, N]."""
 
 
 @triton.jit

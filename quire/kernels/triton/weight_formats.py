@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.float8 import widen_e4m3
+from quire.kernels.triton.packed_codes import widen_e2m1
 from quire.kernels.triton.runtime import INTERPRETED, dot, narrow
 
 PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6))
@@ -87,14 +88,7 @@ class StoredMatrix:
 
 
 @triton.jit
-def _widen_e2m1(codes, DTYPE: tl.constexpr):
-    """codes: uint8, 0 to 15. As widen_e4m3, with a factor of 2 ** 14."""
-    bits = codes.to(tl.uint16)
-    return ((((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
-
-
-@triton.jit
-def _exponent(codes):
+def exponent(codes):
     """2 ** (code - 127), float32."""
     wide = codes.to(tl.uint32)
     return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
@@ -144,11 +138,11 @@ def _tile(
         if FORMAT == I4:
             w = codes.to(tl.int8) if ROUNDED else codes.to(tl.float32).to(DTYPE)
         elif FORMAT == MXFP4:
-            w = _widen_e2m1(codes, DTYPE)
+            w = widen_e2m1(codes, DTYPE)
         else:
             # Exact: two and four significant bits.
             of_group = tl.load(scale_at[None, :] + (ks // GROUP)[:, None], mask=inside, other=0)
-            w = (_widen_e2m1(codes, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
+            w = (widen_e2m1(codes, tl.float16) * widen_e4m3(of_group, tl.float16)).to(DTYPE)
     return w
 
 
@@ -208,7 +202,7 @@ def product(
                 group = (start + half * STEP) // GROUP
                 inside = group < NUM_GROUPS
                 scale = tl.load(scale_at + group, mask=inside, other=0)
-                scale = _exponent(scale) if FORMAT == MXFP4 else scale
+                scale = exponent(scale) if FORMAT == MXFP4 else scale
                 if ROUNDED and not WHOLE:
                     part = part * tl.load(x_scales + group)[:, None]
                 total = tl.fma(part, tl.broadcast_to(scale[None, :], part.shape), total)

@@ -69,6 +69,8 @@ def test_all_scripts_and_their_summary(
     run(attention_sweep)
     run(experiments)
     assert launches.count("_add_kernel") >= experiments.CHAIN
+    run(experiments, "--what", "products", "--seconds", "300")
+    assert {"_skinny_kernel", "_sum_kernel", "_widen_kernel"} <= set(launches)
     run(side_by_side, "quire", "--part", "quire")
     monkeypatch.syspath_prepend(str(STAND_INS))
     found = run(side_by_side, "vllm", "--part", "vllm")

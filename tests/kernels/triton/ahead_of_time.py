@@ -9,8 +9,8 @@
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
 `QUIRE_TRITON_CACHE`, with their launchers and every kind of tiles that a model of these shapes needs: `make
-triton-cache`; the fourth only what fills the inputs of a step; the fifth what benchmarks.gpu.attention_sweep
-compares; the last for an engine of another Python, whose Triton
+triton-cache`; the fourth only what fills the inputs of a step; the fifth what `benchmarks.gpu.attention_sweep` and
+`benchmarks.gpu.product_sweep` compare; the last for an engine of another Python, whose Triton
 is fetched by pip, or is the file that libtriton=FILE names) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
@@ -43,6 +43,8 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
 from benchmarks.gpu.attention_sweep import dry_calls
+from benchmarks.gpu.product_sweep import ProductSweep
+from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import CacheScale, LayerAttention
@@ -56,10 +58,12 @@ from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.norm import norm
+from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAIN, StoredMatrix
+from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
@@ -241,6 +245,7 @@ def quantized_calls(capability: int) -> Calls:
         return apply_experts(ExpertMatrices(*matrices, None, None, rounds), x, routing, None, "silu", None, False)
 
     calls: Calls = [partial(matmul, empty(8, 4096), stored(kind, 4096, 4096, capability)) for kind in kinds]
+    calls += [partial(by_rows, m, kind, capability, False) for kind in kinds for m in (8, 16, 32, 64)]
     calls += [partial(experts, kind) for kind in (PLAIN.value, *kinds)]
     for kind in (I8.value, I4.value):
         matrix = stored(kind, 4096, 4096, capability)
@@ -248,6 +253,7 @@ def quantized_calls(capability: int) -> Calls:
             partial(matmul, empty(8, 4096), matrix, rounds_activations=True),
             partial(experts, kind, rounds=True),
         ]
+        calls += [partial(by_rows, m, kind, capability, True) for m in (8, 16, 32, 128)]
     if capability >= 89:
         matrix = stored(E4M3.value, 4096, 4096, capability)
         calls += [
@@ -255,7 +261,30 @@ def quantized_calls(capability: int) -> Calls:
             partial(matmul, empty(8, 4096), replace(matrix, group_size=0), rounds_activations=True),
             partial(experts, E4M3.value, rounds=True),
         ]
+        for each in (matrix, replace(matrix, group_size=0)):
+            calls += [
+                partial(quantized_matmul, empty(m, 4096), each, rounds_activations=True) for m in (8, 16, 32, 128)
+            ]
     return calls
+
+
+def by_rows(m: int, kind: int, capability: int, rounds: bool) -> None:
+    """A product in the mode that is fastest for a number of rows, and the matrix in bfloat16."""
+    matrix = stored(kind, 4096, 4096, capability)
+    quantized_matmul(empty(m, 4096), matrix, rounds_activations=rounds)
+    widen(matrix, torch.bfloat16)
+
+
+def float8_layer_calls() -> Calls:
+    """Products of Qwen3-8B in FP8 with a scale for each row, in every range of numbers of rows."""
+
+    def call(m: int, n: int, k: int, *, adds: bool) -> None:
+        codes = empty(1, n, k, dtype=torch.float8_e4m3fn)
+        matrix = StoredMatrix(E4M3.value, k, codes, float32(1, n, 1))
+        quantized_matmul(empty(m, k), matrix, None, empty(m, n) if adds else None, rounds_activations=True)
+
+    shapes = ((6144, 4096, False), (4096, 4096, True), (4096, 12288, True))
+    return [partial(call, m, n, k, adds=adds) for n, k, adds in shapes for m in (8, 16, 32, 64, 128)]
 
 
 def product_calls() -> Calls:
@@ -397,7 +426,8 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
     if "states" in words:
         return state_calls()
     if "sweep" in words:
-        return list(dry_calls())
+        products = ProductSweep(QWEN3_8B_SHAPE, torch.device("cpu"), empty=True)
+        return [*dry_calls(), *products.calls()]
     if "index" in words:
         return [latent_call(capability, 512, top=2048)]
     calls = product_calls() + quantized_calls(capability) + attention_calls(capability)
@@ -405,6 +435,7 @@ def calls_of(capability: int, words: Sequence[str]) -> Calls:
         calls += layer_calls() + row_calls() + state_calls() + sampling_calls()
     if "cache" in words:
         calls += all_attention_calls(capability)
+        calls += float8_layer_calls() if capability >= 89 else []
     return calls
 
 
