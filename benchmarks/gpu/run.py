@@ -85,6 +85,15 @@ def first_parts() -> list[Part]:
     ]
 
 
+def sweep_parts() -> list[Part]:
+    """Ways to make kernels, one beside the other: only what --parts names. They decide what the engine launches."""
+    products = python("benchmarks.gpu.experiments", "--out", "{out}", "--what", "products", "--seconds", "45")
+    return [
+        Part("products", products, 60),
+        Part("attention", python("benchmarks.gpu.attention_sweep", "--out", "{out}"), 60),
+    ]
+
+
 def side_by_side_parts(peer_path: str) -> list[Part]:
     """Quire, then vLLM, each alone on the card; then both with weights of 8 bits, and one stream of Quire again: the
     card's clocks may have changed."""
@@ -104,12 +113,15 @@ def side_by_side_parts(peer_path: str) -> list[Part]:
     ]
 
 
-def choose(parts: Sequence[Part], names: str | None) -> list[Part]:
-    """Those named, with commas between, in their own order; all for None. Raises ValueError for a name that is none."""
-    wanted = [part.name for part in parts] if names is None else names.split(",")
-    if unknown := sorted(set(wanted) - {part.name for part in parts}):
-        raise ValueError(f"no part {', '.join(unknown)} (parts: {', '.join(part.name for part in parts)})")
-    return [part for part in parts if part.name in wanted]
+def choose(parts: Sequence[Part], names: str | None, sweeps: Sequence[Part] = ()) -> list[Part]:
+    """The parts that are named, with commas between, in their own order, of `parts` and `sweeps`; for None all of
+    `parts`. Raises ValueError for a name that is none."""
+    if names is None:
+        return list(parts)
+    known, wanted = [*parts, *sweeps], names.split(",")
+    if unknown := sorted(set(wanted) - {part.name for part in known}):
+        raise ValueError(f"no part {', '.join(unknown)} (parts: {', '.join(part.name for part in known)})")
+    return [part for part in known if part.name in wanted]
 
 
 class Run:
@@ -189,7 +201,7 @@ def main() -> int:
     beside = side_by_side_parts(str(STAND_INS) if is_rehearsal else arguments.peer_path)
     usual = beside if arguments.side_by_side else first_parts() + (beside[1:] if is_rehearsal else [])
     try:
-        parts = choose(usual, arguments.parts)
+        parts = choose(usual, arguments.parts, sweep_parts())
     except ValueError as error:
         parser.error(str(error))
     seconds = arguments.seconds or (SIDE_BY_SIDE_SECONDS if arguments.side_by_side else FIRST_SECONDS)
