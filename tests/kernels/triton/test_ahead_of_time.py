@@ -104,7 +104,7 @@ def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
         merges = [launch for launch in launches if launch["kernel"] == "_merge_kernel"]
         assert any(launch.get("cp.async.cg", 0) >= 7 for launch in merges), "parts of latents on their way"
     if capability == 80:
-        most["_varlen_kernel"] = 1840  # over e4m3 bits, which this card does not convert: not tuned yet
+        most["_varlen_kernel"] = 304  # over e4m3 bits, which this card does not convert: not tuned yet
     spilling = [launch for launch in launches if launch["stack"] > most.get(launch["kernel"], 64)]
     assert spilling == [], "spills"
     products = [launch for launch in launches if launch["kernel"] == "_matmul_kernel"]
