@@ -20,6 +20,7 @@ from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import CACHE_BYTES, measure, num_copies
 from quire.kernels.triton.matmul import Tiles, stored_tiles, tiled_product
 from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
+from quire.kernels.triton.quantized_product import FEW, quantized_matmul
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, PAIRED, StoredMatrix
@@ -228,7 +229,9 @@ class ProductSweep:
     def records(self, seconds: float) -> Iterator[Record]:
         """One for each way, while `seconds` have not passed."""
         started = time.perf_counter()
-        for kind, name, rows, ways in self._plan():
+        for index, (kind, name, rows, ways) in enumerate(self._plan()):
+            if index == 4:
+                yield from self.bits()
             base = {"what": "product", "format": kind, "matrix": name, "m": rows}
             try:
                 operands = self._operands(kind, name, rows)
@@ -246,6 +249,20 @@ class ProductSweep:
                 except Exception as error:
                     measured = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
                 yield {**base, "variant": variant, **measured}
+
+    def bits(self) -> Iterator[Record]:
+        """Of some of the first rows, multiplied alone, in the engine's way: are they those among others?"""
+        for kind in ("int4", "fp8"):
+            base = {"what": "bits of few rows", "format": kind}
+            try:
+                given = self._operands(kind, "o", FEW, copies=1)[0]
+                multiply = partial(quantized_matmul, matrix=given.matrix, rounds_activations=given.rounded is not None)
+                together = multiply(given.x)
+                rows = (1, 8, 9, 16, 17)
+                differing = [int((multiply(given.x[:m]) != together[:m]).sum()) for m in rows]
+                yield {**base, "rows": rows, "differing": differing}
+            except Exception as error:
+                yield {**base, "error": f"{type(error).__name__}: {str(error)[:300]}"}
 
     def calls(self) -> Iterator[Callable[[], object]]:
         """Each kernel once, over memory of any content: to be compiled, not run."""

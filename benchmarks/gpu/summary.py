@@ -31,7 +31,8 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], logs: Path, 
     lines += [f"ERROR {_title(record)}: {record['error'][:120]}" for record in errors[:6]]
     if is_rehearsal:
         lines.append(f"A rehearsal: {len(found)} records, {len(errors)} of them errors. Times mean nothing.")
-    for section in (_machine, _engine, _comparison, _kernels, _breakdown, _attention, _experiments, _throttled):
+    sections = (_machine, _engine, _comparison, _kernels, _breakdown, _attention, _experiments, _products, _throttled)
+    for section in sections:
         lines += section([record for record in found if "error" not in record])
     return "\n".join(lines)
 
@@ -150,6 +151,27 @@ def _experiments(found: Sequence[Record]) -> list[str]:
     share = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
     lines += [f"counters {record['kernel'][:40]}: {record.get(share, -1):.0f} % of DRAM" for record in counted]
     return ["", "== Experiments, counters", *lines] if lines else []
+
+
+def _products(found: Sequence[Record]) -> list[str]:
+    """The fastest ways to multiply with each quantised matrix, and the present one."""
+    measured = [record for record in _of(found, "product") if "seconds" in record]
+    lines = []
+    for case in dict.fromkeys((record["format"], record["matrix"], record["m"]) for record in measured):
+        ways = [record for record in measured if (record["format"], record["matrix"], record["m"]) == case]
+        ways.sort(key=_seconds)
+        shown = ways[:4] + [way for way in ways[4:] if way["variant"] == "present"]
+        lines.append("{} {}, {} rows".format(*case))
+        for way in shown:
+            wrong = "" if way["nan"] == 0 and way["error of all"] < 0.02 else f" WRONG by {way['error of all']:.3g}"
+            lines.append(f"  {way['seconds'] * 1e6:9.1f} us {way['variant']}{wrong}")
+    for record in _of(found, "bits of few rows"):
+        lines.append(f"bits of few rows, {record['format']}: {record.get('differing', record.get('error'))} differing")
+    return ["", "== Ways to multiply with quantised matrices", *lines] if lines else []
+
+
+def _seconds(record: Record) -> float:
+    return float(record["seconds"])
 
 
 def _throttled(found: Sequence[Record]) -> list[str]:

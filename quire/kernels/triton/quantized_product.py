@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.triton.matmul import Tiles, matmul, stored_tiles, tiled_product
+from quire.kernels.triton.matmul import WIDE, Tiles, matmul, stored_tiles, tiled_product
 from quire.kernels.triton.quantize_rows import round_rows
 from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
@@ -27,6 +27,12 @@ def few_tiles(m: int) -> SkinnyTiles:
     if m <= 16:
         return SkinnyTiles(16, 8 if m <= 8 else 16, SLICES, 64, 8, 4)
     return SkinnyTiles(32, 32, SLICES, 64, 8, 3)
+
+
+def some_tiles(matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
+    """Between FEW and MEDIUM rows: Hopper's larger products, and a narrow matrix occupies a large card by splits."""
+    block_k = 128 if rounds_activations else 64
+    return SkinnyTiles(64, 64, 1, block_k, 4, 4, splits=4 if matrix.shape[1] <= WIDE else 1)
 
 
 def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
@@ -60,13 +66,12 @@ def quantized_matmul(
         return matmul(x, matrix, bias, residual, rounds_activations=rounds_activations)
     out = x.new_empty(m, n) if residual is None else residual
     rounded = round_rows(x, matrix) if rounds_activations else None
-    if m <= FEW:
-        skinny_product(x, rounded, matrix, bias, residual, out, few_tiles(m))
-    elif widened:
-        skinny_product(x, rounded, matrix, bias, residual, out, SkinnyTiles(64, 64, 1, 64, 4, 4))
+    if m < MEDIUM:
+        tiles = few_tiles(m) if m <= FEW else some_tiles(matrix, rounds_activations=rounds_activations)
+        skinny_product(x, rounded, matrix, bias, residual, out, tiles)
     else:
-        tiles = stored_tiles(matrix, x.dtype, rounds_activations=rounds_activations)
-        if m >= MEDIUM and rounds_activations and matrix.kind < I4.value:
-            tiles = many_tiles(tiles, matrix)
-        tiled_product(x, rounded, matrix, bias, residual, out, tiles)
+        larger = stored_tiles(matrix, x.dtype, rounds_activations=rounds_activations)
+        if rounds_activations and matrix.kind < I4.value:
+            larger = many_tiles(larger, matrix)
+        tiled_product(x, rounded, matrix, bias, residual, out, larger)
     return out

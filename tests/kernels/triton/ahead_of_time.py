@@ -283,7 +283,7 @@ def float8_layer_calls() -> Calls:
         matrix = StoredMatrix(E4M3.value, k, codes, float32(1, n, 1))
         quantized_matmul(empty(m, k), matrix, None, empty(m, n) if adds else None, rounds_activations=True)
 
-    shapes = ((6144, 4096, False), (4096, 4096, True), (4096, 12288, True))
+    shapes = ((24576, 4096, False), (6144, 4096, False), (4096, 4096, True), (4096, 12288, True))
     return [partial(call, m, n, k, adds=adds) for n, k, adds in shapes for m in (8, 16, 32, 64, 128)]
 
 

@@ -66,13 +66,14 @@ def test_few_rows_have_the_same_bits_however_many_there_are(name: str, device: t
     ("name", "m", "rounds", "kernels"),
     [
         ("int4", FEW, False, ["skinny_kernel"]),
-        ("int4", FEW + 1, False, ["skinny_kernel"]),
+        ("int4", FEW + 1, False, ["skinny_kernel", "sum_kernel"]),
         ("int4", MEDIUM, False, ["widen_kernel"]),
         ("int4", MEDIUM, True, ["round_integers_kernel", "matmul_kernel"]),
         ("fp8", FEW, True, ["round_kernel", "skinny_kernel"]),
-        ("fp8", FEW + 1, True, ["round_kernel", "matmul_kernel"]),
+        ("fp8", FEW + 1, True, ["round_kernel", "skinny_kernel", "sum_kernel"]),
+        ("fp8", MEDIUM, True, ["round_kernel", "matmul_kernel"]),
         ("fp8", FEW, False, ["skinny_kernel"]),
-        ("fp8", FEW + 1, False, ["matmul_kernel"]),
+        ("fp8", MEDIUM, False, ["matmul_kernel"]),
     ],
 )
 def test_kernels_by_the_number_of_rows(
