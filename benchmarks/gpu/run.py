@@ -105,9 +105,9 @@ def side_by_side_parts(peer_path: str) -> list[Part]:
 
     return [
         Part("machine", python("benchmarks.gpu.machine", "--out", "{out}"), 20),
-        part("quire", "quire", 55),
+        part("quire", "quire", 60),
         part("vllm", "vllm", 140),
-        part("quire-fp8", "quire", 30, "--format", "fp8"),
+        part("quire-fp8", "quire", 45, "--format", "fp8"),
         part("quire-again", "quire", 20, "--workloads", "single"),
         part("vllm-fp8", "vllm", 140, "--format", "fp8", least=100.0),
     ]
