@@ -170,7 +170,7 @@ def _remember_shapes(core: Any) -> None:
 
 
 def _leave_what_fits(interpreter: Any) -> None:
-    """Most operands have one type and one shape already: neither is found out again by a dozen of Triton's functions."""
+    """Most operands have one type and one shape already: a dozen of Triton's functions need not find that out."""
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     fit, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
 

@@ -81,7 +81,7 @@ def test_tuples_types_and_constants_are_those_of_triton() -> None:
     pair = tl.tuple([1, tl.constexpr(2)])
     assert pair == tl.tuple([1, 2])
     assert pair == (1, 2)
-    assert not pair == tl.tuple([1, 3])
+    assert pair != tl.tuple([1, 3])
     assert [str(each) for each in pair.type.types] == [str(each) for each in tl.tuple([1, 2], pair.type).type.types]
     assert len(pair.type.fields) == 2
     assert tl.float32 == tl.constexpr(tl.float32)

@@ -212,6 +212,13 @@ def test_prompt_logprobs_in_chunks_and_whole(model: Variant) -> None:
         assert all(token in entry for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
 
 
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(each, marks=() if each in PATHS else pytest.mark.long) for each in VARIANTS],
+    ids=str,
+    indirect=True,
+    scope="module",
+)
 def test_threads(model: Variant, together: list[tuple[list[int], list[object]]]) -> None:
     """Seven requests in a batch, then one alone, by three threads. Few steps: threads without a core wait long."""
     chosen, num_tokens = [*range(3, 10), 26], 4
