@@ -29,7 +29,6 @@ VARIANTS = [
     *PATHS,
     Variant("gpt2"),  # heads of 12: plain operators
     Variant("deepseek-v3-yarn"),
-    Variant("deepseek-v2-groups", {"attention_backend": "torch"}),
     Variant("deepseek-v3.2", {"attention_backend": "torch"}),
     Variant("deepseek-v3.2-yarn", {"dtype": "bfloat16"}),
     Variant("deepseek-v2", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa=BF16_ISA),
@@ -69,7 +68,14 @@ def generate(  # type: ignore[no-untyped-def]
     return generate_with(model, prompts, params, **options)
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *VARIANTS,
+        pytest.param(Variant("deepseek-v2-groups", {"attention_backend": "torch"}), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))

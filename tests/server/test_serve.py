@@ -356,7 +356,7 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("count", all_but_long([1, 2], [2]))
     def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
         files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
         process = Process(model_path, "readable", api_server_count=count, **files)
