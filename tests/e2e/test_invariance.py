@@ -49,6 +49,8 @@ VARIANTS = [
     Variant("qwen3-window", {"quantization": "mxfp4", "kv_cache_dtype": "fp8"}, isa="avx2"),
 ]
 """All arithmetic: what kernels see of a step's shape is tested with these."""
+GROUPS = Variant("deepseek-v2-groups", {"attention_backend": "torch"})
+"""Slow, and like a variant above but for the choice of experts."""
 on_paths = pytest.mark.parametrize("model", PATHS, ids=str, indirect=True, scope="module")
 PROMPTS = random_prompts([1 + (7 * i) % 61 for i in range(32)], 97, seed=3)
 ALONE = [0, 3, 6, 26]
@@ -70,10 +72,7 @@ def generate(  # type: ignore[no-untyped-def]
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *VARIANTS,
-        pytest.param(Variant("deepseek-v2-groups", {"attention_backend": "torch"}), marks=pytest.mark.long),
-    ],
+    params=[*VARIANTS, pytest.param(GROUPS, marks=pytest.mark.long)],
     ids=str,
 )
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
@@ -220,7 +219,7 @@ def test_prompt_logprobs_in_chunks_and_whole(model: Variant) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(each, marks=() if each in PATHS else pytest.mark.long) for each in VARIANTS],
+    [pytest.param(each, marks=() if each in PATHS else pytest.mark.long) for each in [*VARIANTS, GROUPS]],
     ids=str,
     indirect=True,
     scope="module",
