@@ -195,7 +195,7 @@ MIXED = [
 ] * 2
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=all_but_long(VARIANTS, [*VARIANTS[:2], VARIANTS[3], VARIANTS[5]]), ids=str)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))

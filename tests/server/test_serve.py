@@ -221,7 +221,7 @@ async def test_a_second_signal_leaves_at_once(model_path: Path, processes: list[
     assert has_ended(engine)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", all_but_long([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_while_starting(model_path: Path, processes: list[Process], number: int) -> None:
     process = Process(model_path, "never_ready")
     processes.append(process)
