@@ -124,7 +124,10 @@ def _describe_tuples_when_asked(core: Any) -> None:
 
     def get_type(self: Any) -> Any:
         if "described" not in self.__dict__:
-            self.described = core._type_for_tuple_values(self.values)
+            try:
+                self.described = core._type_for_tuple_values(self.values)
+            except AttributeError as error:  # of which Python would make a search for a field named "type", without end
+                raise TypeError(f"a tuple of {self.values} has no type") from error
         return self.described
 
     def set_type(self: Any, type: Any) -> None:
