@@ -163,7 +163,7 @@ class DraftingMachine(EngineMachine):
 
 def test_random_schedules_with_drafts() -> None:
     DraftingMachine.totals.clear()
-    run_machine(DraftingMachine, examples=7, steps=80)
+    run_machine(DraftingMachine, examples=12, steps=80)
     totals = DraftingMachine.totals
     assert totals["steps_total"] > 300
     assert totals["accepted drafts"] > 0
