@@ -32,7 +32,7 @@ help:
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
-  'make test-long      the tests that take many seconds each, which make test leaves out' \
+  'make test-long      the tests that make test leaves out: of many seconds each, and variants much like others' \
 	  'make wheel          a source distribution and a manylinux wheel in dist/, installed and run without a compiler' \
   'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
@@ -95,8 +95,9 @@ test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
 	@QUIRE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
-# Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here; and the tests
-# that only a card answers in full, interpreted, so that they run when there is one.
+# Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here, and variants much
+# like others (tests/long.py); then the tests that only a card answers in full, interpreted, so that they run when there is
+# one.
 test-long: install-test
 	@printf '==> long tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 -m long

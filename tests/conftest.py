@@ -58,6 +58,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:

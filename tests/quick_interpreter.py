@@ -124,7 +124,10 @@ def _describe_tuples_when_asked(core: Any) -> None:
 
     def get_type(self: Any) -> Any:
         if "described" not in self.__dict__:
-            self.described = core._type_for_tuple_values(self.values)
+            try:
+                self.described = core._type_for_tuple_values(self.values)
+            except AttributeError as error:  # of which Python would make a search for a field named "type", without end
+                raise TypeError(f"a tuple of {self.values} has no type") from error
         return self.described
 
     def set_type(self: Any, type: Any) -> None:
@@ -170,7 +173,7 @@ def _remember_shapes(core: Any) -> None:
 
 
 def _leave_what_fits(interpreter: Any) -> None:
-    """Most operands have one type and one shape already: a dozen of Triton's functions need not find out either."""
+    """Most operands have one type and one shape already: a dozen of Triton's functions need not find that out."""
     core, semantic = interpreter.tl.core, interpreter.TritonSemantic
     fit, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
 

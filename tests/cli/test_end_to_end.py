@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from tests.long import all_but_long
 
 SMALL = ["--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--num-blocks-override", "136", "--num-threads", "1"]
 PROMPT = "def fibonacci(n):"
@@ -139,7 +140,7 @@ def announced_address(process: subprocess.Popen[bytes]) -> str:
     return found[0].decode()
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", all_but_long(["completions", "chat"], ["chat"]))
 def test_bench_serve_against_the_server(server: str, endpoint: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     flags = [

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.e2e.conftest import GREEDY, generate
-from tests.models.dense_families import DENSE_FAMILIES
+from tests.long import all_but_long
+from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
 from tests.models.harness import next_logits, random_prompts
 from tests.models.hybrid_families import HYBRID_FAMILIES
@@ -16,6 +17,31 @@ PROMPT_LENGTHS = [1, 33, 7, 60]
 NUM_GENERATED = 64
 NUM_DENSE = 24
 """Of the dense families besides LLaMA's: their rotations do not stretch, and windows end before."""
+REPRESENTATIVES = [
+    *(
+        "gpt2",
+        "opt",
+        "opt-bare",
+        "deepseek-v2",
+        "deepseek-v3",
+        "deepseek-v3-yarn",
+        "deepseek-v3.2",
+        "llama",
+        "llama-biases",
+    ),
+    *("llama-dynamic", "llama-yarn-mscale", "llama-llama3", "mistral", "qwen2-window", "qwen3"),
+    *(
+        "mixtral-one-expert",
+        "qwen2-moe-renormalised",
+        "qwen3-moe-window",
+        "llama4-interleaved",
+        "gpt-oss",
+        "qwen3-next",
+        "qwen3.5-moe",
+    ),
+    *("qwen3.5-two-of-two", *DENSE_SAMPLE),
+]
+"""Each kind of layer, norm, rotation and window once. The logits of all are compared in tests/models."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +49,7 @@ def products() -> None:
     """torch's own: what they give is compared within a tolerance."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", all_but_long(FAMILIES, REPRESENTATIVES))
 def test_greedy_tokens_and_logprobs(name: str, saved_model) -> None:  # type: ignore[no-untyped-def]
     saved = saved_model(name)
     prompts = random_prompts(PROMPT_LENGTHS, 97, seed=11)

@@ -21,6 +21,7 @@ from quire.structured_output.grammar import write_grammar
 from quire.structured_output.rehearsal import start_matcher
 from quire.structured_output.vocabulary import make_vocabulary
 from tests.e2e.conftest import Variant, generate
+from tests.long import all_but_long
 from tests.models.families import FAMILIES
 from tests.models.harness import random_prompts, randomize, save
 
@@ -104,7 +105,9 @@ def assert_equal_searches(llm: LLM, model: PreTrainedModel, prompts: list[list[i
     assert len(lengths) > 10, "the searches are too much alike"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-window", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", all_but_long(["llama", "gpt2", "qwen3-window", "deepseek-v3"], ["qwen3-window", "deepseek-v3"])
+)
 def test_random_models_against_transformers(family: str, tmp_path: Path) -> None:
     model = randomize(FAMILIES[family]())
     with torch.no_grad():
@@ -192,7 +195,7 @@ MIXED = [
 ] * 2
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=all_but_long(VARIANTS, [*VARIANTS[:2], VARIANTS[3], VARIANTS[5]]), ids=str)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))

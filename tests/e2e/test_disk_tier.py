@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.worker.kv_connector import offload as offload_worker
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
+from tests.long import all_but_long
 from tests.models.harness import random_prompts
 
 VARIANTS = [
@@ -30,7 +31,7 @@ PROMPTS = random_prompts([75, 60, 33, 70, 90], 97, seed=11)
 SHORT = msgspec.structs.replace(GREEDY, max_tokens=12)
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=all_but_long(VARIANTS, [VARIANTS[1], *VARIANTS[3:]]), ids=str)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))

@@ -9,6 +9,7 @@ import pytest
 
 from quire import SamplingParams
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
+from tests.long import all_but_long
 from tests.models.harness import next_logits, random_prompts
 
 VARIANTS = [
@@ -23,7 +24,7 @@ BEAMS = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=all_but_long(VARIANTS, VARIANTS[:1]), ids=str)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(

@@ -29,7 +29,6 @@ VARIANTS = [
     *PATHS,
     Variant("gpt2"),  # heads of 12: plain operators
     Variant("deepseek-v3-yarn"),
-    Variant("deepseek-v2-groups", {"attention_backend": "torch"}),
     Variant("deepseek-v3.2", {"attention_backend": "torch"}),
     Variant("deepseek-v3.2-yarn", {"dtype": "bfloat16"}),
     Variant("deepseek-v2", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa=BF16_ISA),
@@ -50,6 +49,8 @@ VARIANTS = [
     Variant("qwen3-window", {"quantization": "mxfp4", "kv_cache_dtype": "fp8"}, isa="avx2"),
 ]
 """All arithmetic: what kernels see of a step's shape is tested with these."""
+GROUPS = Variant("deepseek-v2-groups", {"attention_backend": "torch"})
+"""Slow, and like a variant above but for the choice of experts."""
 on_paths = pytest.mark.parametrize("model", PATHS, ids=str, indirect=True, scope="module")
 PROMPTS = random_prompts([1 + (7 * i) % 61 for i in range(32)], 97, seed=3)
 ALONE = [0, 3, 6, 26]
@@ -69,7 +70,11 @@ def generate(  # type: ignore[no-untyped-def]
     return generate_with(model, prompts, params, **options)
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[*VARIANTS, pytest.param(GROUPS, marks=pytest.mark.long)],
+    ids=str,
+)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))
@@ -212,6 +217,13 @@ def test_prompt_logprobs_in_chunks_and_whole(model: Variant) -> None:
         assert all(token in entry for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
 
 
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(each, marks=() if each in PATHS else pytest.mark.long) for each in [*VARIANTS, GROUPS]],
+    ids=str,
+    indirect=True,
+    scope="module",
+)
 def test_threads(model: Variant, together: list[tuple[list[int], list[object]]]) -> None:
     """Seven requests in a batch, then one alone, by three threads. Few steps: threads without a core wait long."""
     chosen, num_tokens = [*range(3, 10), 26], 4

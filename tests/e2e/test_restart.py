@@ -26,6 +26,7 @@ from quire.engine.restarting_client import RestartingClient
 from quire.outputs import RequestOutput
 from quire.parsers.reasoning import ThinkFormat
 from tests.fakes.fates import Fates
+from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 from tests.processes import has_ended
 
@@ -151,7 +152,7 @@ def fates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fates:
     return Fates(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
 async def test_kill_9_under_load_changes_no_bit(fates: Fates, queue_depth: int) -> None:
     engine = open_engine({**OPTIONS, "queue_depth": queue_depth})
     try:
@@ -165,8 +166,9 @@ async def test_kill_9_under_load_changes_no_bit(fates: Fates, queue_depth: int) 
         engine.shutdown()
 
 
+@pytest.mark.parametrize("deaths", all_but_long([[11], [5, 11]], [[11]]), ids=str)
 async def test_the_states_of_a_hybrid_model_are_made_again(
-    fates: Fates, saved_model: Callable[[str], SavedModel]
+    fates: Fates, saved_model: Callable[[str], SavedModel], deaths: list[int]
 ) -> None:
     options = {
         "model": str(saved_model("qwen3.5-small-states").directory),
@@ -180,13 +182,18 @@ async def test_the_states_of_a_hybrid_model_are_made_again(
     engine = open_engine(options)
     try:
         async with asyncio.timeout(GUARD_SECONDS):
-            await compare(engine, fates, [("die", 5), ("die", 11)], 9, ids_request)
+            await compare(engine, fates, [("die", step) for step in deaths], 9, ids_request)
     finally:
         engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    "planned",
+    all_but_long([[("rank stops", 6)], [("die", 5), ("rank dies", 7)]], [[("rank stops", 6)]]),
+    ids=lambda planned: ", ".join(kind for kind, _ in planned),
+)
 async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_killed(
-    fates: Fates, saved_model: Callable[[str], SavedModel]
+    fates: Fates, saved_model: Callable[[str], SavedModel], planned: list[tuple[str, int]]
 ) -> None:
     """A stopped process does not notice the end of its parent: it must be killed with it."""
     options = {
@@ -203,7 +210,7 @@ async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_kill
         async with asyncio.timeout(GUARD_SECONDS):
             _ = await asyncio.to_thread(lambda: engine.ready)
             ranks = ranks_of(engine)
-            await compare(engine, fates, [("rank stops", 6), ("die", 5), ("rank dies", 7)], 6, ids_request)
+            await compare(engine, fates, planned, 6, ids_request)
         assert len(ranks) == 2
         assert all(has_ended(rank) for rank in ranks)
     finally:

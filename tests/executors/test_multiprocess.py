@@ -36,6 +36,7 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import NewSequence, SamplingInputs, SequenceSampling, StepPlan
 from tests.fakes.masks import AllowedByPosition
+from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import randomize, save
 from tests.processes import has_ended
@@ -203,7 +204,7 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     executor.shutdown()
 
 
-@pytest.mark.parametrize("expected_inputs", [[], [0]])
+@pytest.mark.parametrize("expected_inputs", all_but_long([[], [0]], [[0]]))
 def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expected_inputs: list[int]) -> None:
     """The first is an answer like any other; after the second the ranks' states are undefined."""
     path = save(randomize(FAMILIES["llama"]()), tmp_path)
@@ -277,6 +278,7 @@ def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> 
         os.waitpid(rank.pid, 0)
 
 
+@pytest.mark.long
 def test_ranks_end_with_their_parent(model_path: Path) -> None:
     ended_with_their_parent(model_path, is_stopped=False)
 

@@ -174,7 +174,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 def test_random_transfers() -> None:
-    run_machine(TiersMachine, examples=25, steps=60)
+    run_machine(TiersMachine, examples=15, steps=60)
     # Which rules hypothesis draws is chance; loads that fail have tests in tests/scheduler/test_connector_loads.py.
     assert TiersMachine.num_hits > 5
 

@@ -432,7 +432,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_sequences_over_groups(name: str) -> None:
-    run_machine(type("Machine", (GroupMachine,), {"name": name}), examples=15, steps=30)
+    run_machine(type("Machine", (GroupMachine,), {"name": name}), examples=9, steps=30)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

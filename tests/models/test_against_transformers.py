@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES
 from tests.models.families import FAMILIES, llama, rope
@@ -37,7 +38,22 @@ def test_logits_of_a_mixed_batch_in_chunks(name: str, saved_model: SavedModels) 
         torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * float(expected.std()))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {**DENSE_FAMILIES, **HYBRID_FAMILIES}])
+GREEDY = [name for name in FAMILIES if name not in {**DENSE_FAMILIES, **HYBRID_FAMILIES}]
+"""The others generate in tests/e2e."""
+ONE_OF_EACH = [
+    "gpt2",
+    "opt-350m",
+    "deepseek-v2-groups",
+    "deepseek-v3.2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "llama4",
+    "gpt-oss",
+]
+
+
+@pytest.mark.parametrize("name", all_but_long(GREEDY, ONE_OF_EACH))
 def test_greedy_tokens_of_a_mixed_batch(name: str, saved_model: SavedModels) -> None:
     saved = saved_model(name)
     prompts = random_prompts([3, 40, 17], 97, seed=5)

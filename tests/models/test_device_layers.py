@@ -118,12 +118,18 @@ SAME_LAYERS = (
 LIBRARY = [name for name in FAMILIES if name.removeprefix("llama-") not in FREQUENCIES_ONLY]
 LIBRARY = [name for name in LIBRARY if name in DENSE_SAMPLE or name not in DENSE_FAMILIES]
 LIBRARY = [name for name in LIBRARY if name not in SAME_LAYERS]
+MUCH_ALIKE = (
+    *("gpt2-variant", "opt-bare", "deepseek-v2-one-expert", "deepseek-v3-plain", "llama-wide", "llama-yarn-mscale"),
+    *("mixtral-all-experts", "qwen2-moe-renormalised", "qwen3-moe-window", "llama4-interleaved", "qwen3.5-state-last"),
+)
+"""Families whose layers others have too, in other sizes or order."""
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 
 
 @pytest.mark.parametrize(
     ("name", "batch_invariant"),
-    [(name, False) for name in LIBRARY] + [(name, True) for name in BATCH_INVARIANT],
+    [pytest.param(name, False, marks=pytest.mark.long if name in MUCH_ALIKE else ()) for name in LIBRARY]
+    + [(name, True) for name in BATCH_INVARIANT],
 )
 def test_logits_like_transformers(name: str, batch_invariant: bool, saved_model: SavedModels) -> None:
     saved = saved_model(name)

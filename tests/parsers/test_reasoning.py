@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from quire.parsers.registry import (
     reasoning_format,
     tool_format,
 )
+from tests.long import all_but_long
 from tests.parsers.driver import Joined, counting_ids, cut, make_parser, parse
 from tests.parsers.writers import WRITERS, Writer
 
@@ -86,20 +88,26 @@ def test_no_reasoning() -> None:
 MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] or <|tool_calls_section_begin|> begins one, <tool_call>\n"
 CALLING = [pytest.param(name, writer, id=f"{name}-{number}") for number, (name, writer) in enumerate(WRITERS)]
 CALLING = [each for each in CALLING if TOOL_FORMATS[str(each.values[0])].channels is None]
+STEPS = all_but_long([3, 1], [3])
+"""Of borders: six texts of each format begin alike, so that every place is one, in one of them."""
 SCHEMAS: dict[str, Any] = {"f": {"properties": {"a": {"type": "string"}}}, "g": {}}
 
 
-def read(name: str, reasoning: str, text: str, thought: Thought = Thought.FREE) -> Joined:
-    """The text whole, which must be the same with a border at each place, and character by character."""
+def read(name: str, reasoning: str, text: str, thought: Thought = Thought.FREE, *, step: int = 1) -> Joined:
+    """The text whole, which must be the same with a border at each place, and character by character.
+
+    step: of the places; the first one differs from text to text.
+    """
     whole = parse(make_parser(name, reasoning, thought, SCHEMAS), [text])
-    for place in range(1, len(text)):
+    for place in range(1 + crc32(text.encode()) % step, len(text), step):
         assert parse(make_parser(name, reasoning, thought, SCHEMAS), cut(text, [place])) == whole, text[:place]
     assert parse(make_parser(name, reasoning, thought, SCHEMAS), text) == whole
     return whole
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("name", "writer"), CALLING)
-def test_calls_inside_thoughts(name: str, writer: Writer) -> None:
+def test_calls_inside_thoughts(name: str, writer: Writer, step: int) -> None:
     """They are found, and what else stands before the end mark is reasoning, if that comes."""
     start, end = "<think>", "</think>"
     call, other = writer([("f", {"a": f"x{end}y"})]), writer([("g", {})])
@@ -112,7 +120,7 @@ def test_calls_inside_thoughts(name: str, writer: Writer) -> None:
         (f"{start}plan {call}\n{end}{other}", "plan ", "", [made, second]),
         (f"{start}plan{end}{call}", "plan", "", [made]),
     ):
-        found = read(name, "qwen3", text)
+        found = read(name, "qwen3", text, step=step)
         assert (found.reasoning.split(), found.content, found.pairs) == (thoughts.split(), content, calls), text
 
 
@@ -127,12 +135,13 @@ def test_calls_inside_thoughts_of_each_format(reasoning: str) -> None:
         assert read(name, reasoning, start + text) == found
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("name", "writer"), CALLING)
-def test_mentions_of_marks_inside_thoughts(name: str, writer: Writer) -> None:
+def test_mentions_of_marks_inside_thoughts(name: str, writer: Writer, step: int) -> None:
     call, form = writer([("f", {"a": "x"})]), TOOL_FORMATS[name]
     mention = MENTION + " ".join(f"{mark}, " for mark in form.markers) + '{"name": "h"} [h(1)] '
     for text in (f"<think>{mention}I call.{call}", f"<think>{mention}I call.</think>{call}"):
-        found = read(name, "qwen3", text)
+        found = read(name, "qwen3", text, step=step)
         assert (found.reasoning, found.content, found.pairs) == (f"{mention}I call.", "", [("f", '{"a": "x"}')])
 
 

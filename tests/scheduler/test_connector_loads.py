@@ -396,7 +396,7 @@ class TierMachine(EngineMachine):
 def test_random_schedules_over_three_tiers() -> None:
     """The invariants hold after every step, every completion is that of a lone run, and everything does happen."""
     TierMachine.totals.clear()
-    run_machine(TierMachine, examples=12, steps=80)
+    run_machine(TierMachine, examples=7, steps=80)
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for: each of the rest (hits on
     # disk, failures, restarts, preemption) has a test of its own above.
     totals = TierMachine.totals

@@ -44,7 +44,7 @@ def test_random_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.kv_cache.layout.STATE_BORDER", 4)
     groups, _ = group_layers([layer_spec(kind) for kind in KINDS[-1]], 4, 4)
     assert [group.block_size for group in groups] == [8, 4, 4, 8]
-    run_machine(KindsMachine, examples=25, steps=60)
+    run_machine(KindsMachine, examples=15, steps=60)
     totals = KindsMachine.totals
     for event in ("preemptions_total", "copied_blocks_total", "prefix_cache_hits_total", "evictions_total", "aborts"):
         assert totals[event] > 5, event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -192,7 +193,23 @@ def test_a_token_outside_the_constraint_is_not_reported() -> None:
     assert driver.masks.follows("97", driver.tokens["bound", 0])
 
 
-def test_matchers_outlive_preemptions_and_end_with_their_sequences() -> None:
+@pytest.fixture
+def matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[NumberMatcher]]:
+    """All that are made in the test."""
+    made: list[weakref.ref[NumberMatcher]] = []
+    begin = NumberMatcher.__init__
+
+    def begin_noted(self: NumberMatcher, *args: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args)
+
+    monkeypatch.setattr(NumberMatcher, "__init__", begin_noted)
+    return made
+
+
+def test_matchers_outlive_preemptions_and_end_with_their_sequences(
+    matchers: list[weakref.ref[NumberMatcher]],
+) -> None:
     driver = make_driver(num_blocks=12, queue_depth=2)
     for number in range(3):
         driver.add(str(number), prompt(9, start=number), max_tokens=16, constraint="5")
@@ -201,15 +218,17 @@ def test_matchers_outlive_preemptions_and_end_with_their_sequences() -> None:
     for number in range(3):
         expected = generate_alone(prompt(9, start=number), max_tokens=16, constraint="5")[0]
         assert driver.tokens[str(number), 0] == expected
-    assert not [each for each in gc.get_objects() if isinstance(each, NumberMatcher)]
+    assert matchers
+    assert not [each for matcher in matchers if (each := matcher()) is not None]
 
 
 @pytest.mark.parametrize("params", [{}, {"n": 3, "temperature": 1.0}, {"n": 2, "use_beam_search": True}])
 @pytest.mark.parametrize("steps", [2, 100])
-def test_matchers_end_with_their_requests_and_not_with_a_collection(params: dict[str, Any], steps: int) -> None:
+def test_matchers_end_with_their_requests_and_not_with_a_collection(
+    params: dict[str, Any], steps: int, matchers: list[weakref.ref[NumberMatcher]]
+) -> None:
     """They cost memory elsewhere, and an idle engine collects nothing."""
     driver = make_driver()
-    gc.collect()
     gc.disable()
     try:
         driver.add("r", prompt(9), max_tokens=16, constraint="5", **params)
@@ -219,7 +238,8 @@ def test_matchers_end_with_their_requests_and_not_with_a_collection(params: dict
         driver.run()
         driver.add("next", prompt(9), max_tokens=2)
         driver.run()
-        alive = [each for each in gc.get_objects() if isinstance(each, NumberMatcher)]
+        alive = [each for matcher in matchers if (each := matcher()) is not None]
     finally:
         gc.enable()
+    assert matchers
     assert alive == []

@@ -370,7 +370,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     """No leak, no block with two owners, every wait ends, and every completion is that of a lone run without a
     connector."""
     RemoteMachine.totals.clear()
-    run_machine(RemoteMachine, examples=10, steps=80)
+    run_machine(RemoteMachine, examples=6, steps=80)
     # Which engines hypothesis draws is chance, so only what every draw brings is asked for: each of the rest has a test
     # of its own above.
     totals = RemoteMachine.totals

@@ -24,6 +24,7 @@ from quire.errors import ConfigError
 from quire.server.listener import bind, check_certificate
 from quire.server.run import serve
 from quire.server.settings import ServerSettings
+from tests.long import all_but_long
 from tests.processes import has_ended
 from tests.server.serve_process import LONG, Process
 
@@ -121,8 +122,17 @@ async def drain(process: Process, send: Callable[[], None]) -> None:
         assert rest[-2] == "data: [DONE]"
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("make_stderr", [full_disk, stuck_pipe, pipe_without_reader])
+@pytest.mark.parametrize(
+    ("make_stderr", "num_processes"),
+    [
+        (full_disk, 1),
+        (stuck_pipe, 2),
+        (pipe_without_reader, 1),
+        pytest.param(full_disk, 2, marks=pytest.mark.long),
+        pytest.param(stuck_pipe, 1, marks=pytest.mark.long),
+        pytest.param(pipe_without_reader, 2, marks=pytest.mark.long),
+    ],
+)
 async def test_a_log_that_cannot_be_written_ends_no_stream(
     model_path: Path, processes: list[Process], make_stderr: Callable[[], int], num_processes: int
 ) -> None:
@@ -145,7 +155,7 @@ def sighup(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", all_but_long([1, 2], [2]))
 async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
     model_path: Path, processes: list[Process], num_processes: int
 ) -> None:
@@ -211,7 +221,7 @@ async def test_a_second_signal_leaves_at_once(model_path: Path, processes: list[
     assert has_ended(engine)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", all_but_long([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_a_signal_while_starting(model_path: Path, processes: list[Process], number: int) -> None:
     process = Process(model_path, "never_ready")
     processes.append(process)
@@ -317,7 +327,7 @@ class TestBind:
         assert not Path(str(settings.uds)).exists()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", all_but_long([1, 2], [2]))
 def test_of_two_servers_started_together_on_one_port_one_is_ready_and_the_other_ends(
     model_path: Path, processes: list[Process], num_processes: int
 ) -> None:
@@ -346,7 +356,7 @@ class TestTls:
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
 
-    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("count", all_but_long([1, 2], [2]))
     def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str], count: int) -> None:
         files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
         process = Process(model_path, "readable", api_server_count=count, **files)

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from quire.errors import UserError
+from tests.long import all_but_long
 from tests.structured_output.bytes_matcher import schema_matcher, takes
 
 I64: dict[str, Any] = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
@@ -157,10 +158,11 @@ def random_value(rng: random.Random, depth: int) -> Any:
     return {name: random_value(rng, depth - 1) for name in "abc" if rng.random() < 0.6}
 
 
-def test_no_text_is_taken_that_does_not_follow() -> None:
+@pytest.mark.parametrize("first_seed", all_but_long([0, 500, 1000], [0]))
+def test_no_text_is_taken_that_does_not_follow(first_seed: int) -> None:
     """Against another library, which joins nothing; a scalar that follows is taken, too."""
     num_followed = num_taken = 0
-    for seed in range(1500):
+    for seed in range(first_seed, first_seed + 500):
         rng = random.Random(seed)
         schema = random_schema(rng, 2)
         document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "allOf": [schema]}
@@ -179,5 +181,5 @@ def test_no_text_is_taken_that_does_not_follow() -> None:
             num_taken += is_taken
             assert follows or not is_taken, (seed, document, value)
             assert is_taken or not follows or isinstance(value, list | dict | float), (seed, document, value)
-    assert num_followed > 300
-    assert num_taken > 500
+    assert num_followed > 100
+    assert num_taken > 160

@@ -143,7 +143,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BY_KIND.items() for name in names])
+EACH_CLASS = [(kind, name) for kind, names in BY_KIND.items() for name in names]
+OF_A_KIND = [(kind, name) for kind, names in BY_KIND.items() for name in names[:2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param(*each, marks=() if each in OF_A_KIND else pytest.mark.long) for each in EACH_CLASS]
+)
 def test_each_class_with_each_option(tmp_path: Path, kind: str, name: str) -> None:
     refused = 0
     for number, (option, value) in enumerate((option, value) for option, values in OPTIONS.items() for value in values):

@@ -73,9 +73,15 @@ def _seen_by_kernel(kind: str, matrix: PackedMatrix, x: torch.Tensor) -> torch.T
 
 
 def _reference(
-    kind: str, matrix: PackedMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    kind: str,
+    matrix: PackedMatrix,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = _seen_by_kernel(kind, matrix, x) @ matrix.dequantize().double().T
+    """weights: of the matrix in float64 [K, N], where a test asks more than once."""
+    out = _seen_by_kernel(kind, matrix, x) @ (matrix.dequantize().double().T if weights is None else weights)
     if bias is not None:
         out = out + bias.double()
     if not matrix.gated:
@@ -93,10 +99,11 @@ def test_equals_float64(kind: str, isa: str) -> None:
     for index, (in_features, out_features, group_size) in enumerate(SHAPES):
         offsets = kind.startswith("i4") or (kind.startswith("i8") and index % 2 == 1)
         matrix = random_matrix(kind, in_features, out_features, group_size=group_size, offsets=offsets, seed=index)
+        weights = matrix.dequantize().double().T
         for rows in ROWS:
             x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
             out = run_linear(matrix, x, isa=isa, precision=precision_of(kind), threads=1 + rows % 3)
-            expected = _reference(kind, matrix, x, None, Activation.NONE)
+            expected = _reference(kind, matrix, x, None, Activation.NONE, weights)
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -200,7 +207,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, isa: str) -> None:
         run = partial(run_linear, matrix, isa=isa, precision=precision_of(kind), activation=Activation.SILU)
         alone = torch.cat([run(row[None]) for row in x[:16]])
         for rows in (2, 5, 11, 13, 24, 37, 130):
-            for threads in (1, 2, 3):
+            for threads in (1, 3) if rows % 2 else (1, 2):
                 for first in {0, rows - 16 if rows > 16 else 0}:
                     batch = torch.roll(x[:rows], first, 0) if first else x[:rows]
                     out = run(batch, threads=threads)
