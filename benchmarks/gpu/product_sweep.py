@@ -258,7 +258,7 @@ class ProductSweep:
                 given = self._operands(kind, "o", FEW, copies=1)[0]
                 multiply = partial(quantized_matmul, matrix=given.matrix, rounds_activations=given.rounded is not None)
                 together = multiply(given.x)
-                rows = (1, 8, 9, 16, 17)
+                rows = (1, 8, 9)
                 differing = [int((multiply(given.x[:m]) != together[:m]).sum()) for m in rows]
                 yield {**base, "rows": rows, "differing": differing}
             except Exception as error:

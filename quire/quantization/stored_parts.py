@@ -49,8 +49,10 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
-    # All of one dtype. Bytes are joined: not every device joins float8.
-    return torch.cat([each.contiguous().view(torch.uint8) for each in tensors], dim=1).view(tensors[0].dtype)
+    if tensors[0].dtype != torch.float8_e4m3fn:
+        return torch.cat(tensors, dim=1)
+    # Not every device joins float8.
+    return torch.cat([each.view(torch.uint8) for each in tensors], dim=1).view(torch.float8_e4m3fn)
 
 
 def _stored(part: QuantizedWeight, converts_e4m3: bool) -> StoredMatrix:

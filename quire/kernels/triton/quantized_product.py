@@ -1,7 +1,7 @@
 """Products with matrices of small numbers in the way that is fastest for a number of rows.
 
 Limits: the weights' bytes for few rows; the tensor cores for many. So a row's last bits depend on the range that the
-number of rows lies in; within the first range, where steps of decoding are, they do not. `matmul` is the same for all.
+number of rows lies in, but not on the number within it. `matmul` is the same for all.
 """
 
 from __future__ import annotations
@@ -10,36 +10,61 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.triton.matmul import WIDE, Tiles, matmul, stored_tiles, tiled_product
-from quire.kernels.triton.quantize_rows import round_rows
+from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
+from quire.kernels.triton.runtime import INTERPRETED
 from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
 from quire.kernels.triton.widen import widen
 
-FEW = 32
-"""Rows up to which K is cut into the same slices, so that bits do not depend on their number."""
+FEW = 16
+"""Rows up to which K of 4-bit numbers is cut into the same slices, so that bits do not depend on their number."""
 SLICES = 8
 MEDIUM = 128
-"""Rows from which on tiles of 128 rows are worth it, and the time of widening a matrix of 4-bit numbers."""
+"""Rows from which on the matrix units bound a product, and the time of widening a matrix of 4-bit numbers is paid."""
+COLUMNS = (16, 32, 64)
+"""Rows of x in a program, of which the fewest that hold all are taken: a row's bits are the same with each."""
 
 
-def few_tiles(m: int) -> SkinnyTiles:
-    """Of up to FEW rows. m: rows."""
-    if m <= 16:
-        return SkinnyTiles(16, 8 if m <= 8 else 16, SLICES, 64, 8, 4)
-    return SkinnyTiles(32, 32, SLICES, 64, 8, 3)
+def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
+    """Of fewer than MEDIUM rows. m: rows.
 
-
-def some_tiles(matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
-    """Between FEW and MEDIUM rows: Hopper's larger products, and a narrow matrix occupies a large card by splits."""
-    block_k = 128 if rounds_activations else 64
-    return SkinnyTiles(64, 64, 1, block_k, 4, 4, splits=4 if matrix.shape[1] <= WIDE else 1)
+    As an H200 is fastest with Qwen3-8B's matrices (`benchmarks.gpu.experiments --what products`). 8-bit numbers that
+    are multiplied as such go through Hopper's larger products at any number of rows, and a narrow matrix occupies the
+    card by splits; so do 4-bit numbers and widened ones from FEW rows on, of which fewer are better cut into slices.
+    """
+    is_narrow = matrix.shape[1] <= WIDE
+    if not rounds_activations and m <= FEW:
+        if m > 8:
+            return SkinnyTiles(32, 16, SLICES, 64, 8, 3)
+        return SkinnyTiles(16, 8, SLICES, 64, 4, 4) if is_narrow else SkinnyTiles(32, 8, SLICES, 64, 4, 3)
+    block_m = next((size for size in COLUMNS if m <= size), COLUMNS[-1])
+    block_k, num_stages = (128, {16: 6, 32: 5, 64: 5}) if rounds_activations else (64, {16: 6, 32: 5, 64: 4})
+    return SkinnyTiles(64, block_m, 1, block_k, 4, num_stages[block_m], splits=4 if is_narrow else 1)
 
 
 def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
     """Of MEDIUM rows or more, both operands of 8 bits. tiles: of any number of rows."""
-    if matrix.kind == E4M3.value:
-        return Tiles(128, 128, tiles.block_k, 8, 3)
-    return Tiles(128, 256, tiles.block_k, 8, 3)
+    return tiles if matrix.kind == E4M3.value else Tiles(128, 256, tiles.block_k, 8, 3)
+
+
+def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
+    """The library has a product of e4m3 numbers with a scale for each row of both operands: on cards that multiply
+    them, with results in bfloat16."""
+    if INTERPRETED or x.dtype != torch.bfloat16 or matrix.codes.dtype != torch.float8_e4m3fn or matrix.group_size:
+        return False
+    _, n, k = matrix.shape
+    return n % 16 == 0 and k % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def library_product(rounded: RoundedRows, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of e4m3 numbers by a matrix of such: [M, N] of `dtype`, added up in float32 (`use_fast_accum` keeps fewer
+    bits for a tenth of the time)."""
+    assert rounded.scales is not None, "e4m3 rows have scales"
+    assert matrix.scales is not None, "a scale for each row"
+    codes, scales = matrix.codes[0].t(), matrix.scales[0].t()
+    out = torch._scaled_mm(rounded.codes, codes, rounded.scales, scales, out_dtype=dtype, use_fast_accum=False)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def quantized_matmul(
@@ -64,10 +89,14 @@ def quantized_matmul(
         return residual.addmm_(x, weight.t()) if bias is None else residual.add_(F.linear(x, weight, bias))
     if m == 0 or matrix.kind == PLAIN.value or x.dtype == torch.float32:
         return matmul(x, matrix, bias, residual, rounds_activations=rounds_activations)
-    out = x.new_empty(m, n) if residual is None else residual
     rounded = round_rows(x, matrix) if rounds_activations else None
+    if m >= MEDIUM and rounded is not None and multiplies_by_library(x, matrix):
+        product = library_product(rounded, matrix, x.dtype)
+        product = product if bias is None else product.add_(bias)
+        return product if residual is None else residual.add_(product)
+    out = x.new_empty(m, n) if residual is None else residual
     if m < MEDIUM:
-        tiles = few_tiles(m) if m <= FEW else some_tiles(matrix, rounds_activations=rounds_activations)
+        tiles = skinny_tiles(m, matrix, rounds_activations=rounds_activations)
         skinny_product(x, rounded, matrix, bias, residual, out, tiles)
     else:
         larger = stored_tiles(matrix, x.dtype, rounds_activations=rounds_activations)
