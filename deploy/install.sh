@@ -17,7 +17,7 @@ source=${2:-$root}
 if [ -d "$source" ] && [ ! -e "$source/pyproject.toml" ]; then
   # Of several wheels the one for this Python: pip chooses, and asks no index for its name.
   "$directory/bin/python" -m pip download --quiet --no-input --disable-pip-version-check --no-index --no-deps \
-    --only-binary :all: --find-links "$source" --dest "$directory/wheel" quire-llm
+    --only-binary :all: -f "$source" --dest "$directory/wheel" quire-llm
   set -- "$directory"/wheel/*.whl
   source=$1
 fi
