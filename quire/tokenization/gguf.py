@@ -222,13 +222,13 @@ def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokeniz
         raise file.error(f"its vocabulary lacks {lacking[0]!r}, which stands around every text")
     # A vocabulary of small letters is one of texts in small letters; only newer files say so.
     is_cased = any(token != token.lower() for token, kind in zip(own, kinds, strict=True) if kind == NORMAL)
-    has_accents = fields.values.get("ggml.normalizer.strip_accents")
+    strips = fields.values.get("ggml.normalizer.strip_accents")
     backend = tokenizers.Tokenizer(
         models.WordPiece(vocabulary, unk_token=config.get("unk_token", "[UNK]"), max_input_chars_per_word=_LONGEST_WORD)
     )
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=fields.boolean("ggml.normalizer.lowercase", not is_cased),
-        strip_accents=None if has_accents is None else fields.boolean("ggml.normalizer.strip_accents"),
+        strip_accents=None if strips is None else fields.boolean("ggml.normalizer.strip_accents", False),
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
