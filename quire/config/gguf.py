@@ -15,9 +15,10 @@ from typing import Any
 
 from quire.config.families import GGUF
 from quire.config.families.family import Family, GGUFNames
-from quire.config.gguf_tensors import expected_shapes, layer_of, with_joined_experts
+from quire.config.gguf_tensors import encoder_shapes, expected_shapes, layer_of, with_joined_experts
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
+from quire.config.pooling import Method
 from quire.config.rope import FULL, SLIDING
 from quire.utils.gguf import GGUFFile
 
@@ -67,6 +68,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     _YARN_LOG: (0.0,),
 }
 """Keys that change what a model computes in a way that is not supported, with the values that change nothing."""
+_POOLING: Mapping[int, Method | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
+"""By the number of pooling_type; 0: tokens are not pooled."""
 _LATENT_KEYS = ("expert_weights_scale", "expert_group_count", _YARN_LOG)
 """Those of them that are read where attention is latent: all such models are DeepSeek's or like them."""
 
@@ -101,6 +104,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     with GGUFFile(path) as file:
         keys = _Keys(file)
         family, layout = keys.family, _layout(keys)
+        if family.is_bidirectional:
+            return _encoder_config(file, keys, layout)
         config = {
             **_sizes(file, keys, layout),
             "num_attention_heads": layout.num_heads,
@@ -131,6 +136,33 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
         config["rope_parameters"] = {**rope, **layout.names.rope}
         return _in_words_of(family, config)
+
+
+def read_gguf_pooling(path: Path) -> Method | None:
+    """How a GGUF file says that texts are pooled; None where it says nothing. Raises ModelLoadError for a way that is
+    not supported."""
+    with GGUFFile(path) as file:
+        keys = _Keys(file)
+        kind = keys.optional_integer("pooling_type", minimum=0)
+        if kind in (None, NO_TOKEN, *_POOLING):
+            return _POOLING.get(kind or 0)
+        known = ", ".join(f"{number} ({name})" for number, name in _POOLING.items() if name)
+        raise keys.error(f"pooling_type {kind} is not supported (known: {known})")
+
+
+def _encoder_config(file: GGUFFile, keys: _Keys, layout: HeadLayout) -> dict[str, Any]:
+    types = file.tensors.get("token_types.weight")
+    if types is None:
+        raise file.error("the tensor 'token_types.weight' is missing")
+    config = {
+        **_sizes(file, keys, layout),
+        "num_attention_heads": layout.num_heads,
+        "hidden_act": layout.names.activation,
+        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "type_vocab_size": types.shape[0],
+    }
+    _check_tensors(file, keys, config)
+    return config
 
 
 def _in_words_of(family: Family, config: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +205,8 @@ class _Keys:
         for key, values in _NEUTRAL.items():
             is_read = key in self.names.caps or (key == "expert_count" and self.names.has_experts)
             is_read = is_read or (key in _LATENT_KEYS and found.has_latents)
+            if key == "attention.causal" and found.is_bidirectional:
+                values = (False,)
             if key in own and own[key] not in values and not is_read:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
@@ -334,7 +368,10 @@ def _check_tensors(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> No
     num_layers, num_blocks = config["num_hidden_layers"], keys.integer("block_count")
     if num_layers > len(file.tensors):
         raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
-    expected = with_joined_experts(expected_shapes(keys.family, keys.names, config), file.tensors.keys())
+    if keys.family.is_bidirectional:
+        expected = encoder_shapes(config)
+    else:
+        expected = with_joined_experts(expected_shapes(keys.family, keys.names, config), file.tensors.keys())
     for name, shape in expected.items():
         entry = file.tensors.get(name)
         if entry is None:

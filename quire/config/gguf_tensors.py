@@ -29,7 +29,7 @@ def hf_name(name: str, names: GGUFNames) -> str | None:
     if layer is not None:
         own = layer["bare"] or layer["name"]
         if own in names.layer:
-            place = f"model.layers.{layer[1]}.{names.layer[own]}"
+            place = f"{names.layers}.{layer[1]}.{names.layer[own]}"
             return place if own in _WITHOUT_SUFFIX else f"{place}.{layer[4]}"
     top = _TOP_TENSOR.fullmatch(name)
     if top is not None and top[1] in names.top:
@@ -63,6 +63,35 @@ def expected_shapes(family: Family, names: GGUFNames, config: Mapping[str, Any])
         mlp = dense if index < config.get("first_k_dense_replace", 0) else experts
         expected |= {f"blk.{index}.{name}": shape for name, shape in (mixer | mlp).items()}
     return expected
+
+
+def encoder_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Likewise of BERT: learned positions, token types, and biases everywhere."""
+    hidden, inner, types = config["hidden_size"], config["intermediate_size"], config["type_vocab_size"]
+    expected: Shapes = {
+        "token_embd.weight": (config["vocab_size"], hidden),
+        "position_embd.weight": (config["max_position_embeddings"], hidden),
+        "token_types.weight": (types, hidden),
+        **_layer_norm("token_embd_norm", hidden),
+    }
+    layer = {
+        **{
+            key: shape
+            for name in ("q", "k", "v", "output")
+            for key, shape in _linear(f"attn_{name}", hidden, hidden, bias=True).items()
+        },
+        **_layer_norm("attn_output_norm", hidden),
+        **_linear("ffn_up", inner, hidden, bias=True),
+        **_linear("ffn_down", hidden, inner, bias=True),
+        **_layer_norm("layer_output_norm", hidden),
+    }
+    for index in range(config["num_hidden_layers"]):
+        expected |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
+    return expected
+
+
+def _layer_norm(name: str, size: int) -> Shapes:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
 def with_joined_experts(expected: Shapes, present: Collection[str]) -> Shapes:

@@ -16,7 +16,7 @@ from typing import Any
 from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, known_values, language_model, shape_of, with_usual_values
 from quire.config.generation import read_generation, sampling_defaults
-from quire.config.gguf import read_gguf_config
+from quire.config.gguf import read_gguf_config, read_gguf_pooling
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch, looks_like_a_path, read_page
 from quire.config.model import DTYPE_BYTES, ModelConfig
@@ -91,7 +91,9 @@ def load_model_config(
     family, pooling = ARCHITECTURES.get(architecture), None
     if impl == "quire":
         assert family is not None, "the engine's own models have families"
-        pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
+        stated = read_gguf_pooling(path) if path.is_file() else None
+        is_encoder = family.is_bidirectional
+        pooling = read_pooling(path, fields, architecture, runner, is_encoder=is_encoder, stated=stated)
         if family.position_rows is None and not family.is_bidirectional:
             longest, usual = read_lengths(fields, shape.attention.rotated_dim, family.rope, shape.windows)
         if family.draft_prefix and choices.load_draft_head and path.is_dir():

@@ -77,11 +77,13 @@ class PoolingConfig:
 
 
 def read_pooling(
-    path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool
+    path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, stated: Method | None = None
 ) -> PoolingConfig | None:
-    """How the model of a directory pools; None for one that generates. is_encoder: it attends in both directions.
+    """How the model of a directory or a GGUF file pools; None for one that generates. is_encoder: it attends in both
+    directions. stated: the method that a GGUF file names.
 
-    runner: of EngineOptions; "auto" pools what cannot generate, and what sentence-transformers' files describe. Raises
+    runner: of EngineOptions; "auto" pools what cannot generate, and what sentence-transformers' files or the GGUF file
+    describe. Raises
     ModelLoadError for files that say what is not supported, ConfigError for a runner that the model cannot have.
     """
     is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
@@ -91,15 +93,16 @@ def read_pooling(
         if not is_causal:
             raise ConfigError(f"runner='generate' is not possible: {architecture} generates no text", param="runner")
         return None
-    if is_causal and runner == "auto" and modules is None:
+    if is_causal and runner == "auto" and modules is None and stated is None:
         return None
+    usual: Method = "cls" if is_encoder else "last"
     if path.is_file():
-        raise ConfigError("runner='pooling' is not available for GGUF files yet", param="runner")
+        return PoolingConfig("embed", stated or usual)
     if architecture.endswith(CLASSIFIER):
         return _classifier(fields, is_encoder)
     matryoshka = fields.values.get("matryoshka_dimensions") or ()
     method: Method | None = None if modules is None else _method(path)
-    method = method or ("cls" if is_encoder else "last")
+    method = method or usual
     return PoolingConfig(
         "embed",
         method,

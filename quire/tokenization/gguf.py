@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file carries: its vocabulary, merges and the name of the rule that splits words.
 
 Byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo) is built from these, where UNUSED tokens fill the vocabulary
-up to the size of the embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5) from its pieces and their scores.
+up to the size of the embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5) from its pieces and their scores; BERT's
+from its words and parts of words.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ SPECIAL_KEYS = {
     "sep_token": "seperator_token_id",  # the format's spelling
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
+    "cls_token": "cls_token_id",
 }
 
+_LONGEST_WORD = 100
+"""Characters of the longest word that BERT takes apart; longer ones are unknown."""
 _SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
 """Kinds of sentencepiece models by tokenizer.ggml.model."""
 
@@ -155,6 +159,8 @@ def read_gguf_tokenizer(
         raise file.error(f"it carries no tokenizer; {instead}")
     if kind in _SENTENCEPIECE:
         return _sentencepiece(file, fields, _SENTENCEPIECE[kind], max_values)
+    if kind == "bert":
+        return *_wordpiece(file, fields, max_values), None
     if kind != "gpt2":
         raise file.error(f"it carries a tokenizer of the kind {kind!r}, which cannot be read from GGUF; {instead}")
     rule = fields.text("ggml.pre", "(none)")
@@ -199,6 +205,42 @@ def _sentencepiece(
         return sentencepiece_backend(pieces), config, pieces
     except ModelLoadError as error:
         raise file.error(error.message) from None
+
+
+def _wordpiece(file: GGUFFile, fields: Fields, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """BERT's tokenizer. Files mark the beginnings of words with sentencepiece's space, where BERT marks the others."""
+    tokens, kinds = _vocabulary(file)
+    check_num_values(file.path, len(tokens), max_values)
+    own = [_bert_name(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
+    vocabulary = {token: token_id for token_id, token in enumerate(own)}
+    config = _config(fields, own, adds_bos=True, adds_eos=True)
+    # Older files call [CLS] and [SEP] the beginning and the end alone, newer ones do not name those.
+    config["bos_token"] = config.get("cls_token") or config.get("bos_token") or "[CLS]"
+    config["eos_token"] = config.get("sep_token") or config.get("eos_token") or "[SEP]"
+    lacking = [config[name] for name in ("bos_token", "eos_token") if config[name] not in vocabulary]
+    if lacking:
+        raise file.error(f"its vocabulary lacks {lacking[0]!r}, which stands around every text")
+    # A vocabulary of small letters is one of texts in small letters; only newer files say so.
+    is_cased = any(token != token.lower() for token, kind in zip(own, kinds, strict=True) if kind == NORMAL)
+    strips = fields.values.get("ggml.normalizer.strip_accents")
+    backend = tokenizers.Tokenizer(
+        models.WordPiece(vocabulary, unk_token=config.get("unk_token", "[UNK]"), max_input_chars_per_word=_LONGEST_WORD)
+    )
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=fields.boolean("ggml.normalizer.lowercase", not is_cased),
+        strip_accents=None if strips is None else fields.boolean("ggml.normalizer.strip_accents", False),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    special = [token for token, kind in zip(own, kinds, strict=True) if kind == CONTROL]
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    return backend, config
+
+
+def _bert_name(token: str, kind: float) -> str:
+    if kind == CONTROL or (token.startswith("[") and token.endswith("]")):
+        return token
+    return token[1:] if token.startswith(SPACE) else f"##{token}"
 
 
 def _config(fields: Fields, tokens: list[str], *, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:

@@ -31,6 +31,12 @@ def instruction(name: str) -> str:
     return found
 
 
+def install_command() -> list[str]:
+    """The image's call of the script that installs: the script, its directory and its source."""
+    [found] = [arguments for each, arguments in dockerfile() if each == "RUN" and "install.sh" in arguments]
+    return shlex.split(found)
+
+
 def entrypoint() -> list[str]:
     """The image's command behind its process 1: `quire serve` and options."""
     command: list[str] = json.loads(instruction("ENTRYPOINT"))

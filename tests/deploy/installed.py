@@ -1,14 +1,11 @@
-"""Install a wheel as deploy/install.sh does, where no compiler can be found, and serve from there as the image does.
-
-python -m tests.deploy.installed WHEEL
-"""
+"""Install the wheel of a folder that fits a Python as deploy/install.sh does, where no compiler can be found, and serve
+from there as the image does."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,24 +17,24 @@ TOOLS = ("sh", "dirname")
 GUARD_SECONDS = 600.0
 
 
-def main() -> int:
-    [wheel] = sys.argv[1:]
+def try_wheels(wheels: Path, python: str) -> None:
+    """wheels: a folder. python: the interpreter, by name or path. Raises CalledProcessError or AssertionError."""
     with tempfile.TemporaryDirectory(prefix="quire-installed-") as name:
         directory = Path(name)
-        path = _path_without_compiler(directory / "bin")
+        path = _path_without_compiler(directory / "bin", python)
         environment = _environment(path, directory)
-        command = [str(files.INSTALL), str(directory / "quire"), str(Path(wheel).resolve())]
+        command = [str(files.INSTALL), str(directory / "quire"), str(wheels.resolve())]
         subprocess.run(command, env=environment, check=True, timeout=GUARD_SECONDS)
         _serve(directory, {**environment, "PATH": str(directory / "quire" / "bin")})
-    return 0
 
 
-def _path_without_compiler(directory: Path) -> str:
+def _path_without_compiler(directory: Path, python: str) -> str:
     directory.mkdir()
     for tool in TOOLS:
         found = [Path(part) / tool for part in os.defpath.split(":") if part and (Path(part) / tool).exists()]
         (directory / tool).symlink_to(found[0])
-    (directory / "python3").symlink_to(Path(sys.executable).resolve())
+    executable = subprocess.check_output([python, "-c", "import sys; print(sys.executable)"], text=True)
+    (directory / "python3").symlink_to(Path(executable.strip()).resolve())
     return str(directory)
 
 
@@ -63,7 +60,3 @@ def _serve(directory: Path, environment: dict[str, str]) -> None:
         server.kill()
     assert status == 0, f"the server ended with {status}"
     print("==> installed without a compiler, served, healthy, stopped")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,6 +27,8 @@ COMMANDS = {
     "unit": files.unit_command(),
     "kubernetes": [*files.entrypoint(), *files.container()["args"]],
 }
+WHEELS = "dist/*.whl"
+"""What `make wheel` leaves."""
 ENGINE_SECONDS = inspect.signature(AsyncLLM.shutdown).parameters["timeout"].default
 """What the engine process gets to end."""
 
@@ -115,14 +117,35 @@ def test_the_build_context_exists() -> None:
     lines = (files.DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in lines if line.startswith("!")]
     assert lines[0] == "*"
-    assert [name for name in kept if not (ROOT / name).exists()] == []
-    assert str(files.INSTALL.relative_to(ROOT)) in kept
+    assert [name for name in kept if name != WHEELS and not (ROOT / name).exists()] == []
+    copied = [arguments.split()[0] for instruction, arguments in files.dockerfile() if instruction == "COPY"]
+    assert sorted(copied[:-1]) == sorted(kept)  # the last is from the stage that installs
+
+
+def test_the_image_is_built_from_the_wheels() -> None:
+    """Where the script looks for them, and without a compiler; the one that CUDA's kernels need comes behind it."""
+    instructions = files.dockerfile()
+    places = {
+        source: target
+        for each, arguments in instructions
+        if each == "COPY"
+        for source, target in [arguments.split()[-2:]]
+    }
+    program, _, wheels = files.install_command()
+    assert (places[WHEELS], places["deploy/install.sh"]) == (f"{wheels}/", f"{program.removesuffix('install.sh')}")
+    assert Path(program).parents[1] == Path(places["constraints.txt"])  # of which the script says that they are there
+    before = [
+        arguments for each, arguments in instructions[: instructions.index(("RUN", " ".join(files.install_command())))]
+    ]
+    assert not any(tool in arguments for tool in ("g++", "gcc", "cmake") for arguments in before)
+    copied = next(arguments.split() for each, arguments in reversed(instructions) if each == "COPY")
+    assert copied == ["--from=build", files.install_command()[1], files.install_command()[1]]
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """systemd looks for the program, which is not installed here: another one stands for it."""
     program = files.unit()["Service"]["ExecStart"].split()[0]
-    assert ("RUN", f"/source/deploy/install.sh {program.removesuffix('/bin/quire')}") in files.dockerfile()
+    assert files.install_command()[1] == program.removesuffix("/bin/quire")
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")

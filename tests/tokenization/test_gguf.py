@@ -234,7 +234,7 @@ def without(name: str) -> Change:
 WRONG: dict[str, tuple[Change, str]] = {
     "none": (without("ggml.model"), "it carries no tokenizer; name one with the option tokenizer"),
     "sentencepiece": (key("ggml.model", "llama"), "tokenizer.ggml.scores must have a score for each of the"),
-    "another kind": (key("ggml.model", "bert"), "a tokenizer of the kind 'bert'"),
+    "another kind": (key("ggml.model", "rwkv"), "a tokenizer of the kind 'rwkv'"),
     "rule": (key("ggml.pre", "viking"), r"its pre-tokenizer 'viking' is not known \(known: gpt-2"),
     "no rule": (without("ggml.pre"), r"its pre-tokenizer '\(none\)' is not known"),
     "no tokens": (without("ggml.tokens"), "tokenizer.ggml.tokens is missing or empty"),

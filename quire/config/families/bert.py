@@ -1,10 +1,33 @@
 """BERT and RoBERTa: encoders with learned positions and a LayerNorm behind each block."""
 
-from quire.config.families.family import ALWAYS, Family
+from quire.config.families.family import ALWAYS, Family, GGUFNames
 
 SURPLUS = r"(^|\.)(pooler|cls|lm_head)\.|embeddings\.position_ids$"
 """Heads that the model of a text's vector does not have, and a table of numbers that old checkpoints carry."""
 
+
+_GGUF = GGUFNames(
+    "bert",
+    {
+        "token_embd": "embeddings.word_embeddings",
+        "position_embd": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+    },
+    {
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    activation="gelu",
+    layers="encoder.layer",
+)
+"""Files of RoBERTa's kind too: their tables of positions lack the rows that no token has."""
 
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
@@ -29,6 +52,7 @@ def _family(model_type: str, heads: tuple[str, ...], base: str, unused_positions
         refused={"is_decoder": (None, False), "add_cross_attention": (None, False)},
         checkpoint_base=base,
         checkpoint_surplus=SURPLUS,
+        gguf=_GGUF if model_type == "bert" else None,
     )
 
 

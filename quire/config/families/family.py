@@ -51,7 +51,8 @@ class GGUFNames:
     the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is. gating: the value of
     "expert_gating_func" that tells the family from others of its architecture; 0: any. tiled: the value heads of a
     layer with a state are in the order of their numbers within a key head, where Hugging Face has those of a key head
-    together. settings, rope: what config.json and its RoPE settings say of every model of the family, and files do not.
+    together. layers: what Hugging Face calls the list of layers. settings, rope: what config.json and its RoPE settings
+    say of every model of the family, and files do not.
     """
 
     architecture: str
@@ -65,6 +66,7 @@ class GGUFNames:
     largest: int = 0
     gating: int = 0
     tiled: bool = False
+    layers: str = "model.layers"
     settings: Mapping[str, object] = field(default_factory=dict)
     rope: Mapping[str, object] = field(default_factory=dict)
 
