@@ -1,10 +1,10 @@
 """Clients that send hostile constraints without pause, beside honest ones: waits, gaps, memory, and the end.
 
 Starts `quire serve` with the bundled model. Connections (twelve, unless told otherwise) send texts that crash a
-compiler, take it for ever, are large, make masks that take long (`ambiguous`, until their size ends them; `entangled`, a
-third of a second each), or leave one text only (`constant`, `certain`). Beside them a client asks for a `choice` again
-and again, one stream runs free and one under a regular expression. Printed: what they get alone and beside the attack,
-memory of all processes before, at most, and 30 s later, and the seconds that SIGTERM takes.
+compiler, take it for ever, are large, make masks that take long (`ambiguous`, until their size ends them; `entangled`,
+a third of a second each), or leave one text only (`constant`, `certain`). Beside them a client asks for a `choice` and
+another one after it, one stream runs free and one under a regular expression. Printed: what they get alone and beside
+the attack, memory of all processes before, at most, and 30 s later, and the seconds that SIGTERM takes.
 
     python benchmarks/hostile_constraints.py [--seconds 60] [--kinds crash,slow,...] [--attackers 12] [--json FILE]
 """
