@@ -262,7 +262,7 @@ class Joiner:
         """Raises ValueError where a value could follow two of the schemas."""
         self.budget.spend(len(options) * len(options))
         views = [self._views(each) for each in options]
-        if self._tells_all_apart(views):
+        if self._have_no_type_in_common(options) and self._tells_all_apart(views):
             return
         for number, first in enumerate(views):
             for second in views[number + 1 :]:
@@ -270,6 +270,16 @@ class Joiner:
                     raise ValueError(
                         f"oneOf {BESIDE} unless their types or constants of a property keep its parts apart"
                     )
+
+    def _have_no_type_in_common(self, options: list[Any]) -> bool:
+        """No values but objects may be of the types of two schemas."""
+        seen: set[str] = set()
+        for each in options:
+            found = self.kinds(each) - {"object"}
+            if found & seen:
+                return False
+            seen |= found
+        return True
 
     def _tells_all_apart(self, views: list[list[dict[str, Any]]]) -> bool:
         """Some property is required in all schemas, with other constants in each. views: of each schema. A comparison

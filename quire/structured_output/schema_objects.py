@@ -124,12 +124,13 @@ class ObjectKeywords:
                 name: self._additional for name in named if name not in self._properties
             }
         elif keyword == "pattern":
-            self._patterns = {names["pattern"]: self._additional}
             self._nodes = {names["pattern"]: _parsed(names["pattern"])}
+            if self._additional is not False:
+                self._patterns = {names["pattern"]: self._additional}
             for name in self._properties:
                 if not self._matches(names["pattern"], name):
                     self._properties[name] = False
-                elif not self._is_for_all and self._additional is not True and self._additional != {}:
+                elif not self._is_for_all and self._additional not in (True, False, {}):
                     raise place.error("is not supported beside properties and a schema for all others")
         else:
             raise place.error("is supported for one pattern, or a list of names")

@@ -113,6 +113,16 @@ def test_upper_case_types_and_nulls_among_them() -> None:
             ['{"ab":"x"}', '{"b":"x"}'],
         ),
         (
+            {"propertyNames": {"pattern": "^a"}, "properties": {"a": TEXT, "b": {}}, "additionalProperties": False},
+            ['{"a":"x"}', "{}"],
+            ['{"a":1}', '{"b":1}', '{"ab":1}'],
+        ),
+        (
+            {"oneOf": [{"type": t, "properties": {"k": {"const": t}}, "required": ["k"]} for t in ("object", "null")]},
+            ["null", '{"k":"object"}'],
+            ['{"k":"null"}', "{}"],
+        ),
+        (
             {"propertyNames": {"pattern": "^a"}, "properties": {"a": TEXT}},
             ['{"a":"x","ab":1}'],
             ['{"a":1}', '{"b":1}'],
@@ -377,6 +387,18 @@ def test_what_no_finite_text_follows() -> None:
         ({"enum": 5}, "#/enum"),
         ({"const": "\ud800"}, ""),
         ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf is supported"),
+        (
+            {"oneOf": [{"properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]},  # null is both
+            "oneOf is supported",
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": ["null", "object"], "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"
+                ]
+            },
+            "oneOf is supported",
+        ),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "no text follows"),
     ],
 )
