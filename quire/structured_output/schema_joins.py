@@ -185,7 +185,10 @@ class Joiner:
         return str(id(node))
 
     def _target(self, node: dict[str, Any]) -> Any:
-        return self._definitions[node["$ref"].removeprefix("#/$defs/")]
+        name = node["$ref"].removeprefix("#/$defs/")
+        if name not in self._definitions:  # it is being joined
+            raise ValueError(f"a reference that leads back to itself {BESIDE}")
+        return self._definitions[name]
 
     def _joined(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
         if "$ref" in first:

@@ -229,3 +229,16 @@ def test_no_value_is_taken_that_follows_two_parts_of_one_of() -> None:
                 assert validator.is_valid(value), (schema, value)
     assert num_followed > 150
     assert num_taken > 1000
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [NULL, {"$ref": "#"}], "minimum": 2**60},
+        {"allOf": [{"anyOf": [REF, {"$ref": "#"}]}, {"minimum": 2**60}], "$defs": {"T": {"minimum": 2**61}}},
+        {"anyOf": [NULL, {"$ref": "#/$defs/T"}], "$defs": {"T": {"minimum": 2**60, "anyOf": [NULL, REF]}}},
+    ],
+)
+def test_references_that_lead_back_to_themselves_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="leads back to itself"):
+        schema_matcher(schema)
