@@ -1,11 +1,12 @@
 """Clients that send hostile constraints without pause, beside honest ones: waits, gaps, memory, and the end.
 
-Starts `quire serve` with the bundled model. Twelve connections send texts that crash a compiler, take it for ever, are
-large, or make masks that take long. Beside them a client asks for a `choice` again and again, one stream runs free and
-one under a regular expression. Printed: what they get alone and beside the attack, memory of all processes before, at
-most, and 30 s later, and the seconds that SIGTERM takes.
+Starts `quire serve` with the bundled model. Connections (twelve, unless told otherwise) send texts that crash a
+compiler, take it for ever, are large, make masks that take long (`ambiguous`, until their size ends them; `entangled`,
+a third of a second each), or leave one text only (`constant`, `certain`). Beside them a client asks for a `choice` and
+another one after it, one stream runs free and one under a regular expression. Printed: what they get alone and beside
+the attack, memory of all processes before, at most, and 30 s later, and the seconds that SIGTERM takes.
 
-    python benchmarks/hostile_constraints.py [--seconds 60] [--kinds crash,slow,...] [--json FILE]
+    python benchmarks/hostile_constraints.py [--seconds 60] [--kinds crash,slow,...] [--attackers 12] [--json FILE]
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import psutil
 
 NUM_ATTACKERS = 12
 REST_SECONDS = 30.0
+ENTANGLED = "start: a\na: a a | b a | /[a-z]/\nb: a | a b"
 AMBIGUOUS = 'start: a\na: a a | "x" | "y" | /[a-z ]/ | ""'
 
 
@@ -53,6 +55,17 @@ def ambiguous(number: int) -> dict[str, Any]:
     return {"grammar": f"{AMBIGUOUS}\n// {number}"}
 
 
+def entangled(number: int) -> dict[str, Any]:
+    return {"grammar": f"{ENTANGLED}\n// {number}"}
+
+
+def certain(number: int) -> dict[str, Any]:
+    """One text of 100,000 characters."""
+    properties = {name: {"const": f"{number}" + "ab" * 25_000} for name in ("first", "second")}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"json": schema, "disable_any_whitespace": True}
+
+
 def constant(number: int) -> dict[str, Any]:
     return {"json": {"const": f"{number}" + "ab" * 30_000}}
 
@@ -62,7 +75,7 @@ def parts(number: int) -> dict[str, Any]:
 
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
-    each.__name__: each for each in (crash, slow, expression, large, ambiguous, constant, parts)
+    each.__name__: each for each in (crash, slow, expression, large, ambiguous, entangled, constant, certain, parts)
 }
 
 
@@ -181,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--attackers", type=int, default=NUM_ATTACKERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     port = free_port()
@@ -195,7 +209,7 @@ def main() -> None:
             threading.Thread(
                 target=attack, args=(port, arguments.kinds.split(","), numbers, is_over, statuses), daemon=True
             )
-            for _ in range(NUM_ATTACKERS)
+            for _ in range(arguments.attackers)
         ]
         for each in attackers:
             each.start()

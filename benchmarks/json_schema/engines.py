@@ -4,6 +4,7 @@ installed (0.2.8 was; no part of this project needs it)."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ from quire.structured_outputs_params import StructuredOutputsParams
 VOCABULARY = LLTokenizer("byte")
 NUM_BYTES = 256
 XGRAMMAR = "xgrammar"
+_LOG_HEAD = re.compile(r"^\[[0-9:]+\] \S+ ")
+"""The time and the place before xgrammar's messages."""
 
 
 class ByteMatcher(Protocol):
@@ -100,7 +103,7 @@ def xgrammar(schema: Any) -> ByteMatcher:
         grammar = _xgrammar_compiler().compile_json_schema(json.dumps(schema), strict_mode=False)
         return XgrammarMatcher(GrammarMatcher(grammar))
     except Exception as error:  # its own classes, which are no ValueErrors
-        raise ValueError(str(error)) from None
+        raise ValueError(_LOG_HEAD.sub("", str(error))) from None
 
 
 @cache

@@ -21,7 +21,7 @@ MESSAGE_CHARACTERS = 64
 """What a message counts besides its content."""
 
 MAX_LONG_TEXTS = 2
-"""Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
+"""Long texts tokenised at a time: tokenising takes 70 to 300 times a text's size in memory."""
 LONG_WORK = 2 * 2**20
 """Characters or bytes. A longer text never takes the last free thread, so that shorter ones do not wait for it."""
 
@@ -66,8 +66,15 @@ class AsyncText(ABC):
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UserError("this model has no tokenizer", param="prompt")
-        self.input_processor.check_text_length(text, "prompt", is_cut=is_cut)
-        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        inputs = self.input_processor
+        inputs.check_text_length(text, "prompt", is_cut=is_cut)
+
+        def work() -> list[int]:
+            if not is_cut:
+                inputs.check_num_tokens(text, "prompt")
+            return tokenizer.encode(text, add_special_tokens)
+
+        return await self.off_loop(len(text), work)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
         """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""

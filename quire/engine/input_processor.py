@@ -30,6 +30,13 @@ PROMPT_TAIL = 64
 """Tokens at the end of a prompt in which an open mark of thoughts is looked for."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """No text averages more: a prompt beyond it is rejected without spending seconds on its tokens."""
+USUAL_CHARACTERS_PER_TOKEN = 8
+UNCOUNTED_CHARACTERS = 2**18
+"""A text that has no more characters than these, or than the usual ones for the model's context, is tokenised whole."""
+COUNTED_CHARACTERS = 2**16
+"""Of the pieces in which the tokens of longer texts are counted first."""
+SEAM_TOKENS = 1024
+"""Tokens by which a piece and its neighbours may have more than the text there has."""
 MAX_CUT_CHARACTERS = 2**20
 """Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
 PIECE_TOKENS = 2**16
@@ -251,6 +258,7 @@ class InputProcessor:
     def tokenise_chat(self, text: str, add_special_tokens: bool = False) -> RenderedChat:
         """The second half of `render_chat`, for the text that the future of `submit_chat` holds."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
+        self.check_num_tokens(text, "messages")
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
 
     def close(self) -> None:
@@ -269,6 +277,8 @@ class InputProcessor:
                 )
             check_unicode(content, param="prompt")
             self.check_text_length(content, "prompt", is_cut=keep is not None)
+            if keep is None:
+                self.check_num_tokens(content, "prompt")
             token_ids = self.tokenizer.encode(content, add_special_tokens)
             self.check_embedding(self.tokenizer, token_ids)
         else:
@@ -315,6 +325,23 @@ class InputProcessor:
                 f"{self._longest}, far fewer than the prompt's {len(text)} characters make",
                 param=param,
             )
+
+    def check_num_tokens(self, text: str, param: str) -> None:
+        """Raise PromptTooLongError for a text that has far more tokens than fit, before it is tokenised: that takes up
+        to 300 times its size in memory. The tokens of its pieces are counted until they are too many, where the text
+        has as many characters that they may be."""
+        uncounted = max(UNCOUNTED_CHARACTERS, USUAL_CHARACTERS_PER_TOKEN * self.max_model_len)
+        if self.tokenizer is None or len(text) <= uncounted:
+            return
+        num_tokens, most = 0, self.max_model_len
+        for start in range(0, len(text), COUNTED_CHARACTERS):
+            piece = text[start : start + COUNTED_CHARACTERS]
+            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            most += SEAM_TOKENS
+            if num_tokens > most:
+                raise PromptTooLongError(
+                    f"{self._longest}, far fewer than the prompt's {len(text)} characters make", param=param
+                )
 
     def check_priority(self, priority: object) -> None:
         if type(priority) is not int:

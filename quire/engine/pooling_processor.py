@@ -136,6 +136,8 @@ class PoolingProcessor:
                 inputs.check_text_length(text, "prompt", is_cut=limit is not None)
                 if not text:
                     raise UserError("the text is empty", param="prompt")
+                if limit is None:
+                    inputs.check_num_tokens(text, "prompt")
             token_ids, boundary = encode_pooled(inputs.tokenizer, content, second, limit)
             inputs.check_embedding(inputs.tokenizer, token_ids)
         else:

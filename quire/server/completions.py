@@ -130,10 +130,16 @@ class CompletionAnswer(Answer[CompletionRequest]):
             return prompt
         body, engine = self._body, self._context.engine
         if body.suffix:
-            work = partial(infill, self._tokenizer, prompt, body.suffix, add_special_tokens=body.add_special_tokens)
-            for text, name in ((prompt, "prompt"), (body.suffix, "suffix")):
-                engine.input_processor.check_text_length(text, name)
-            return {"prompt_token_ids": await engine.off_loop(len(prompt) + len(body.suffix), work), "prompt": prompt}
+            texts, inputs = {"prompt": prompt, "suffix": body.suffix}, engine.input_processor
+            for name, text in texts.items():
+                inputs.check_text_length(text, name)
+
+            def work() -> list[int]:
+                for name, text in texts.items():
+                    inputs.check_num_tokens(text, name)
+                return infill(self._tokenizer, *texts.values(), add_special_tokens=body.add_special_tokens)
+
+            return {"prompt_token_ids": await engine.off_loop(sum(map(len, texts.values())), work), "prompt": prompt}
         token_ids = await engine.encode(
             prompt, add_special_tokens=body.add_special_tokens, is_cut=body.truncate_prompt_tokens is not None
         )

@@ -9,9 +9,11 @@ from typing import Any
 
 from quire.errors import UserError
 from quire.structured_output import ebnf
-from quire.structured_output.json_schema import MAX_LITERAL, NormalSchema, normalise, parse_schema
+from quire.structured_output.json_schema import MAX_LITERAL, normalise, parse_schema
+from quire.structured_output.patterns import Budget
 from quire.structured_output.regex import without_anchors
 from quire.structured_output.schema_grammar import LarkWriter, json_document
+from quire.structured_output.schema_joins import JoinBudget, tell_apart
 from quire.structured_output.structural_tags import TagGrammar
 from quire.structured_outputs_params import CONSTRAINTS, Preamble, StructuredOutputsParams
 
@@ -101,20 +103,21 @@ def read_object(value: str | dict[str, Any], what: str) -> dict[str, Any]:
 
 def _json(params: StructuredOutputsParams) -> str:
     assert params.json is not None
-    schema = normalise(read_object(params.json, "the JSON schema"), closed=params.disable_additional_properties)
-    return _schema_grammar(schema, params)
+    return _schema_grammar(read_object(params.json, "the JSON schema"), params)
 
 
 def _json_object(params: StructuredOutputsParams) -> str:
-    return _schema_grammar(normalise({"type": "object"}), params)
+    return _schema_grammar({"type": "object"}, params)
 
 
-def _schema_grammar(schema: NormalSchema, params: StructuredOutputsParams) -> str:
+def _schema_grammar(given: dict[str, Any], params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    options = json_options(params)
+    options, budget, joins = json_options(params), Budget(), JoinBudget()
+    schema = normalise(given, budget, closed=params.disable_additional_properties)
+    tell_apart(schema, joins)
     if schema.has_digits:
-        return lark_grammar(LarkWriter(schema, options).grammar())
+        return lark_grammar(LarkWriter(schema, options, budget, joins).grammar())
     return LLMatcher.grammar_from_json_schema(json.dumps(json_document(schema, options), separators=(",", ":")))
 
 

@@ -23,6 +23,9 @@ from quire.structured_output.schema_references import References
 
 MAX_DEPTH = 120
 """Levels of a schema's text, at most. llguidance reads 128, and the form may have a few more than the schema."""
+MAX_WORDS_TIMES_LENGTH = 200_000
+"""Of a pattern such as `(\\S+\\s+){0,99}` and the maxLength beside it: each word takes 16 µs for a character of the
+maxLength, and a request has 5 s for its masks."""
 MAX_LITERAL = 2**16
 MAX_COUNT = 2**31
 """No text has as many characters or items."""
@@ -49,7 +52,8 @@ OF_TYPE = {
 }  # fmt: skip
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "const", "enum")
 LATER = {
-    "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedItems": 2019, "unevaluatedProperties": 2019,
+    "if": 7, "then": 7, "else": 7, "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedItems": 2019,
+    "unevaluatedProperties": 2019,
     "minContains": 2019, "maxContains": 2019, "prefixItems": 2020, "$dynamicRef": 2020, "$recursiveRef": 2019,
 }  # fmt: skip
 """Keywords, and the first draft that knows them: where a schema names an older one, they are unknown."""
@@ -86,10 +90,10 @@ def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def normalise(schema: Any, *, closed: bool = False) -> NormalSchema:
-    """schema: as `parse_schema` returns it. closed: objects that name their properties have no others unless they say
-    so. Raises ValueError with one line."""
-    return Normaliser(schema, closed).run()
+def normalise(schema: Any, budget: patterns.Budget, *, closed: bool = False) -> NormalSchema:
+    """schema: as `parse_schema` returns it. budget: of all schemas in one text. closed: objects that name their
+    properties have no others unless they say so. Raises ValueError with one line."""
+    return Normaliser(schema, budget, closed).run()
 
 
 def _refuse_constant(text: str) -> Any:
@@ -99,7 +103,7 @@ def _refuse_constant(text: str) -> Any:
 class Normaliser:
     """The walk over one document."""
 
-    def __init__(self, root: Any, closed: bool) -> None:
+    def __init__(self, root: Any, budget: patterns.Budget, closed: bool) -> None:
         self._root = root
         self._closed = closed
         self._references = References(root)
@@ -109,7 +113,7 @@ class Normaliser:
         self._numbers: list[Numbers] = []
         self._merges = False
         """Several schemas apply to one value somewhere."""
-        self._budget = patterns.Budget()
+        self._budget = budget
         self._matchers: dict[str, patterns.Matcher] = {}
 
     def run(self) -> NormalSchema:
@@ -209,7 +213,7 @@ class Normaliser:
         found: tuple[list[tuple[str, Any]], list[tuple[str, Any]]] = ([], [])
         side = 0
         for name, value in given.items():
-            side = side or int(name == "properties")
+            side = side or int(name in ("properties", "additionalProperties"))
             if name not in IN_PLACE:
                 continue
             here = place.at(name)
@@ -350,18 +354,23 @@ class Normaliser:
         if given.get("format") in FORMATS:
             found["format"] = given["format"]
         if "pattern" in given:
-            found["pattern"] = self.pattern(given["pattern"], place.at("pattern"))
+            found["pattern"] = self.pattern(given["pattern"], place.at("pattern"), high)
         elif found.get("format") in DATES:
             found["pattern"] = DATES[found["format"]]
         return found
 
-    def pattern(self, pattern: Any, place: Place) -> str:
+    def pattern(self, pattern: Any, place: Place, max_length: int | None = None) -> str:
         if not isinstance(pattern, str):
             raise place.error("must be a string")
         try:
-            return patterns.translate(pattern)
+            node = patterns.parse(pattern)
+        except patterns.UnknownSyntaxError:
+            return pattern
         except ValueError as error:
             raise place.error(str(error)) from None
+        if max_length is not None and patterns.num_words(node) * max_length > MAX_WORDS_TIMES_LENGTH:
+            raise place.error(f"counts too many words for a maxLength of {max_length}: each takes long to check")
+        return patterns.written(node)
 
     def _array(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
         found: dict[str, Any] = {}

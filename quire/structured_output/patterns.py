@@ -1,6 +1,6 @@
 """Regular expressions of JSON schemas (`pattern`, `patternProperties`), which are ECMA-262's, in Rust's syntax.
 
-`translate` reads an expression once and writes it anew, because the same characters mean other things in Rust: `.`
+`parse` reads an expression once and `written` writes it anew, because characters mean other things in Rust: `.`
 takes a carriage return, `[` in a class opens another, `&&` in a class intersects, `\\<` is the beginning of a word.
 `Matcher` says whether an expression is found in a name, and `Languages` which names it takes. None of them backtracks.
 """
@@ -72,14 +72,6 @@ Node = Characters | Anchor | Sequence | Choice | Repetition
 
 class UnknownSyntaxError(ValueError):
     """An expression with flags of Rust's or Python's, which is not ECMA-262's."""
-
-
-def translate(pattern: str) -> str:
-    """The expression in Rust's syntax. Raises ValueError for what no constraint can follow."""
-    try:
-        return written(parse(pattern))
-    except UnknownSyntaxError:
-        return pattern
 
 
 def parse(pattern: str) -> Node:
@@ -339,6 +331,26 @@ def takes_all(node: Node | None) -> bool:
         case Repetition():
             return node.low == 0 or takes_all(node.part)
     return False
+
+
+def num_words(node: Node) -> int:
+    """The most repetitions of a part that has two repetitions without end in a row, such as `\\S+\\s+`."""
+    return _counted(node)[1]
+
+
+def _counted(node: Node) -> tuple[int, int]:
+    """(repetitions without end that a text may go through one after the other, `num_words`)"""
+    match node:
+        case Sequence(parts):
+            found = [_counted(part) for part in parts]
+            return sum(endless for endless, _ in found), max((words for _, words in found), default=0)
+        case Choice(options):
+            found = [_counted(option) for option in options]
+            return max(endless for endless, _ in found), max(words for _, words in found)
+        case Repetition(part, _, high):
+            endless, words = _counted(part)
+            return (1 if high is None else endless), max(words, high or 0 if endless > 1 else 0)
+    return 0, 0
 
 
 class Budget:

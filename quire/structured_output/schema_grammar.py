@@ -10,7 +10,7 @@ from typing import Any
 from quire.structured_output import patterns
 from quire.structured_output.ebnf import quoted
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
-from quire.structured_output.schema_joins import Joiner, parts_of
+from quire.structured_output.schema_joins import JoinBudget, Joiner, parts_of
 from quire.structured_output.schema_numbers import DIGITS
 
 ESCAPES = 'nrbtf\\"'
@@ -65,16 +65,18 @@ def _close(start: Any) -> None:
 class LarkWriter:
     """Rules for a schema with `$digits`, which is changed. Raises ValueError for what these rules cannot say."""
 
-    def __init__(self, schema: NormalSchema, options: dict[str, Any]) -> None:
+    def __init__(
+        self, schema: NormalSchema, options: dict[str, Any], budget: patterns.Budget, joins: JoinBudget
+    ) -> None:
         self._schema = schema
         self._options = options
         self._rules: list[str] = []
-        self._joiner = Joiner(schema)
+        self._joiner = Joiner(schema, joins)
         self._joiner.run()
         self._names: dict[str, str] = {}
         """Text of a rule -> its name."""
         self._forms: dict[int, str] = {}
-        self._budget = patterns.Budget()
+        self._budget = budget
 
     def grammar(self) -> str:
         definitions = {name: f"ref_{name}" for name in self._schema.definitions}
@@ -110,7 +112,12 @@ class LarkWriter:
         if not self._joiner.is_written(node):
             return self._json(node)
         if DIGITS in node:
-            return self._rule(f"/{node[DIGITS].expression()}/", is_terminal=True)
+            numbers = node[DIGITS]
+            whole = f"/{numbers.expression()}/"
+            if not numbers.is_integer and numbers.num_decimals is not None:
+                decimals = f"(?:\\.[0-9]{{1,{numbers.num_decimals}}})?" if numbers.num_decimals else ""
+                whole += f" & /-?[0-9]+{decimals}/"
+            return self._rule(whole, is_terminal=True)
         keywords = set(node)
         if keywords == {"$ref"}:
             return f"ref_{node['$ref'].removeprefix('#/$defs/')}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from quire.structured_output.json_schema import OF_TYPE, TYPES, NormalSchema
@@ -38,11 +39,52 @@ def parts_of(node: dict[str, Any]) -> list[Any]:
     return found
 
 
+@dataclass
+class JoinBudget:
+    """The work that was done for the joins of a document, or of all that stand in one text."""
+
+    num_steps: int = 0
+    num_compared: int = 0
+
+    def spend(self, count: int) -> None:
+        """Raises ValueError where it is too much."""
+        self.num_steps += count
+        if self.num_steps > MAX_STEPS:
+            raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
+
+    def compare(self, count: int) -> None:
+        """Count comparisons of names, constants and views. Raises ValueError for too many."""
+        self.num_compared += count
+        if self.num_compared > MAX_COMPARISONS:
+            raise ValueError(f"oneOf of as many parts {BESIDE}")
+
+
+def tell_apart(schema: NormalSchema, budget: JoinBudget) -> None:
+    """Change each `oneOf` of a schema whose parts no value follows two of into `anyOf`: llguidance refuses those whose
+    parts it does not see to be apart, such as references."""
+    joiner = Joiner(schema, budget)
+    todo = [schema.root, *schema.definitions.values()]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, dict):
+            continue
+        todo += parts_of(node)
+        if "oneOf" in node and "anyOf" not in node:
+            try:
+                joiner.check_apart(node["oneOf"])
+            except ValueError:
+                continue
+            renamed = {"anyOf" if name == "oneOf" else name: value for name, value in node.items()}
+            node.clear()
+            node.update(renamed)
+
+
 class Joiner:
     """The joins of one document."""
 
-    def __init__(self, schema: NormalSchema) -> None:
+    def __init__(self, schema: NormalSchema, budget: JoinBudget) -> None:
         self._schema = schema
+        self.budget = budget
         self._definitions = schema.definitions
         self._is_written: dict[int, tuple[Any, bool]] = {}
         self._flat: dict[int, tuple[Any, Any]] = {}
@@ -50,8 +92,6 @@ class Joiner:
         self._names: dict[tuple[str, str], str] = {}
         self._kinds: dict[int, tuple[Any, set[str]]] = {}
         self._depth = 0
-        self._num_steps = 0
-        self._num_compared = 0
         self._constants: dict[int, tuple[Any, set[str] | None]] = {}
 
     def run(self) -> None:
@@ -96,7 +136,7 @@ class Joiner:
             elif name == "allOf":
                 found += value
             elif name == "oneOf":
-                self._check_apart(value)
+                self.check_apart(value)
                 found.append({"anyOf": value})
             elif name in IN_PLACE:
                 found.append({name: value})
@@ -138,11 +178,6 @@ class Joiner:
         self._depth -= 1
         return found if found is False or (isinstance(found, dict) and DIGITS in found) else {"$ref": f"#/$defs/{name}"}
 
-    def _spend(self, count: int) -> None:
-        self._num_steps += count
-        if self._num_steps > MAX_STEPS:
-            raise ValueError(f"allOf or oneOf of as many parts {BESIDE}")
-
     def _identity(self, node: dict[str, Any]) -> str:
         if set(node) == {"$ref"}:
             return str(node["$ref"])
@@ -150,7 +185,10 @@ class Joiner:
         return str(id(node))
 
     def _target(self, node: dict[str, Any]) -> Any:
-        return self._definitions[node["$ref"].removeprefix("#/$defs/")]
+        name = node["$ref"].removeprefix("#/$defs/")
+        if name not in self._definitions:  # it is being joined
+            raise ValueError(f"a reference that leads back to itself {BESIDE}")
+        return self._definitions[name]
 
     def _joined(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
         if "$ref" in first:
@@ -191,7 +229,7 @@ class Joiner:
         if "patternProperties" in first or "patternProperties" in second:
             raise ValueError(f"patternProperties {BESIDE}")
         named, others = first.get("properties", {}), second.get("properties", {})
-        self._spend(len(named) + len(others))
+        self.budget.spend(len(named) + len(others))
         free, other_free = first.get("additionalProperties", True), second.get("additionalProperties", True)
         required = [*dict.fromkeys([*first.get("required", ()), *second.get("required", ())])]
         found: dict[str, Any] = {"type": "object", "properties": {}}
@@ -208,7 +246,7 @@ class Joiner:
 
     def _arrays(self, first: dict[str, Any], second: dict[str, Any]) -> Any:
         prefix, others = first.get("prefixItems", []), second.get("prefixItems", [])
-        self._spend(len(prefix) + len(others))
+        self.budget.spend(len(prefix) + len(others))
         rest, other_rest = first.get("items", True), second.get("items", True)
         found: dict[str, Any] = {"type": "array", "items": self._both(rest, other_rest)}
         found |= _counts(first, second, "Items")
@@ -223,11 +261,11 @@ class Joiner:
         most = items.index(False) if False in items else None
         return False if found.get("minItems", 0) > min(_or_endless(most), found.get("maxItems", _ENDLESS)) else found
 
-    def _check_apart(self, options: list[Any]) -> None:
+    def check_apart(self, options: list[Any]) -> None:
         """Raises ValueError where a value could follow two of the schemas."""
-        self._spend(len(options) * len(options))
+        self.budget.spend(len(options) * len(options))
         views = [self._views(each) for each in options]
-        if self._tells_all_apart(views):
+        if self._have_no_type_in_common(options) and self._tells_all_apart(views):
             return
         for number, first in enumerate(views):
             for second in views[number + 1 :]:
@@ -236,13 +274,23 @@ class Joiner:
                         f"oneOf {BESIDE} unless their types or constants of a property keep its parts apart"
                     )
 
+    def _have_no_type_in_common(self, options: list[Any]) -> bool:
+        """No values but objects may be of the types of two schemas."""
+        seen: set[str] = set()
+        for each in options:
+            found = self.kinds(each) - {"object"}
+            if found & seen:
+                return False
+            seen |= found
+        return True
+
     def _tells_all_apart(self, views: list[list[dict[str, Any]]]) -> bool:
         """Some property is required in all schemas, with other constants in each. views: of each schema. A comparison
         of each with each finds the same, and takes longer."""
         for name in dict.fromkeys(name for view in views[0] for name in view.get("required", ())):
             taken: set[str] = set()
             for each in views:
-                self.compare(len(each))
+                self.budget.compare(len(each))
                 required = (view["properties"][name] for view in each if self.requires(view, name))
                 values = next((found for part in required if (found := self.constants(part))), None)
                 if values is None or not taken.isdisjoint(values):
@@ -251,12 +299,6 @@ class Joiner:
             else:
                 return True
         return False
-
-    def compare(self, count: int) -> None:
-        """Count comparisons of names, constants and views."""
-        self._num_compared += count
-        if self._num_compared > MAX_COMPARISONS:
-            raise ValueError(f"oneOf of as many parts {BESIDE}")
 
     def _views(self, node: Any) -> list[dict[str, Any]]:
         """Schemas that all values of one follow."""
@@ -276,7 +318,7 @@ class Joiner:
         if known is not None:
             return known[1]
         found = set(TYPES)
-        self._spend(1)
+        self.budget.spend(1)
         for view in self._views(node) if depth < MAX_VIEWS else ():
             found &= {"number" if kind == "integer" else kind for kind in _types(view)}
             if "enum" in view:
@@ -305,17 +347,17 @@ class Joiner:
         """A property of this name is required and described."""
         if name not in node.get("properties", ()):
             return False
-        self.compare(len(node.get("required", ())))
+        self.budget.compare(len(node.get("required", ())))
         return name in node.get("required", ())
 
     def are_disjoint(self, first: set[str], second: set[str]) -> bool:
-        self.compare(min(len(first), len(second)))
+        self.budget.compare(min(len(first), len(second)))
         return first.isdisjoint(second)
 
 
 def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) -> bool:
     """No value follows both."""
-    joiner.compare(1)
+    joiner.budget.compare(1)
     shared = joiner.kinds(first) & joiner.kinds(second)
     if not shared:
         return True
@@ -326,7 +368,7 @@ def _are_apart(first: dict[str, Any], second: dict[str, Any], joiner: Joiner) ->
         return False
     for node, other in ((first, second), (second, first)):
         for name in node.get("required", ()):
-            joiner.compare(1)
+            joiner.budget.compare(1)
             part = other.get("properties", {}).get(name, None if "patternProperties" in other else _free(other))
             if part is False:
                 return True

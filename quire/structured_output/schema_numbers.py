@@ -112,6 +112,13 @@ class Numbers:
             return exact_number(self.low.value)
         return number_range(self.low, self.high)
 
+    @property
+    def num_decimals(self) -> int | None:
+        """Digits behind the point that a number has at most, by a multiple of 1, 0.1, 0.01 and so on. None: any number
+        of them, or the multiple is another one."""
+        found = None if self.multiple is None or self.multiple.numerator != 1 else str(self.multiple.denominator)
+        return None if found is None or found.rstrip("0") != "1" else len(found) - 1
+
     def schema(self) -> Any:
         """A schema of numbers alone. Raises ValueError for what cannot be followed."""
         return self._of_integers() if self.is_integer else self._of_numbers()
@@ -152,8 +159,8 @@ class Numbers:
                 if bound is not None:
                     found[f"exclusive{name}" if bound.is_exclusive else name.lower()] = _plain(bound.value)
             return found
-        if self.multiple is not None:
-            raise ValueError("multipleOf is not supported beside these bounds")
+        if self.multiple is not None and self.num_decimals is None:
+            raise ValueError("multipleOf is supported beside these bounds only as 1, 0.1, 0.01 and so on")
         return self._digits()
 
     def _digits(self) -> Any:

@@ -33,12 +33,16 @@ class ObjectKeywords:
         self._required = dict.fromkeys(self._names("required", given.get("required", [])))
         """The names, in order."""
         self._additional = self._additional_schema(closed)
+        self._is_for_all = False
+        """Named properties follow the schema of additional ones, too."""
 
     def normal(self) -> dict[str, Any]:
         """Keywords as llguidance follows them."""
         self._apply_dependencies()
-        self._apply_property_names()
         self._merge_patterns()
+        self._free_names()
+        self._apply_property_names()
+        self._free_names()
         found: dict[str, Any] = {}
         if self._properties:
             found["properties"] = self._properties
@@ -120,11 +124,14 @@ class ObjectKeywords:
                 name: self._additional for name in named if name not in self._properties
             }
         elif keyword == "pattern":
-            self._patterns = {names["pattern"]: self._additional}
             self._nodes = {names["pattern"]: _parsed(names["pattern"])}
+            if self._additional is not False:
+                self._patterns = {names["pattern"]: self._additional}
             for name in self._properties:
                 if not self._matches(names["pattern"], name):
                     self._properties[name] = False
+                elif not self._is_for_all and self._additional not in (True, False, {}):
+                    raise place.error("is not supported beside properties and a schema for all others")
         else:
             raise place.error("is supported for one pattern, or a list of names")
         self._additional = False
@@ -146,10 +153,13 @@ class ObjectKeywords:
             shared = self._walk.shared(schema) if len(names) > 1 else schema
             for name in names:
                 self._properties[name] = all_of(self._properties[name], shared)
+
+    def _free_names(self) -> None:
+        """The schema of a pattern that takes all names is that of all that are not properties."""
         if len(self._patterns) == 1:
             [(pattern, schema)] = self._patterns.items()
             if patterns.takes_all(self._nodes[pattern]):
-                self._patterns, self._additional = {}, schema
+                self._patterns, self._additional, self._is_for_all = {}, schema, True
 
     def _drop_empty_patterns(self) -> None:
         """Patterns whose names are all properties of their own: behind a comma no name could follow."""

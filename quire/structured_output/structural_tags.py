@@ -14,7 +14,9 @@ from typing import Any
 from quire.errors import UserError
 from quire.structured_output.ebnf import quoted
 from quire.structured_output.json_schema import MAX_LITERAL, normalise
+from quire.structured_output.patterns import Budget
 from quire.structured_output.schema_grammar import LarkWriter, json_document, slashed
+from quire.structured_output.schema_joins import JoinBudget, tell_apart
 
 MAX_DEPTH = 32
 MAX_PARTS = 4096
@@ -47,6 +49,7 @@ class TagGrammar:
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._schema_options = schema_options
         self._schema_rules: dict[str, str] = {}
+        self._budget, self._joins = Budget(), JoinBudget()
         self.rules: list[str] = []
         self.schemas: dict[str, str] = {}
         """Grammars beside this one, in Lark's syntax by their names."""
@@ -103,10 +106,11 @@ class TagGrammar:
         text = json.dumps(schema)
         if text not in self._schema_rules:
             try:
-                normal = normalise(schema, closed=self._closed)
+                normal = normalise(schema, self._budget, closed=self._closed)
+                tell_apart(normal, self._joins)
                 if normal.has_digits:
                     name = f"schema_{len(self.schemas)}"
-                    self.schemas[name] = LarkWriter(normal, self._schema_options).grammar()
+                    self.schemas[name] = LarkWriter(normal, self._schema_options, self._budget, self._joins).grammar()
                     self._schema_rules[text] = self._rule(f"@{name}")
                 else:
                     document = json_document(normal, self._schema_options)

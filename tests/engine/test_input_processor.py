@@ -15,7 +15,7 @@ from quire.errors import PromptTooLongError, UserError
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.tokenization.tokenizer import Tokenizer
-from tests.tokenization.build import SPECIAL, byte_level, byte_level_backend, sentencepiece
+from tests.tokenization.build import SPECIAL, byte_level, byte_level_backend, sentencepiece, wordpiece
 
 VOCABULARY = 400
 CONTEXT = 32
@@ -144,6 +144,48 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenised"))
     error = refused(processor, "x" * 10_000_000, "far fewer than the prompt's 10000000 characters make", "prompt")
     assert isinstance(error, PromptTooLongError)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Characters of the texts that were tokenised. Texts are long here from 64 characters on."""
+    monkeypatch.setattr(input_processor, "UNCOUNTED_CHARACTERS", 64)
+    monkeypatch.setattr(input_processor, "COUNTED_CHARACTERS", 22)
+    monkeypatch.setattr(input_processor, "SEAM_TOKENS", 4)
+    found: list[int] = []
+    encode = Tokenizer.encode
+
+    def recorded(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        found.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", recorded)
+    return found
+
+
+def test_the_tokens_of_a_long_text_are_counted_by_pieces(encoded: list[int], processor: InputProcessor) -> None:
+    text = "zq" * 500
+    error = refused(processor, text, "far fewer than the prompt's 1000 characters make", "prompt")
+    assert isinstance(error, PromptTooLongError)
+    assert max(encoded) == 22
+    assert len(encoded) < 6, "the count ends as soon as there are too many"
+
+
+def test_a_long_text_of_few_tokens_fits(encoded: list[int], processor: InputProcessor) -> None:
+    text = " spaced out" * 30  # a token of 11 characters, two in a piece
+    assert len(process(processor, text).prompt_token_ids) == 30
+    assert encoded[-1] == len(text)
+    encoded.clear()
+    process(processor, "q" * 400, truncate_prompt_tokens=4)
+    assert encoded == [400], "where the text is cut, its tokens are not too many"
+
+
+def test_chats_and_pieces_of_every_kind_of_tokenizer(encoded: list[int]) -> None:
+    for tokenizer in (byte_level(), sentencepiece(), wordpiece()):
+        processor = make(tokenizer)
+        with pytest.raises(PromptTooLongError, match="far fewer"):
+            processor.tokenise_chat("the fox, " * 200)
+        assert max(encoded) == 22
 
 
 def test_truncation_keeps_the_last_tokens(processor: InputProcessor, tokenizer: Tokenizer) -> None:

@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.front_end import FrontEnd
 from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts, TokenizerProcess
 from quire.errors import EngineDeadError, InternalError, UserError
 from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
@@ -202,6 +205,22 @@ def test_a_text_that_takes_too_much_processor_time(tmp_path: Path, monkeypatch: 
         assert texts.pids == []
     finally:
         texts.close()
+
+
+def test_texts_for_patterns_that_are_not_known_go_there_sooner() -> None:
+    for pattern, longest in ((None, 2**18), ("(?<=b)a|a(?=a*c)", 256)):
+        backend = byte_level_backend()
+        if pattern is not None:
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        tokenizer = Tokenizer(backend)
+        config: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        client: Any = None
+        FrontEnd(config, client, tokenizer).encode_long_texts_elsewhere(OPTIONS)
+        sent: list[str] = []
+        tokenizer.encode_elsewhere = lambda text, _, sent=sent: sent.append(text) or []  # type: ignore[misc, func-returns-value]
+        tokenizer.encode("a" * longest)
+        tokenizer.encode("b" * (longest + 1))
+        assert [len(text) for text in sent] == [longest + 1]
 
 
 def spin(argument: str, content: bytes) -> bytes:

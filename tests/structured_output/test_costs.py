@@ -3,6 +3,7 @@ project's code are counted, and no time."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,22 @@ BOUNDED: dict[str, dict[str, Any]] = {
     "ranges times states": named(f"(?:{CLASS}?){{40}}b", "".join(chr(0x4E01 + 2 * each) for each in range(500))),
     "repetitions of repetitions": named("((((a{9}){9}){9}){9}){9}b", "a"),
     "repetitions of nothing": named("(?:){999999999}{999999999}b", "a"),
+    "states times names, in each of many tags": {
+        "structural_tag": json.dumps(
+            {
+                "format": {
+                    "type": "or",
+                    "elements": [
+                        {
+                            "type": "json_schema",
+                            "json_schema": {"title": f"{each}", **named("(?:a?){300}b", "a" * 20)["json"]},
+                        }
+                        for each in range(60)
+                    ],
+                }
+            }
+        )
+    },
     "states times names": {
         "json": {
             "type": "object",

@@ -12,6 +12,7 @@ import pytest
 from quire.errors import UserError
 from quire.structured_output.grammar import MAX_GRAMMAR_CHARACTERS, write_grammar
 from quire.structured_output.json_schema import normalise, parse_schema
+from quire.structured_output.patterns import Budget
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.structured_output.bytes_matcher import matcher, schema_matcher, takes
@@ -101,6 +102,39 @@ def test_upper_case_types_and_nulls_among_them() -> None:
             ['{"c":1}', '{"b":"x"}'],
         ),
         ({"propertyNames": False, "type": "object"}, ["{}"], ['{"a":1}']),
+        (
+            {"propertyNames": {"pattern": "^[ab]$"}, "patternProperties": {".*": INTEGER}, "properties": {"b": {}}},
+            ['{"b":1,"a":2}'],
+            ['{"c":1}', '{"a":"x"}', '{"b":"x"}'],
+        ),
+        (
+            {"propertyNames": {"pattern": "^a"}, "additionalProperties": INTEGER, "properties": {"b": TEXT}},
+            ['{"ab":1}'],
+            ['{"ab":"x"}', '{"b":"x"}'],
+        ),
+        (
+            {"propertyNames": {"pattern": "^a"}, "properties": {"a": TEXT, "b": {}}, "additionalProperties": False},
+            ['{"a":"x"}', "{}"],
+            ['{"a":1}', '{"b":1}', '{"ab":1}'],
+        ),
+        (
+            {"oneOf": [{"type": t, "properties": {"k": {"const": t}}, "required": ["k"]} for t in ("object", "null")]},
+            ["null", '{"k":"object"}'],
+            ['{"k":"null"}', "{}"],
+        ),
+        (
+            {"propertyNames": {"pattern": "^a"}, "properties": {"a": TEXT}},
+            ['{"a":"x","ab":1}'],
+            ['{"a":1}', '{"b":1}'],
+        ),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "if": {}, "then": INTEGER}, ["1", '"a"'], []),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "if": {}, "then": INTEGER}, ["1"], ['"a"']),
+        (
+            {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 99999999999999.98},
+            ["0", "0.1", "0.01", "12", "99999999999999.98"],
+            ["0.001", "0.015", "99999999999999.99", "-0.01", "1e2"],
+        ),
+        ({"type": "number", "multipleOf": 1, "minimum": 2**60 + 1}, [str(2**60 + 1)], [str(2**60), f"{2**60 + 1}.5"]),
         ({"type": "object", "required": ["a"], "dependentRequired": {"a": ["b"]}}, ['{"a":1,"b":2}'], ['{"a":1}']),
         ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, ['{"a":1}'], ['{"b":1}']),
         (
@@ -109,6 +143,38 @@ def test_upper_case_types_and_nulls_among_them() -> None:
             ['{"a":1}'],
         ),
         ({"oneOf": [INTEGER, False]}, ["1"], ['"a"']),
+        ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INTEGER}}, ["1", "null"], ['"a"']),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+                "$defs": {
+                    "a": {"type": "object", "properties": {"k": {"const": "a"}, "v": INTEGER}, "required": ["k"]},
+                    "b": {"type": "object", "properties": {"k": {"const": "b"}, "v": TEXT}, "required": ["k"]},
+                },
+            },
+            ['{"k":"a","v":1}', '{"k":"b","v":"x"}'],
+            ['{"k":"b","v":1}', '{"v":1}'],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
+                    {"type": "object", "properties": {"b": {}}, "required": ["b"], "additionalProperties": False},
+                ],
+                "properties": {"a": INTEGER, "b": TEXT},
+            },
+            ['{"a":1}', '{"b":"x"}'],
+            ['{"a":1,"b":"x"}', "{}", '{"a":"x"}'],
+        ),
+        (
+            {
+                "additionalProperties": False,
+                "anyOf": [{"properties": {"a": {"const": 1}, "c": {}}}, {"properties": {"a": {"const": 2}}}],
+                "properties": {"a": INTEGER, "b": {}, "c": {}},
+            },
+            ['{"a":1,"b":1,"c":1}', '{"a":2,"b":1,"c":1}'],
+            ['{"a":3}'],
+        ),
         ({"enum": [1, "a", 2.5], "type": "string"}, ['"a"'], ["1"]),
         ({"enum": [5, 50, "a"], "minimum": 2**60}, ['"a"'], ["5", "50"]),
         (
@@ -295,9 +361,14 @@ def test_what_no_finite_text_follows() -> None:
         ({"dependentRequired": {"a": {"type": "string"}}}, "#/dependentRequired"),
         ({"dependencies": {"a": {"required": ["b"]}}}, "#/dependencies"),
         ({"propertyNames": {"minLength": 3}}, "#/propertyNames"),
+        (
+            {"propertyNames": {"pattern": "^a"}, "additionalProperties": INTEGER, "properties": {"a": {}}},
+            "#/propertyNames: is not supported beside properties",
+        ),
         ({"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]}, "#/unevaluatedProperties"),
         ({"minProperties": 2}, "#/minProperties"),
         ({"pattern": "(?=a)"}, "#/pattern: look-around"),
+        ({"pattern": r"^(\S+\s+){0,99}\S+$", "maxLength": 5000}, "#/pattern: counts too many words"),
         ({"patternProperties": {"(?i)a": {}}, "properties": {"a": {}}}, "#/patternProperties"),
         ({"$ref": "https://example.org/other"}, "not in this document"),
         ({"$ref": "#/nowhere"}, "does not exist"),
@@ -316,6 +387,18 @@ def test_what_no_finite_text_follows() -> None:
         ({"enum": 5}, "#/enum"),
         ({"const": "\ud800"}, ""),
         ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf is supported"),
+        (
+            {"oneOf": [{"properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]},  # null is both
+            "oneOf is supported",
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": ["null", "object"], "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"
+                ]
+            },
+            "oneOf is supported",
+        ),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "no text follows"),
     ],
 )
@@ -371,14 +454,14 @@ def test_nested_schemas_are_walked_once(keyword: str, monkeypatch: pytest.Monkey
     for _ in range(50):
         schema = {keyword: schema, "if": True} if keyword == "then" else {keyword: schema}
     with contextlib.suppress(ValueError):
-        normalise(parse_schema(json.dumps(schema)))
+        normalise(parse_schema(json.dumps(schema)), Budget())
     assert num_walked <= 110
 
 
 def test_a_pattern_s_schema_stands_once_for_many_names() -> None:
     large = {"type": "object", "properties": {f"p{number}": TEXT for number in range(300)}}
     schema = {"properties": {f"x{number}": {} for number in range(300)}, "patternProperties": {"^x": large}}
-    normal = normalise(parse_schema(json.dumps(schema)))
+    normal = normalise(parse_schema(json.dumps(schema)), Budget())
     assert len(json.dumps(normal.document())) < 50_000
 
 

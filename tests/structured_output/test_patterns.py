@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from quire.structured_output.patterns import Budget, Languages, Matcher, parse, translate
+from quire.structured_output.patterns import Budget, Languages, Matcher, num_words, parse, written
 from tests.structured_output.bytes_matcher import schema_matcher, takes
 
 
@@ -96,7 +96,22 @@ def test_languages(pattern: str, taken: list[str], not_taken: list[str]) -> None
 )
 def test_what_is_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        translate(pattern)
+        written(parse(pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"^(?:\S+\s+){0,99}\S+$", 99),
+        (r"^$|(^([a-z]+(-|\s+)){3}x{5})", 3),
+        (r"^((\S+\s+){0,99}){0,7}$", 99),
+        (r"^(\S+ ){0,99}\S+$", 0),
+        (r"^(\S+\s+)*\S{1,50}$", 0),
+        ("", 0),
+    ],
+)
+def test_words_that_are_counted(pattern: str, expected: int) -> None:
+    assert num_words(parse(pattern)) == expected
 
 
 @pytest.mark.parametrize(

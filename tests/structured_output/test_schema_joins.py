@@ -183,3 +183,64 @@ def test_no_text_is_taken_that_does_not_follow(first_seed: int) -> None:
             assert is_taken or not follows or isinstance(value, list | dict | float), (seed, document, value)
     assert num_followed > 100
     assert num_taken > 160
+
+
+def random_option(rng: random.Random) -> dict[str, Any]:
+    """A part of a `oneOf` as generators write it, and as they do not."""
+    kind = rng.choice(["object", "object", "object", "string", "integer", None])
+    found: dict[str, Any] = {} if kind is None else {"type": rng.choice([kind, kind, kind, [kind, "null"]])}
+    for name in rng.sample(["k", "v", "w"], rng.randint(0, 3)):
+        constant = rng.choice([{"const": rng.choice("ab")}, {"enum": [*"ac"]}, {"type": "integer"}, {}])
+        found.setdefault("properties", {})[name] = constant
+        if rng.random() < 0.7:
+            found.setdefault("required", []).append(name)
+    if rng.random() < 0.4:
+        found["additionalProperties"] = False
+    return found
+
+
+def random_one_of(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    options = [random_option(rng) for _ in range(rng.randint(2, 4))]
+    if rng.random() < 0.3:
+        names = {f"t{number}": option for number, option in enumerate(options)}
+        return {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in names], "$defs": names}
+    return {"oneOf": options}
+
+
+VALUES: list[Any] = [
+    None, 1, "a", [], {}, *({"k": each} for each in (*"abc", 1)), *({"v": each} for each in (*"abc", 1)),
+    *({"k": k, "v": v} for k in (*"abc", 1) for v in (*"ab", 1)), {"w": 1}, {"k": "a", "w": "a"}, {"x": 1},
+    {"k": "a", "v": "a", "w": "a"}, {"k": "b", "v": 1, "w": "c"},
+]  # fmt: skip
+
+
+def test_no_value_is_taken_that_follows_two_parts_of_one_of() -> None:
+    num_followed = num_taken = 0
+    for seed in range(1000):
+        schema = random_one_of(seed)
+        try:
+            matcher = schema_matcher(schema)
+        except (UserError, AssertionError):
+            continue  # refused by the project, or by the library
+        num_followed += 1
+        validator = jsonschema.Draft202012Validator(schema)
+        for value in VALUES:
+            if takes(matcher, json.dumps(value, separators=(",", ":"))):
+                num_taken += 1
+                assert validator.is_valid(value), (schema, value)
+    assert num_followed > 150
+    assert num_taken > 1000
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [NULL, {"$ref": "#"}], "minimum": 2**60},
+        {"allOf": [{"anyOf": [REF, {"$ref": "#"}]}, {"minimum": 2**60}], "$defs": {"T": {"minimum": 2**61}}},
+        {"anyOf": [NULL, {"$ref": "#/$defs/T"}], "$defs": {"T": {"minimum": 2**60, "anyOf": [NULL, REF]}}},
+    ],
+)
+def test_references_that_lead_back_to_themselves_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="leads back to itself"):
+        schema_matcher(schema)
