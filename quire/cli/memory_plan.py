@@ -16,7 +16,6 @@ from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import layer_specs
-from quire.models.gguf.sizes import packed_weight_bytes
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
@@ -171,6 +170,8 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape, *, is_native: boo
     expand prompts are kept besides the others. A GGUF file says of each tensor how it is stored; without native kernels
     (is_native) all of it is made floating point."""
     if model.is_gguf and is_native:
+        from quire.models.gguf.sizes import packed_weight_bytes  # imports NumPy, for which `--help` need not wait
+
         return packed_weight_bytes(model.path, model)
     quantization, total = model.quantization, shape.parameters()
     total += shape.expansion_parameters if model.expands_prompts else 0
