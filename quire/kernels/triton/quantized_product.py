@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from quire.kernels.triton.matmul import WIDE, Tiles, matmul, stored_tiles, tiled_product
 from quire.kernels.triton.quantize_rows import RoundedRows, round_rows
-from quire.kernels.triton.runtime import INTERPRETED
 from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import E4M3, I4, PLAIN, StoredMatrix
 from quire.kernels.triton.widen import widen
@@ -50,7 +49,7 @@ def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
 def multiplies_by_library(x: torch.Tensor, matrix: StoredMatrix) -> bool:
     """The library has a product of e4m3 numbers with a scale for each row of both operands: on cards that multiply
     them, with results in bfloat16."""
-    if INTERPRETED or x.dtype != torch.bfloat16 or matrix.codes.dtype != torch.float8_e4m3fn or matrix.group_size:
+    if not x.is_cuda or x.dtype != torch.bfloat16 or matrix.codes.dtype != torch.float8_e4m3fn or matrix.group_size:
         return False
     _, n, k = matrix.shape
     return n % 16 == 0 and k % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)

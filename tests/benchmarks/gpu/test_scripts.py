@@ -87,6 +87,9 @@ def test_all_scripts_and_their_summary(
         {"part": "counters", "what": "counters", "kernel": "_split_kernel", shares: 88.0},
         {"part": "kernels", "what": "clocks", "before": {}, "after": {"reasons": "0x0000000000000004"}},
     ]
+    ways = [record for record in found if record["what"] == "product"]
+    assert "== Ways to multiply" in summarize(ways, [], tmp_path)
+    found = [record for record in found if record["what"] != "product"]  # of a run of their own
     text = summarize(found, [Outcome("engine", "done", 1.0)], tmp_path)
     for title in (
         "Parts",
