@@ -23,7 +23,6 @@ from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import FieldNames, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.long_bodies import read_request
 from quire.server.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -35,6 +34,8 @@ from quire.server.protocol.chat import (
     Delta,
 )
 from quire.server.protocol.common import Usage
+from quire.server.protocol.messages import found_messages
+from quire.server.reading import read_request
 from quire.server.streaming import DONE, encode_event
 from quire.server.weight import AnswerWeight, num_alternatives
 
@@ -86,7 +87,7 @@ class ChatAnswer(Answer[ChatRequest]):
         except UserError as error:
             raise self._in_wire_words(error) from None
         self._prompt_text = ""
-        logger.debug("%s: %d messages, user %.100r", self.response_id, body.num_messages, body.user)
+        logger.debug("%s: %d messages, user %.100r", self.response_id, found_messages(body.messages).number, body.user)
 
     @property
     def ineffective_fields(self) -> list[str]:

@@ -16,7 +16,6 @@ from quire.server.answer import Answer, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import FieldNames, generate, spaced
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
-from quire.server.long_bodies import read_request
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
     CompletionChoice,
@@ -24,6 +23,7 @@ from quire.server.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
+from quire.server.reading import read_request
 from quire.server.streaming import DONE, TEXT_MARK, EventTemplate, encode_event
 from quire.server.weight import AnswerWeight, num_alternatives
 from quire.tokenization.infill import infill

@@ -25,7 +25,9 @@ from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error, unavailable
 from quire.server.generation import render_chat
 from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.messages import ReadMessages
 from quire.server.streaming import DONE
+from quire.tokenization.conversation import Messages
 
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 _DATA = len(b"data: ")
@@ -271,13 +273,15 @@ def _split(logprobs: list[Any], text: str) -> tuple[list[Any], list[Any]]:
     return logprobs[:index], logprobs[index:]
 
 
-def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
-    """The body of the chat completion that a request means. names: the chat endpoint's names of fields -> the
-    request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:
+    """The chat completion that a request means. fields: of its body, but for its messages. names: the chat endpoint's
+    names of fields -> the request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+    last = {"role": "assistant" if fields.get("continue_final_message") else "user", "content": ""}
     try:
-        return parse_fields({**fields, **_STREAMED}, ChatRequest)[0]
+        chat = parse_fields({**fields, **_STREAMED, "messages": [last]}, ChatRequest)[0]
     except (ApiError, UserError) as error:
         raise in_words(error, names) from None
+    return msgspec.structs.replace(chat, messages=ReadMessages(chat.messages[0], messages))
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:

@@ -200,7 +200,8 @@ async def test_the_synchronous_client(fast: Served) -> None:
 
 def to_chat(**fields: Any) -> dict[str, Any]:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return msgspec.convert(body, MessagesRequest).to_chat()
+    request = msgspec.convert(body, MessagesRequest)
+    return {**request.to_chat(), "messages": request.chat_messages}
 
 
 def test_a_conversation_with_tools_as_a_chat() -> None:

@@ -11,6 +11,7 @@ from quire.errors import UserError
 from quire.server.protocol.common import Identifier, Int32, Priority, ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
 from quire.server.protocol.messages import MAX_MESSAGES
+from quire.tokenization.conversation import check_type
 
 NAMES = {
     "stop": "stop_sequences",
@@ -47,11 +48,7 @@ class Block(msgspec.Struct, frozen=True):
         needed = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
         if self.type == "redacted_thinking":
             return
-        if self.type not in needed:
-            raise UserError(
-                f"blocks of type {self.type!r} are not supported (only {', '.join(map(repr, needed))} are)",
-                param="type",
-            )
+        check_type(self.type, needed, "blocks")
         if getattr(self, needed[self.type]) is None:
             raise UserError(f"a block of type {self.type!r} needs a {needed[self.type]}", param=needed[self.type])
 
@@ -81,8 +78,8 @@ class Tool(msgspec.Struct, frozen=True):
     )
 
     def __post_init__(self) -> None:
-        if self.type not in (None, "custom"):
-            raise UserError(f"tools of type {self.type!r} are not supported (only 'custom' is)", param="type")
+        if self.type is not None:
+            check_type(self.type, ("custom",), "tools")
         if self.input_schema is None:
             raise UserError("a tool needs an input_schema", param="input_schema")
 
@@ -169,9 +166,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
         return ["thinking.budget_tokens"] if budget and not reasons else []
 
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
-        """The body of the chat completion. reasons: as for `ignored`. Raises UserError."""
+        """The body of the chat completion, but for its messages. reasons: as for `ignored`. Raises UserError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
-        fields["messages"] = self._chat_messages()
         if self.messages[-1].role == "assistant":  # what the answer begins with
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
@@ -197,7 +193,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
-    def _chat_messages(self) -> list[dict[str, Any]]:
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """What `messages_of` is given. Raises UserError."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _texts(self.system, "system")})

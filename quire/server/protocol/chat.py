@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import UNSUPPORTED_FIELDS, AnswerTimes, Int32, PromptLogprobs, Usage
-from quire.server.protocol.messages import LongMessages, Messages, check_continuation, with_tool_calls
+from quire.server.protocol.messages import Messages, check_continuation, with_tool_calls
 from quire.server.protocol.tools import (
     MAX_TOOLS,
     FunctionCall,
@@ -109,13 +109,12 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def with_tools(self) -> ChatRequest:
-        """The request with `tools` for `functions`, at most one of which is called, in the messages as well."""
+        """The request with `tools` for `functions`, at most one of which is called."""
         if not self.functions:
             return self
         choice = self.function_call
         return msgspec.structs.replace(
             self,
-            messages=with_tool_calls(self.messages),
             functions=[],
             function_call=None,
             tools=[Tool(function) for function in self.functions],
@@ -124,9 +123,10 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         )
 
     @property
-    def num_messages(self) -> int:
-        messages = self.messages
-        return len(messages.conversation.messages if isinstance(messages, LongMessages) else messages)
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """What `messages_of` is given."""
+        messages = with_tool_calls(self.messages) if self.functions else self.messages
+        return [message.to_dict() for message in messages]
 
     @property
     def generation_prompt(self) -> bool:
