@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -79,22 +79,6 @@ async def render_chat(
     )
 
 
-class FieldNames(NamedTuple):
-    """What a request calls its prompt and its constraint. wording: says an error as the request's API does."""
-
-    prompt: str
-    constraint: str = "structured_outputs"
-    wording: Callable[[UserError], UserError] | None = None
-
-    def explain(self, error: UserError) -> UserError:
-        """The engine's error in the request's words."""
-        if error.param in ("prompt", "prompt_token_ids"):
-            error.param = self.prompt
-        elif error.param == "structured_outputs":
-            error.param = self.constraint
-        return error if self.wording is None else self.wording(error)
-
-
 async def generate(
     context: ServerContext,
     prompts: list[Prompt],
@@ -104,15 +88,15 @@ async def generate(
     answer_id: str,
     cache_salt: str | None,
     priority: int,
-    names: FieldNames,
+    names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: for errors about the
-    request.
+    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: our
+    name of a field -> the request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
@@ -169,7 +153,7 @@ async def generate(
                     async for number, output in merged:
                         yield placed(number, output)
     except UserError as error:
-        raise names.explain(error) from None
+        raise error.named(names) from None
 
 
 def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:

@@ -19,7 +19,7 @@ from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import FieldNames, render_chat
+from quire.server.generation import render_chat
 from quire.server.limits import Charge, client_salt
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
@@ -225,7 +225,7 @@ async def run_texts(
                 prompt, params, second=second, priority=priority, part=part, cache_salt=salt
             )
         except UserError as error:
-            raise FieldNames(names[index]).explain(error) from None
+            raise error.named(dict.fromkeys(("prompt", "prompt_token_ids"), names[index])) from None
         charge.count(index, output)
         return output
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -160,17 +159,17 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             given = {name: value for name in names if (value := getattr(self, name)) is not None}
             return self.sampling_params(max_tokens=limit, logprobs=logprobs, **given)
         except UserError as error:
-            raise self.in_wire_words(error) from None
+            raise error.named(self.names) from None
 
-    def in_wire_words(self, error: UserError) -> UserError:
-        """`error` with the client's name for a field that SamplingParams words differently."""
+    @property
+    def names(self) -> dict[str, str]:
+        """Our names of fields -> the client's, where SamplingParams and tools word them differently."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.functions:
             names |= {"tools": "functions", "tool_choice": "function_call"}
-        message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
-        return type(error)(message, param=names.get(error.param or "", error.param))
+        return names
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):
