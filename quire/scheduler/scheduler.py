@@ -280,7 +280,7 @@ class Scheduler:
         """Append sampled tokens to their sequences, and end those that are complete. updates: those of this result so
         far, to which this adds. has_drafts: some of the tokens were accepted drafts."""
         any_finished = bool(updates)
-        num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates)
+        num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
