@@ -22,16 +22,17 @@ from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import Deadlines
 from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
+from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SamplingInputs, SequenceFork, StepPlan, StepResult
 
