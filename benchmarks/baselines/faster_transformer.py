@@ -45,7 +45,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         return max(1, self._max_num_seqs // 2)
 
     def _plan(self, builder: PlanBuilder, now: float) -> None:
-        self._released += self._padding
+        self._changes.released += self._padding
         self._padding.clear()
         if not self._rows:
             self._form_batch(now)
