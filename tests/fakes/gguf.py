@@ -34,7 +34,7 @@ GRID_BLOCKS = {
     "IQ4_XS": (256, 136), "IQ3_S": (256, 110), "IQ3_XXS": (256, 98), "IQ2_S": (256, 82), "IQ2_XS": (256, 74),
     "IQ2_XXS": (256, 66), "IQ1_S": (256, 50), "IQ1_M": (256, 56), "TQ1_0": (256, 54), "TQ2_0": (256, 66),
 }  # fmt: skip
-"""The same of types whose weights are not spelt out here: those of gguf's own package are what they are held against."""
+"""The same of types whose weights are not spelt out here: they are held against those of gguf's own package."""
 SCALE_PLACES = {"IQ1_M": None, "TQ1_0": 52, "TQ2_0": 64}
 """Where a block of them has its scale, elsewhere at its first byte; IQ1_M's is in the upper bits of four numbers."""
 

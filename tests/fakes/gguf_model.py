@@ -8,7 +8,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tests.fakes.gguf import BLOCKS, GRID_BLOCKS, TYPE_NUMBERS, GGUFWriter, StoredTensor, Typed, dequantize, quantize, typed
+from tests.fakes.gguf import (
+    BLOCKS,
+    GRID_BLOCKS,
+    TYPE_NUMBERS,
+    GGUFWriter,
+    StoredTensor,
+    Typed,
+    dequantize,
+    quantize,
+    typed,
+)
 
 NAMES = {
     "model.embed_tokens": "token_embd",

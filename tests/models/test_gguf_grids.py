@@ -135,7 +135,7 @@ def test_native_kernels_compute_a_mix(mix: str, tmp_path: Path) -> None:
 
 
 SIZED: dict[str, dict[str, str]] = {
-    **{mix: types for mix, types in MIXES.items()},
+    **MIXES,
     **{name: every(name) for name in GRID_BLOCKS},
 }
 

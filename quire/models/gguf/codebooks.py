@@ -1,5 +1,5 @@
-"""The tables of GGUF's IQ types: a few bits of a block name a whole run of neighbouring weights, out of a list that is a
-part of the format."""
+"""The tables of GGUF's IQ types: a few bits of a block name a run of neighbouring weights, out of a list that is a part
+of the format."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,8 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "IQ1_S": (3, 8),
 }
 """How many sizes a weight may have, and the weights of an entry."""
-# An entry is a number whose digits, the lowest first, say which size each weight has. The numbers ascend; what is stored
-# is each one's distance from the one before.
+# An entry is a number whose digits, the lowest first, say which size each weight has. Numbers ascend, and are stored as
+# distances from the one before.
 _GAPS: Mapping[str, str] = {
     "IQ2_XXS": (
         "c-kdTL2AQ53@l<18zD>(%d(hdF=h$I1Y=ANrudLU2*rmIaws|GB|Y{5eM{fc?<Cq*hmn{WG13eC6@n><MkizoXsW~vl50RJDl2m7l>-VONs5"
@@ -77,7 +78,7 @@ def codebook(name: str, sizes: Sequence[int]) -> npt.NDArray[np.int8]:
     return np.array(sizes, dtype=np.int8)[digits]
 
 
-def words(name: str, sizes: Sequence[int]) -> npt.NDArray[np.uint64] | npt.NDArray[np.uint32]:
-    """[entries]: the same, the bytes of an entry as one number."""
+def words(name: str, sizes: Sequence[int]) -> npt.NDArray[Any]:
+    """[entries]: the same, the bytes of an entry as one number of 64 or 32 bits."""
     entries = codebook(name, sizes)
     return entries.view("<u8" if entries.shape[1] == 8 else "<u4")[:, 0]

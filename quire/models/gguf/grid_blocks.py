@@ -2,8 +2,8 @@
 
 Most hold numbers of entries of a table (`quire.models.gguf.codebooks`), and signs, and weights are put together eight
 bytes at a time. Where the weights of each group lie at equal distances (IQ3_S, IQ1, TQ) they become four bits with an
-offset, else int8. Scales and offsets are products of a half with a few bits, and so is each weight: float32 holds all of
-them exactly.
+offset, else int8. Scales and offsets are products of a half with a few bits, and so is each weight: float32 holds
+them all exactly.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _iq1_s(blocks: Bytes) -> Parts:
     upper = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 32)
     codes = words("IQ1_S", _TERNARY)[blocks[:, 2:34] | upper << 8]
     scales = halves(blocks, 0) * (2 * (grid >> 12 & 7) + 1).astype(np.float32)
-    deltas = np.where(grid >> 15, -_DELTA, _DELTA)
+    deltas = np.where(grid >> 15, -_DELTA, _DELTA).astype(np.float32)
     return codes.view(np.uint8), scales, scales * (deltas - np.float32(1))
 
 
@@ -103,7 +103,9 @@ def _iq1_m(blocks: Bytes) -> Parts:
     half = np.bitwise_or.reduce(grid >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16), axis=1, keepdims=True)
     scale = half.astype("<u2").view("<f2").astype(np.float32)
     nibbles = _nibbles(blocks[:, 32:48])
-    entries = words("IQ1_S", tuple(4 * size for size in _TERNARY))[blocks[:, :32] | (nibbles & 7).astype(np.uint16) << 8]
+    entries = words("IQ1_S", tuple(4 * size for size in _TERNARY))[
+        blocks[:, :32] | (nibbles & 7).astype(np.uint16) << 8
+    ]
     is_added = np.where(nibbles & 8, np.uint64(0), np.uint64(0x0101010101010101))
     steps = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 16)
     scales = scale * (2 * steps + 1).astype(np.float32)
@@ -155,7 +157,7 @@ def _sign_masks() -> Words:
 def _even_signs() -> Bytes:
     """[128]: eight signs by the first seven, such that the number of minus signs is even."""
     seven = np.arange(128, dtype=np.uint8)
-    return seven | (np.bitwise_count(seven) & 1) << 7
+    return seven | (np.bitwise_count(seven) & np.uint8(1)) << np.uint8(7)
 
 
 GRID_FORMATS: Mapping[str, BlockFormat] = {
