@@ -157,7 +157,7 @@ def _sign_masks() -> Words:
 def _even_signs() -> Bytes:
     """[128]: eight signs by the first seven, such that the number of minus signs is even."""
     seven = np.arange(128, dtype=np.uint8)
-    return seven | (np.bitwise_count(seven) & np.uint8(1)) << np.uint8(7)
+    return seven | np.bitwise_xor.reduce(np.unpackbits(seven[:, None], axis=1), axis=1) << np.uint8(7)
 
 
 GRID_FORMATS: Mapping[str, BlockFormat] = {
