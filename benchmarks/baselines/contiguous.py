@@ -239,8 +239,8 @@ class ContiguousScheduler(ABC):
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back a sequence's region, and its row if the workers know it."""
-        if sequence.blocks is not None and self._changes.beam_reorder.forget(sequence):
-            self._changes.released.append(sequence.seq_id)
+        if sequence.blocks is not None:
+            self._changes.release_slot(sequence)
         sequence.blocks = None
         self.kv.release(sequence.seq_id)
 
