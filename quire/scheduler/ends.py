@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import SequenceUpdate
-from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.request import FinishReason
 from quire.scheduler.admission import PrefixRegistration
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.in_flight import InFlight

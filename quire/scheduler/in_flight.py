@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.decoding.sequence import Sequence
 from quire.errors import UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Sequence
 from quire.scheduler.matching import matcher_of
 from quire.step import SamplingInputs, StepPlan, TokenLogprobs
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.decoding.sequence import Sequence
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Sequence
 from quire.scheduler.in_flight import InFlight
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats

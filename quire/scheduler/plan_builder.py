@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, Sequence
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.transfers import HostTransfers, Transfers

@@ -17,12 +17,12 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Collections, Ends
@@ -41,6 +41,7 @@ from quire.scheduler.reporting import (
     report_times,
 )
 from quire.scheduler.running import RunningSet
+from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.stats import EngineStats, Load
 from quire.step import SamplingInputs, StepPlan, StepResult
 
