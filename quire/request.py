@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,8 +69,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: bool = False
     """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
     one step samples, and `params` asks for one sequence and no beam search."""
-    second_segment: int = 0
-    """Where the second text of a pair begins in the prompt; 0: it is one text."""
+    columns: dict[str, int] = {}
+    """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
+    Prefix-cache entries are shared only between requests of equal values."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""
@@ -196,6 +198,7 @@ class Request:
         "bypass_prefix_cache",
         "cache_salt",
         "client",
+        "columns",
         "constraint",
         "constraint_start",
         "deferral",
@@ -221,7 +224,6 @@ class Request:
         "prompt_token_ids",
         "register_prefix",
         "request_id",
-        "second_segment",
         "sequences",
         "status",
         "stop_token_ids",
@@ -250,7 +252,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
-        self.second_segment = request.second_segment
+        self.columns = request.columns
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -286,6 +288,13 @@ class Request:
         self.beam_search: BeamSearch | None = None
         self.deferral: Deferral | None = None
         """Set while a gate keeps the request from starting."""
+
+    @property
+    def extra_keys(self) -> Mapping[int, tuple[bytes, ...]]:
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them."""
+        if not self.columns:
+            return {}
+        return {0: tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))}
 
     @property
     def live_sequences(self) -> list[Sequence]:
