@@ -245,7 +245,7 @@ class TritonAttentionStep:
         """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
         shape = heads.shape
         if shape.length_scale is not None:
-            factors = shape.length_scale.factors(self._batch.positions)[:, None]
+            factors = shape.length_scale.factors(self._batch.slot_positions)[:, None]
             query[:, : shape.num_heads * shape.head_dim].mul_(factors)
 
     def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

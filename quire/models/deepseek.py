@@ -103,7 +103,7 @@ class DeepseekForCausalLM(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         super().load_weights(self._without_extra(weights), elsewhere)

@@ -115,7 +115,7 @@ class PackedLinear:
             table=matrix.as_native(),
             width=parameters.shape.in_features,
             shift=indices.shift,
-            source=indices.source,
+            column=indices.column,
             accumulate=onto is not None,
         )
 

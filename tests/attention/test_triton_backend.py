@@ -90,7 +90,7 @@ class Pool:
             rows=column([*(sequence + 1 for sequence, _ in work), 0]),
             query_start=torch.cat((starts, starts[-1:])).int().to(self.device),
             seq_lens=column([*ends, 0]),
-            positions=torch.cat((positions, torch.zeros(1, dtype=torch.int64))).to(self.device),
+            slot_positions=torch.cat((positions, torch.zeros(1, dtype=torch.int64))).to(self.device),
             slot_mapping=tuple(slot.to(self.device) for slot in slots),
             block_tables=tuple(table.to(self.device) for table in self.tables),
         )

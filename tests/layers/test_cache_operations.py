@@ -87,7 +87,7 @@ def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     backend = NativeAttention(LAYOUT, allocate_pages(LAYOUT), "float32", HEADS, 2)
     operations, recorder = NativeOperations(), Recorder()
     inputs = [recorder.external(WIDTH, WIDTH), recorder.external(WIDTH, WIDTH), recorder.external(KV_WIDTH, KV_WIDTH)]
-    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
+    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.SLOT_POSITIONS))
     first, second, key_value = (recorder.call_torch(torch.clone, each.width, [each]) for each in inputs)
     if compute is apart:
         operations.write_kv(heads(0), key_value, turn, backend)
@@ -100,7 +100,7 @@ def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
         results = [operations.attend(heads(0), qkv, turn, backend) for qkv in joined]
     result = recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), 2 * WIDTH, results)
     program = recorder.finish_program(result, NativeRuntime("auto", 2), TOKENS)
-    program.run(TOKENS, positions=POSITIONS, plans=backend.plan(BATCH).plans, externals=rows())
+    program.run(TOKENS, (None, POSITIONS), plans=backend.plan(BATCH).plans, externals=rows())
     return program.result(TOKENS).clone()
 
 

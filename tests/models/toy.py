@@ -139,7 +139,7 @@ class ToyModel(Decoder):
         return [layer.cache_spec() for layer in (self.full, self.window, self.state)]
 
     def forward(self, batch: ForwardBatch) -> Value:
-        rotation = self._operations.rotation(self._frequencies, batch.positions)
+        rotation = self._operations.rotation(self._frequencies, batch.rotary_positions)
         return self._norm(self.run_layers(self._tokens(batch.token_ids), rotation, batch))
 
     def compute_logits(self, hidden: Value) -> Value:

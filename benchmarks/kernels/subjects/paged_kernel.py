@@ -50,7 +50,7 @@ class PagedKernel:
     def run(self) -> int:
         """Write keys and values of the new tokens, and attend; 1, for one call."""
         self._program.run(
-            len(self._rows), positions=self._positions, plans=self._plans, externals=[self._rows, self.result]
+            len(self._rows), (None, self._positions), plans=self._plans, externals=[self._rows, self.result]
         )
         return 1
 

@@ -201,9 +201,9 @@ def layer_calls() -> Calls:
 def row_calls() -> Calls:
     """What a step changes in the rows, and its inputs, of two KV groups."""
     int64 = partial(empty, dtype=torch.int64)
-    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
+    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int64(2, 8192), int32(256), int32(257), int32(256))
     columns = StepColumns(int32(5), int32(5), int32(6))
-    tables = RowTables(40964, int32(2, 2))
+    tables = RowTables(40964, int32(2, 2), 10**5, int32(2))
     return [
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
