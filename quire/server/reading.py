@@ -16,15 +16,13 @@ from quire.server.protocol.chat import ChatBatchRequest
 from quire.server.protocol.messages import ReadMessages
 from quire.server.protocol.response_items import ReadInput
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.reading_helper import Found, How, NeedsStore, Rejected, conversations_of, input_of
+from quire.server.reading_helper import Found, How, Rejected, Unread, conversations_of, input_of
 from quire.tokenization.conversation import Messages
 
 LONG_BODY_BYTES = 2**20
 """Larger bodies are read elsewhere: smaller ones hold the event loop for less than the hop to a process takes."""
 _READER = "quire.server.reading_helper:read"
-_ANSWERS: msgspec.msgpack.Decoder[Found | NeedsStore | Rejected] = msgspec.msgpack.Decoder(
-    Found | NeedsStore | Rejected
-)
+_ANSWERS: msgspec.msgpack.Decoder[Found | Unread | Rejected] = msgspec.msgpack.Decoder(Found | Unread | Rejected)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -46,12 +44,12 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
             return (parsed if found is None else msgspec.structs.replace(parsed, input=found)), unknown
         return _with_conversations(parsed, conversations_of(parsed)), unknown
 
-    def decode(answer: bytearray) -> tuple[T, list[str]] | NeedsStore | Rejected:
+    def decode(answer: bytearray) -> tuple[T, list[str]] | Unread | Rejected:
         found = _ANSWERS.decode(answer)
         if not isinstance(found, Found):
             return found
-        parsed, _ = parse_body(found.body, kind, strict=strict)
-        changes: dict[str, Any] = {texts.field: texts.value for texts in found.texts}
+        parsed = msgspec.json.decode(found.body, type=kind)
+        changes: dict[str, Any] = {ids.field: ids.value for ids in found.ids}
         if found.items is not None:
             changes["input"] = ReadInput(found.conversations[0], found.items)
             found.conversations = []
@@ -60,7 +58,7 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
 
     parts = await read_body(request, context.max_body_bytes)
     size = sum(map(len, parts))
-    found: tuple[T, list[str]] | NeedsStore | Rejected = NeedsStore()
+    found: tuple[T, list[str]] | Unread | Rejected = Unread()
     if size > LONG_BODY_BYTES:
         how = msgspec.json.encode(How.of(kind, strict=strict)).decode()
         with in_flight(request.scope):
@@ -68,7 +66,7 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
             found = await run_until_disconnect(request.receive, reading)
     if isinstance(found, Rejected):
         raise found.error
-    if isinstance(found, NeedsStore):
+    if isinstance(found, Unread):
         found = await context.engine.off_loop(size, lambda: parse(b"".join(parts)))
     parsed, unknown = found
     report_ignored(request, context, unknown)

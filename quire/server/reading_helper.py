@@ -3,14 +3,13 @@ process runs, each collection of garbage looks through what was made of a body, 
 bounds the processor time of one.
 
 The helper parses and checks the body, and makes the messages of its conversations. The API's process (reading.py) gets
-those as bytes, which it passes on, texts and packed ids, and the rest of the body.
+those as bytes, which it passes on, packed token ids, and the rest of the body as it was parsed.
 """
 
 from __future__ import annotations
 
 import importlib
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,19 +17,19 @@ import msgspec
 from quire.errors import UserError
 from quire.server.body import parse_body
 from quire.server.errors import ApiError, ErrorDetail, to_api_error
+from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
-from quire.server.protocol.cohere import CohereEmbedRequest
-from quire.server.protocol.completion import CompletionRequest
-from quire.server.protocol.pooling import InputFields, RerankRequest, ScoreRequest
+from quire.server.protocol.messages import ChatMessage
 from quire.server.protocol.response_items import ListedItems, ReadInput, items_of
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.tokenization.conversation import Messages, messages_of
 from quire.tokenization.jobs import listed, packed
 
-STAND_IN = "-"
-"""Stand-in for a text that the other process keeps: no route refuses it."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+OF_IDS = ("prompt", "input", "tokens")
+"""Fields that may have token ids."""
 
 
 class How(msgspec.Struct):
@@ -60,82 +59,74 @@ class Rejected(msgspec.Struct, tag=True):
         return ApiError(self.status, self.detail)
 
 
-class NeedsStore(msgspec.Struct, tag=True):
-    """The conversation goes on from stored responses, which the helper does not have."""
+class Unread(msgspec.Struct, tag=True):
+    """The API's process reads the body: the conversation goes on from stored responses, which the helper does not
+    have, or what was parsed cannot be written."""
 
 
-class Text(msgspec.Struct, array_like=True):
-    """A text, or the packed ids of one."""
-
-    text: str = ""
-    ids: bytes | None = None
-
-
-class Texts(msgspec.Struct):
-    """The texts of one field of a body. is_one: the field is a text itself, or its ids, and no list of them."""
+class Ids(msgspec.Struct):
+    """The token ids of one field of a body, packed. is_one: the field is a list of ids itself, and no list of lists."""
 
     field: str
-    values: list[Text]
+    lists: list[bytes]
     is_one: bool
 
     @classmethod
-    def of(cls, field: str, given: Any, values: Sequence[str | list[int]]) -> Texts:
-        """given: the field's value, in which `values` are."""
-        texts = [Text(value) if isinstance(value, str) else Text(ids=packed(value)) for value in values]
-        return cls(field, texts, isinstance(given, str) or (len(values) == 1 and given is values[0]))
+    def of(cls, field: str, value: Any) -> Ids | None:
+        """None for a value without token ids."""
+        lists = value if isinstance(value, list) else []
+        is_one = bool(lists) and isinstance(lists[0], int)
+        if not lists or not (is_one or isinstance(lists[0], list)):
+            return None
+        return cls(field, [packed(each) for each in ([lists] if is_one else lists)], is_one)
 
     @property
-    def value(self) -> str | list[int] | list[str | list[int]]:
-        found = [each.text if each.ids is None else listed(each.ids) for each in self.values]
+    def value(self) -> list[int] | list[list[int]]:
+        found = [listed(each) for each in self.lists]
         return found[0] if self.is_one else found
-
-    @property
-    def stand_in(self) -> str | list[str] | list[int]:
-        """A value of the field's type without its texts."""
-        if self.values[0].ids is not None:
-            return [0]
-        return STAND_IN if self.is_one else [STAND_IN]
 
 
 class Found(msgspec.Struct, tag=True):
-    """body: JSON, with stand-ins for what the other fields have. unknown: fields of the whole body. conversations: its
-    messages. texts: of other fields. items: of /v1/responses, to be listed."""
+    """body: JSON of what was parsed, without messages and token ids. unknown: fields of the whole body. conversations:
+    its messages. ids: of fields that have them. items: of /v1/responses, to be listed."""
 
     body: bytes
     unknown: list[str]
     conversations: list[Messages]
-    texts: list[Texts]
+    ids: list[Ids]
     items: ListedItems | None = None
 
 
 def read(argument: str, body: bytes) -> bytes:
     """What `read_request` asks of the helper."""
     try:
-        answer: Found | NeedsStore | Rejected = _read(msgspec.json.decode(argument, type=How), body)
+        answer: Found | Unread | Rejected = _read(msgspec.json.decode(argument, type=How), body)
     except (ApiError, UserError) as error:
         failure = to_api_error(error)
         answer = Rejected(failure.status, failure.detail)
     return msgspec.msgpack.encode(answer)
 
 
-def _read(how: How, body: bytes) -> Found | NeedsStore:
+def _read(how: How, body: bytes) -> Found | Unread:
     parsed, unknown = how.parse(body)
-    known = parsed.__struct_encode_fields__
-    fields: dict[str, Any] = {name: value for name, value in raw_fields(body).items() if name in known}
-    texts = [each for each in _texts(parsed) if each.values]
-    fields |= {each.field: each.stand_in for each in texts}
+    found = [Ids.of(name, getattr(parsed, name, None)) for name in OF_IDS]
+    ids = [each for each in found if each is not None]
+    changes: dict[str, Any] = {each.field: [0] for each in ids}
     items = None
     if isinstance(parsed, ResponsesRequest):
-        if (found := input_of(parsed)) is None:
-            return NeedsStore()
-        fields["input"] = ""
-        conversations, items = [found.messages], found.items
+        if (given := input_of(parsed)) is None:
+            return Unread()
+        changes["input"], conversations, items = "", [given.messages], given.items
     elif conversations := conversations_of(parsed):
-        listed = parsed.messages if isinstance(parsed, ChatBatchRequest) else [parsed.messages]
-        lasts = [[_last_message(parsed, messages[-1])] for messages in listed]
-        fields["messages"] = lasts if isinstance(parsed, ChatBatchRequest) else lasts[0]
-        fields.pop("system", None)
-    return Found(msgspec.json.encode(fields), unknown, conversations, texts, items)
+        lasts = [[_last_message(parsed, each[-1])] for each in _message_lists(parsed)]
+        changes["messages"] = lasts if isinstance(parsed, ChatBatchRequest) else lasts[0]
+        if isinstance(parsed, CountTokensRequest):
+            changes["system"] = None
+    try:
+        written = msgspec.json.encode(msgspec.structs.replace(parsed, **changes))
+    except (TypeError, OverflowError):
+        return Unread()  # an integer of more than 64 bits
+    return Found(written, unknown, conversations, ids, items)
 
 
 def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
@@ -158,40 +149,20 @@ def conversations_of(parsed: Any) -> list[Messages]:
     if getattr(parsed, "messages", None) is None:
         return []
     if isinstance(parsed, ChatBatchRequest):
-        return [
-            messages_of([message.to_dict() for message in messages], f"messages[{index}]")
-            for index, messages in enumerate(parsed.messages)
-        ]
-    return [messages_of(parsed.chat_messages)]
+        return [messages_of(_written(each), f"messages[{index}]") for index, each in enumerate(parsed.messages)]
+    given = parsed.chat_messages if isinstance(parsed, ChatRequest | CountTokensRequest) else _written(parsed.messages)
+    return [messages_of(given)]
+
+
+def _written(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    return [message.to_dict() for message in messages]
+
+
+def _message_lists(parsed: Any) -> list[list[Any]]:
+    """The messages of each conversation."""
+    return parsed.messages if isinstance(parsed, ChatBatchRequest) else [parsed.messages]
 
 
 def _last_message(parsed: Any, message: Any) -> Any:
     """Of the last message the API's process needs the role, and the text only where the answer repeats it."""
-    if isinstance(parsed, ChatRequest) and parsed.echo:
-        return message
-    return {"role": message.role, "content": ""}
-
-
-def _texts(parsed: Any) -> list[Texts]:
-    """The texts of a body, of each field that may have long ones."""
-    match parsed:
-        case CompletionRequest():
-            return [Texts.of("prompt", parsed.prompt, parsed.prompts)]
-        case InputFields() if parsed.messages is None:
-            return [Texts.of("input", parsed.input, parsed.inputs)]
-        case TokenizeRequest() if parsed.messages is None:
-            return [Texts.of("prompt", parsed.prompt, [parsed.prompt or ""])]
-        case DetokenizeRequest():
-            return [Texts.of("tokens", parsed.tokens, [parsed.tokens])]
-        case ScoreRequest():
-            first, second = parsed.field_names
-            return [
-                Texts.of(first, getattr(parsed, first), parsed.firsts),
-                Texts.of(second, getattr(parsed, second), parsed.seconds),
-            ]
-        case RerankRequest():
-            query = Texts.of("query", parsed.query, [parsed.query])
-            return [query, Texts.of("documents", parsed.documents, parsed.documents)]
-        case CohereEmbedRequest():
-            return [Texts.of("texts", parsed.texts, parsed.texts or [])]
-    return []
+    return message if isinstance(parsed, ChatRequest) and parsed.echo else type(message)(role=message.role, content="")

@@ -20,33 +20,12 @@ CHARACTER_SECONDS = 1e-4
 PIECE_TOKENS = 2**16
 """Of the ids that become Python integers at a time. Other threads run between two pieces."""
 
-RESERVED_OPTIONS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "tokenizer",
-        "truncation",
-        "padding",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "dict",
-        "lipsum",
-        "cycler",
-        "joiner",
-        "namespace",
-    }
-)
+RESERVED_OPTIONS = frozenset((
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "tokenizer", "truncation", "padding", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now", "range", "dict", "lipsum",
+    "cycler", "joiner", "namespace",
+))  # fmt: skip
 """Names that are set elsewhere, mean something to Transformers' own method, or are the functions that every template
 can call: no template option may take them."""
 

@@ -241,7 +241,7 @@ def test_a_conversation_with_tools_as_a_chat() -> None:
             "content": "let me see",
             "reasoning": "hm",
             "tool_calls": [
-                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
             ],
         },
         {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "sun"}]},

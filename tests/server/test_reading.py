@@ -8,16 +8,16 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.routing import Route
 
-from quire.server import body as body_module
-from quire.server import reading, reading_helper
-from quire.server.protocol.responses import ResponsesRequest
-from tests.processes import has_pid_ended
+from quire.server import reading
+from quire.server.reading_helper import Ids
 from tests.server.conftest import Served
 from tests.server.raw import json_bodies_of
 from tests.server.test_pooling import client_of, paths, references
@@ -164,7 +164,6 @@ POOLED: dict[str, dict[str, list[Body]]] = {
     "reranker": {"/score": PAIRS, "/rerank": RANKED},
 }
 """Model -> its routes."""
-STAND_INS = (None, "", reading_helper.STAND_IN, [reading_helper.STAND_IN], [0])
 MOMENTS = ("created", "created_at", "completed_at", "usage", "id", "item_id")
 """Fields that differ from one answer to the next. A repeated prompt is found in the prefix cache."""
 
@@ -196,23 +195,23 @@ async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monk
     assert {path for (path, _), (status, _, _) in zip(asked, expected, strict=True) if status == 200} == {*ROUTES}
     monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
     parsed: list[Any] = []
-    parse = body_module.parse_body
 
-    def recorded(body: bytes, kind: Any, *, strict: bool = False) -> Any:
-        result = parse(body, kind, strict=strict)
-        parsed.append(result[0])
-        return result
+    def recorded(body: bytes, type: Any) -> Any:
+        parsed.append(msgspec.json.decode(body, type=type))
+        return parsed[-1]
 
-    monkeypatch.setattr(reading, "parse_body", recorded)
+    decoding = SimpleNamespace(json=SimpleNamespace(decode=recorded, encode=msgspec.json.encode))
+    monkeypatch.setattr(reading, "msgspec", SimpleNamespace(**vars(msgspec) | vars(decoding)))
     for (path, body), before in zip(asked, expected, strict=True):
         assert await ask(served, path, body) == before, (path, body)
     assert len(parsed) >= sum(status == 200 for status, _, _ in expected)
     for request in parsed:
-        if isinstance(request, ResponsesRequest) and reading_helper.input_of(request) is None:
-            continue  # it goes on from stored responses, which this process has
         messages = getattr(request, "messages", None) or [[0]]
         assert all(len(each) == 1 for each in (messages if isinstance(messages[0], list) else [messages]))
-        assert all(getattr(request, name, None) in STAND_INS for name in ("prompt", "input", "system", "tokens"))
+        assert all(getattr(request, name, None) in (None, "") for name in ("input", "system"))
+        for name in ("prompt", "tokens"):
+            value = getattr(request, name, None)
+            assert value == [0] or Ids.of(name, value) is None, "ids are packed"
 
 
 @pytest.mark.parametrize("model", POOLED)
@@ -294,7 +293,7 @@ async def test_a_process_that_is_killed_fails_its_request_alone(
     assert await ask(served, path, CHATS[0]) == expected
     (pid,) = helpers.pids
     os.kill(pid, signal.SIGKILL)
-    assert await asyncio.to_thread(has_pid_ended, pid)
+    await _until(lambda: not helpers._idle[0].is_alive)
     assert await ask(served, path, CHATS[0]) == expected, "one that ended while idle is replaced"
 
 

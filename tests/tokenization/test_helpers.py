@@ -208,7 +208,7 @@ def test_a_process_that_died_while_idle_is_replaced(opened: list[ChatTemplate]) 
     written(chat, MESSAGES)
     process = psutil.Process(chat.helpers.pids[0])
     process.kill()
-    assert has_ended(process)
+    until(lambda: not chat.helpers._idle[0].is_alive)
     assert written(chat, MESSAGES) == "<user>x"
     assert chat.helpers.pids != [process.pid]
 

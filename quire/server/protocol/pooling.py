@@ -76,11 +76,6 @@ class InputFields(PoolingFields, kw_only=True, frozen=True):
             raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.inputs)}", param="input")
 
     @property
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given."""
-        return [message.to_dict() for message in self.messages or ()]
-
-    @property
     def field_name(self) -> str:
         """The request's own name of the field of its texts."""
         return "input" if self.messages is None else "messages"

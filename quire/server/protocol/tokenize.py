@@ -49,11 +49,6 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
                 raise UserError(f"{name} is only allowed together with messages", param=name)
 
     @property
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """What `messages_of` is given."""
-        return [message.to_dict() for message in self.messages or ()]
-
-    @property
     def template_inputs(self) -> TemplateInputs:
         return TemplateInputs(self.documents, self.chat_template)
 
