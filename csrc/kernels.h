@@ -174,7 +174,8 @@ struct LinearKernels {
 
 enum class IndexSource : int32_t { kTokenIds = 0, kPositions, kSegments };
 
-// out[t] (+)= row `ids[t] + shift` of a table. ids: what the step has of its source.
+// out[t] (+)= row `ids[t] + shift` of a table. ids: what the step has of its source. A table may be one rank's share, the
+// rows from `start` on of `shared_rows`: other rows of those are zeros here.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
@@ -182,6 +183,8 @@ struct EmbedArgs {
   IndexSource source = IndexSource::kTokenIds;
   bool accumulate = false;
   Ref out;
+  int64_t start = 0;
+  int64_t shared_rows = 0;  // 0: the table is whole
 };
 
 // RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias.
