@@ -187,8 +187,14 @@ class PackedLinear:
         parameters.pending.clear()
 
 
-def _embed(parameters: PackedParameters, indices: RecordedIndices, onto: Buffer | None, **share: int) -> Buffer:
-    """share: where the table is one rank's."""
+def _embed(
+    parameters: PackedParameters,
+    indices: RecordedIndices,
+    onto: Buffer | None,
+    start: int = 0,
+    shared_rows: int = 0,
+) -> Buffer:
+    """start, shared_rows: of a table that is one rank's share, its first row and the rows of all."""
     matrix = _loaded(parameters)
     indices.recorder.keep.append(parameters)
     return indices.recorder.call(
@@ -201,7 +207,8 @@ def _embed(parameters: PackedParameters, indices: RecordedIndices, onto: Buffer 
         shift=indices.shift,
         source=indices.source,
         accumulate=onto is not None,
-        **share,
+        start=start,
+        shared_rows=shared_rows,
     )
 
 
