@@ -245,7 +245,9 @@ def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> No
         ranks.close()
     assert found[0] == found[1]
     assert [each.offload_loaded_blocks_total > 0 for each in stats] == [False, True]
-    assert stats[0].offload_stored_blocks_total == 2 * stats[0].num_offloaded_blocks > 0
+    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(folders) == 2
+    assert all(any(folder.glob("*/*")) for folder in folders)
 
 
 def on_devices(config: EngineConfig) -> EngineConfig:
@@ -269,9 +271,9 @@ def test_a_rank_takes_a_plan_before_the_last_ones_result(model_path: Path) -> No
             second = executor.execute(StepPlan(step + 1, [step], [3], [1], [step], [0]))
             assert [future.result(60).step_id for future in (first, second)] == [step, step + 1]
         num_sums = (2 * 3 + 1) * 4
-        assert executor.describe_backend() == (
-            f"steps in pairs over CountingGroup, which has made {num_sums} sums, on each of 2 ranks"
-        )
+        told = executor.describe_backend()
+        assert told.startswith(f"steps in pairs over CountingGroup, which has made {num_sums} sums, ")
+        assert told.endswith(", on each of 2 ranks")
     finally:
         executor.shutdown()
 
