@@ -21,6 +21,8 @@ from quire.models.gguf.grid_blocks import NONLINEAR
 from quire.utils.gguf import BLOCK_TYPES, BlockType
 
 TYPES: Mapping[str, BlockType] = {block.name: block for block in BLOCK_TYPES.values()}
+NUMBERS: Mapping[str, int] = {block.name: number for number, block in BLOCK_TYPES.items()}
+"""Of types in the format."""
 WORKING_VALUES = 2**17
 """Weights that are searched at once: what that needs stays in a processor's cache."""
 _LARGEST_HALF = 65504.0
@@ -33,10 +35,6 @@ def encode(
     """[N, K] of any floating dtype -> [N, bytes of a row]. importance: [K] float32, how much the errors of each column
     count (the mean square of what the column is multiplied with); None: all the same. pool: does the work. Raises
     ModelLoadError for infinities and NaN, and for what a format does not hold."""
-    if not bool(torch.isfinite(rows).all()):
-        raise ModelLoadError("it holds infinities or NaN, which cannot be quantised")
-    if type_name in _PLAIN:
-        return _PLAIN[type_name](rows)
     block, encoder = TYPES[type_name], _ENCODERS[type_name]
     num_rows, columns = rows.shape
     out = np.empty((num_rows, columns // block.values * block.num_bytes), dtype=np.uint8)
@@ -44,6 +42,8 @@ def encode(
 
     def write(first: int) -> None:
         some = rows[first : first + step].float()
+        if not bool(torch.isfinite(some).all()):
+            raise ModelLoadError("it holds infinities or NaN, which cannot be quantised")
         counts = None if importance is None else importance.expand(len(some), -1).reshape(-1, block.values)
         encoded = encoder(some.reshape(-1, block.values), counts)
         out[first : first + step] = encoded.reshape(len(some), -1)
@@ -53,9 +53,9 @@ def encode(
     return out
 
 
-def _plain(dtype: torch.dtype) -> Callable[[torch.Tensor], Bytes]:
-    def store(rows: torch.Tensor) -> Bytes:
-        stored = rows.to(dtype).contiguous()
+def _plain(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Bytes]:
+    def store(x: torch.Tensor, _counts: torch.Tensor | None) -> Bytes:
+        stored = x.to(dtype).contiguous()
         if not bool(torch.isfinite(stored).all()):
             raise ModelLoadError(f"it holds numbers that are too large for {str(dtype).removeprefix('torch.')}")
         found: Bytes = stored.view(torch.uint8).numpy()
@@ -202,12 +202,10 @@ def _joined(*parts: torch.Tensor) -> Bytes:
     return found
 
 
-_PLAIN: Mapping[str, Callable[[torch.Tensor], Bytes]] = {
+_ENCODERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Bytes]] = {
     "F32": _plain(torch.float32),
     "F16": _plain(torch.float16),
     "BF16": _plain(torch.bfloat16),
-}
-_ENCODERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Bytes]] = {
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
