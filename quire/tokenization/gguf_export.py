@@ -7,7 +7,9 @@ their pieces, from `tokenizer.model` or, where a directory has none, by the orde
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ SAMPLES = (
 _END_KEYS = ("eot_token_id", "eom_token_id")
 """Where tokens stand that end a text besides the end-of-sequence token."""
 _SENTENCEPIECE_FILE = "tokenizer.model"
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_LEAST_SCORE = -1e6
 
 
 def describe_tokenizer(
@@ -66,7 +70,7 @@ def describe_tokenizer(
     tokens += [f"[PAD{token_id}]" for token_id in missing]
     kinds += [UNUSED] * len(missing)
     if isinstance(scores := own.get("scores"), list):
-        scores += [-1e6] * len(missing)
+        scores += [_LEAST_SCORE] * len(missing)
     metadata = {f"tokenizer.ggml.{key}": value for key, value in own.items()}
     metadata |= _special(tokenizer, end_ids)
     if tokenizer.chat_template is not None:
@@ -144,39 +148,47 @@ def _pieces(
 ) -> SentencePieces:
     """A sentencepiece model, from its own file, else from what tokenizer.json made of it."""
     file = directory / _SENTENCEPIECE_FILE
-    normalizers = _steps(content.get("normalizer"), "normalizers")
-    words = _steps(content.get("pre_tokenizer"), "pretokenizers")
-    adds_space = any(step["type"] == "Prepend" for step in normalizers)
-    adds_space |= any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in words)
-    by_id = _by_id(model["vocab"], added)
-    tokens = [f"[PAD{place}]" if token is None else token for place, token in enumerate(by_id)]
-    kinds = [UNUSED if token is None else NORMAL for token in by_id]
+    if file_bytes(file) is None:
+        found = _by_merges(content, model, added, directory)
+    else:
+        found = read_sentencepiece(read_model_file(file, MAX_SENTENCEPIECE_BYTES), file)
+        if found.model != BPE:
+            raise ModelLoadError(f"{file}: a unigram model is not written; {WITHOUT}")
+    pieces, scores, kinds = list(found.pieces), list(found.scores), list(found.kinds)
+    for token in sorted(added, key=lambda each: int(each["id"])):
+        place = int(token["id"])
+        for missing in range(len(pieces), place + 1):
+            pieces.append(f"[PAD{missing}]")
+            scores.append(_LEAST_SCORE)
+            kinds.append(UNUSED)
+        pieces[place] = token["content"]
+        if kinds[place] != UNKNOWN:
+            kinds[place] = CONTROL if token["special"] else USER_DEFINED
+    return replace(found, pieces=pieces, scores=scores, kinds=kinds)
+
+
+def _by_merges(
+    content: Mapping[str, Any], model: Mapping[str, Any], added: Sequence[Mapping[str, Any]], directory: Path
+) -> SentencePieces:
+    """The pieces of a tokenizer.json that was made of a sentencepiece model: what is merged first scores highest."""
+    if not model.get("byte_fallback"):
+        raise ModelLoadError(f"{directory}: its tokenizer is neither byte-level nor sentencepiece's; {WITHOUT}")
+    adds_space = any(step["type"] == "Prepend" for step in _steps(content.get("normalizer"), "normalizers"))
+    for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
+        adds_space |= step["type"] == "Metaspace" and step.get("prepend_scheme") != "never"
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
-        left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
-        ranks.setdefault(left + right, rank)
-    scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
-    if file_bytes(file) is not None:
-        own = read_sentencepiece(read_model_file(file, MAX_SENTENCEPIECE_BYTES), file)
-        if own.model != BPE:
-            raise ModelLoadError(f"{file}: a unigram model is not written; {WITHOUT}")
-        adds_space = own.adds_space
-        for place, (piece, score, kind) in enumerate(zip(own.pieces, own.scores, own.kinds, strict=True)):
-            if place < len(tokens):
-                tokens[place], scores[place], kinds[place] = piece, score, kind
-    else:
-        if not model.get("byte_fallback"):
-            raise ModelLoadError(f"{directory}: its tokenizer is neither byte-level nor sentencepiece's; {WITHOUT}")
-        for place, token in enumerate(tokens):
-            if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
-                kinds[place] = BYTE
-            elif token == model.get("unk_token"):
-                kinds[place] = UNKNOWN
-    for token in added:
-        if kinds[token["id"]] != UNKNOWN:
-            kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
-        tokens[token["id"]] = token["content"]
-    return SentencePieces(tokens, scores, kinds, adds_space=adds_space)
+        ranks.setdefault("".join(merge) if isinstance(merge, list) else merge.replace(" ", "", 1), rank)
+    tokens = _by_id(model["vocab"], added)
+    kinds = []
+    for token in tokens:
+        is_byte = token is not None and _BYTE_PIECE.fullmatch(token) is not None
+        kinds.append(BYTE if is_byte else UNKNOWN if token == model.get("unk_token") else NORMAL)
+    kinds = [UNUSED if token is None else kind for token, kind in zip(tokens, kinds, strict=True)]
+    pieces = [f"[PAD{place}]" if token is None else token for place, token in enumerate(tokens)]
+    return SentencePieces(
+        pieces, [-float(ranks.get(piece, len(ranks))) for piece in pieces], kinds, adds_space=adds_space
+    )
 
 
 def _sentencepiece(pieces: SentencePieces) -> dict[str, Value]:

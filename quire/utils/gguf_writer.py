@@ -6,6 +6,7 @@ was. Nothing is held in memory but the header. Imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from quire.errors import UserError
 from quire.utils.gguf import DEFAULT_ALIGNMENT, MAGIC, SUFFIX, BlockType
@@ -50,7 +51,7 @@ class GGUFWriter:
         size = max((start + tensor.num_bytes for start, tensor in zip(self._starts.values(), tensors, strict=True)),
                    default=len(head))  # fmt: skip
         try:
-            self._file: IO[bytes] = self.partial.open("wb")
+            self._file = self.partial.open("wb", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param="output") from None
         try:
@@ -72,7 +73,6 @@ class GGUFWriter:
         lacking = [name for name, count in self._missing.items() if count]
         assert not lacking, f"{lacking[0]} has not been written"
         try:
-            self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
             self.partial.replace(self.path)
@@ -88,7 +88,9 @@ class GGUFWriter:
     def _write(self, place: int, data: bytes | memoryview) -> None:
         try:
             self._file.seek(place)
-            self._file.write(data)
+            left = memoryview(data)
+            while left:  # the system takes 2 GB at once
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise self._refused(error) from None
 
@@ -106,7 +108,7 @@ def _set_aside(file: int, size: int) -> None:
     try:
         os.posix_fallocate(file, 0, size)
     except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno in (28, 27):  # no space, too large
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
             raise UserError(f"the disk has no room for {size} bytes", param="output") from None
         os.truncate(file, size)
 

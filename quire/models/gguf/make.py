@@ -81,9 +81,9 @@ def write_gguf(
     planned = plan_tensors(config, description, recipe)
     by_name = {tensor.name: tensor for tensor in planned}
     with GGUFWriter(path, {**description.metadata, **more}, planned) as writer, ThreadPoolExecutor(num_threads) as pool:
-        check(writer.partial)
-        if description.rope_factors:
+        if description.rope_factors:  # a part of the configuration
             writer.write(ROPE_FACTORS, np.array(description.rope_factors, dtype="<f4").tobytes())
+        check(writer.partial)
         for name, tensor in _named(config, files, description, report):
             kind, columns = by_name[name].type.name, tensor.shape[-1]
             counts = None
@@ -95,11 +95,11 @@ def write_gguf(
                 raise ModelLoadError(
                     f"{files.current}: tensor {description.sources[name]!r}: {error.message}"
                 ) from None
-            writer.write(name, memoryview(np.ascontiguousarray(encoded)).cast("B"))
+            writer.write(name, encoded.data.cast("B"))
         writer.finish()
     sizes: Counter[str] = Counter()
-    for tensor in planned:
-        sizes[tensor.type.name] += tensor.num_bytes
+    for each in planned:
+        sizes[each.type.name] += each.num_bytes
     return sizes
 
 
