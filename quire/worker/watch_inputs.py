@@ -52,7 +52,7 @@ class WatchingLinear(UnquantizedLinear):
         return super().apply(parameters, x, residual)
 
     def count(self, num_rows: int) -> None:
-        """So many rows have gone through every matrix."""
+        """Add to the rows that have gone through every matrix."""
         self._rows += num_rows
 
     def means(self) -> dict[str, torch.Tensor]:
