@@ -65,7 +65,8 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--verison", "unknown option '--verison'; did you mean '--version'?"),
         (
             "zzz",
-            "unknown command 'zzz' (commands: serve, run-batch, run, chat, bench, simulate, quantize, plan, doctor, top)",
+            "unknown command 'zzz' (commands: serve, run-batch, run, chat, bench, simulate, quantize, plan, doctor, "
+            "top)",
         ),
     ],
 )
