@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from typing import Any, TypeVar
 
 from quire.clock import Clock, SystemClock
@@ -18,11 +17,12 @@ from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
-MAX_JOBS = 3
-"""Texts and conversations worked on at a time, most of them by a helper each."""
-SHORT_WORK = 64 * 2**10
-"""Characters or bytes. Longer work never takes the last free thread, so that shorter work does not wait for it, and no
-more than two long texts are tokenised at a time: that takes 70 to 300 times a text's size in memory."""
+MAX_LONG_TEXTS = 2
+"""Long texts and conversations worked on at a time: tokenising takes 70 to 300 times a text's size in memory."""
+LONG_WORK = 2 * 2**20
+"""Characters or bytes. A longer text never takes the last of these threads, so that shorter ones do not wait for it."""
+SHORT_CONVERSATION_BYTES = 64 * 2**10
+"""Conversations of at most as many bytes have a thread of their own, so that they wait for no long work."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,8 @@ class AsyncText(ABC):
         """helpers: None where the model has no tokenizer. clock: for the time that conversations wait."""
         self.helpers = helpers
         self._clock = clock or SystemClock()
-        self._text_threads = FairThreads(MAX_JOBS, "quire-text", long_size=SHORT_WORK)
+        self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
+        self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
 
     @property
     @abstractmethod
@@ -49,9 +50,10 @@ class AsyncText(ABC):
     def close_threads(self) -> None:
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
+        self._chat_thread.shutdown(wait=False)
 
     async def read_elsewhere(
-        self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytearray], T]
+        self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytes | bytearray], T]
     ) -> T:
         """What the function `reader` ("module:name") of a helper makes of `argument` and the bytes of `content`,
         decoded on another thread. Cancelled, it drops what is waiting, and what is being read when it is done. Raises
@@ -98,7 +100,8 @@ class AsyncText(ABC):
                 raise QuireError(f"too many conversations are being rendered: this one has waited {waited:.0f} seconds")
             return inputs.write_text(work)
 
-        text, token_ids = await self._in_turn(work.size, write)
+        threads = self._chat_thread if work.size <= SHORT_CONVERSATION_BYTES else self._text_threads
+        text, token_ids = await _in_turn(threads, work.size, write)
         if token_ids is None:
             add_special_tokens = conversation.add_special_tokens
             token_ids = await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
@@ -107,14 +110,23 @@ class AsyncText(ABC):
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
         as much. Cancelled, it ends what another process does for `work`."""
-        return work() if size <= INLINE_CHARACTERS else await self._in_turn(size, work)
+        return work() if size <= INLINE_CHARACTERS else await _in_turn(self._text_threads, size, work)
 
-    async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on one of few other threads, in the callers' turns."""
-        context, abandonment = copy_context(), Abandonment()
-        context.run(ABANDONMENT.set, abandonment)
+
+async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
+    """Run `work` on one of the threads, in the callers' turns. Cancelled, it ends what another process tokenises for
+    `work`."""
+    abandonment = Abandonment()
+
+    def run() -> T:
+        ABANDONMENT.set(abandonment)
         try:
-            return await asyncio.wrap_future(self._text_threads.submit(size, lambda: context.run(work)))
-        except asyncio.CancelledError:
-            abandonment.leave()
-            raise
+            return work()
+        finally:
+            ABANDONMENT.set(None)
+
+    try:
+        return await asyncio.wrap_future(threads.submit(size, run))
+    except asyncio.CancelledError:
+        abandonment.leave()
+        raise

@@ -44,7 +44,7 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
             return (parsed if found is None else msgspec.structs.replace(parsed, input=found)), unknown
         return _with_conversations(parsed, conversations_of(parsed)), unknown
 
-    def decode(answer: bytearray) -> tuple[T, list[str]] | Unread | Rejected:
+    def decode(answer: bytes | bytearray) -> tuple[T, list[str]] | Unread | Rejected:
         found = _ANSWERS.decode(answer)
         if not isinstance(found, Found):
             return found

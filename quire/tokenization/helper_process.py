@@ -38,7 +38,7 @@ from quire.tokenization.jobs import (
 )
 from quire.tokenization.template_renderer import TemplateRenderer
 from quire.utils.child_process import watch_parent
-from quire.utils.frames import HEADER, encode_frame, read_frame
+from quire.utils.frames import HEADER, FrameReader, encode_frame
 
 if TYPE_CHECKING:
     from quire.tokenization.tokenizer import Tokenizer
@@ -51,15 +51,17 @@ _JOBS = msgspec.msgpack.Decoder(Render | Text | Read)
 class Worker:
     """The work of one process."""
 
-    def __init__(self, setup: Setup, connection: socket.socket) -> None:
+    def __init__(self, setup: Setup, connection: socket.socket, reader: FrameReader) -> None:
         self._setup = setup
         self._connection = connection
+        self._reader = reader
         self._renderer = TemplateRenderer(setup)
         self._tokenizer: Tokenizer | None = None
-        self._memory = 0
-        """Address space before a rendering, without what earlier ones left; 0: to be measured."""
+        self._is_confined = False
+        """The limit of memory is that of renderings: what the process had before the first of them, and what one may
+        take."""
 
-    def do(self, job: bytearray) -> None:
+    def do(self, job: bytes | bytearray) -> None:
         """Do one job, and send its answers."""
         try:
             work = _JOBS.decode(job)
@@ -68,7 +70,7 @@ class Worker:
         if isinstance(work, Text):
             self._send(self._encode(work.text, work.add_special_tokens, work.seconds))
             return
-        content = read_frame(self._connection, MAX_JOB_BYTES)
+        content = self._reader.read(MAX_JOB_BYTES)
         if content is None:
             raise ConnectionError
         if isinstance(work, Read):
@@ -89,10 +91,11 @@ class Worker:
     def _send(self, answer: Answer) -> None:
         self._connection.sendall(encode_frame(answer))
 
-    def _render(self, work: Render, messages: bytearray) -> Rendered | Failed:
+    def _render(self, work: Render, messages: bytes | bytearray) -> Rendered | Failed:
         limits, how = self._setup.limits, work.tokenising
-        self._memory = self._memory or _address_space()
-        _limit(resource.RLIMIT_AS, self._memory + limits.memory)
+        if not self._is_confined:
+            _limit(resource.RLIMIT_AS, _address_space() + limits.memory)
+            self._is_confined = True
         _set_timers(limits.cpu_seconds, limits.seconds)
         try:
             answer = self._renderer.answer(work, messages)
@@ -120,7 +123,7 @@ class Worker:
             return Encoded(packed(tokenizer.encode(text, add_special_tokens)))
         return refused[0]
 
-    def _read(self, work: Read, content: bytearray) -> bytes | Refused:
+    def _read(self, work: Read, content: bytes | bytearray) -> bytes | Refused:
         with self._answering(READ_SECONDS) as refused:
             module, _, name = work.reader.partition(":")
             found = getattr(importlib.import_module(module), name)(work.argument, bytes(content))
@@ -136,7 +139,7 @@ class Worker:
         from quire.errors import QuireError
 
         refused: list[Refused] = []
-        self._memory = 0
+        self._is_confined = False
         _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         gc.disable()
@@ -174,13 +177,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     watch_parent(lambda: None)
     connection = socket.socket(fileno=int(line))
-    frame = read_frame(connection, MAX_SETUP_BYTES)
+    reader = FrameReader(connection)
+    frame = reader.read(MAX_SETUP_BYTES)
     if frame is None:
         return
-    worker = Worker(msgspec.msgpack.decode(frame, type=Setup), connection)
+    worker = Worker(msgspec.msgpack.decode(frame, type=Setup), connection, reader)
     _be_silent()
     try:
-        while (frame := read_frame(connection, MAX_JOB_BYTES)) is not None:
+        while (frame := reader.read(MAX_JOB_BYTES)) is not None:
             worker.do(frame)
     except ConnectionError:
         pass  # the parent has ended

@@ -39,7 +39,7 @@ from quire.tokenization.jobs import (
     seconds_of,
 )
 from quire.utils.child_process import kill, start_interpreter
-from quire.utils.frames import HEADER, Deadline, Waiting, encode_frame, read_frame
+from quire.utils.frames import HEADER, Deadline, FrameReader, Waiting, encode_frame
 from quire.utils.patience import STALL_SECONDS, Patience
 from quire.utils.sizes import format_bytes
 
@@ -53,6 +53,8 @@ START_SECONDS = 60.0
 """For a start that hangs: an interpreter and Jinja take a tenth of a second."""
 GRACE_SECONDS = 1.0
 """How long after its own timers a helper that renders is killed from here."""
+JOINED_BYTES = 64 * 2**10
+"""Bytes of a short job, which is sent in one piece, so that the helper wakes once."""
 MAX_BYTES_PER_CHARACTER = 4
 REPLY_OVERHEAD_BYTES = 16 * 2**10
 
@@ -133,6 +135,7 @@ class Helper:
                 ours.close()
                 raise
         self._connection = ours
+        self._reader = FrameReader(ours)
         self._finalizer = weakref.finalize(self, _end, self._process, ours, os.getpid())
 
     @property
@@ -174,14 +177,14 @@ class Helper:
         process ends or does not get on."""
         return self._ids(text, encode_frame(Text(text, add_special_tokens, seconds_of(text))))
 
-    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytearray:
+    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
         """What the function `reader` of the process makes of the bytes; as `encode`. Raises UserError when that takes
         more than READ_SECONDS."""
         header = HEADER.pack(sum(map(len, content)))
         too_slow = f"the request body takes more than {READ_SECONDS:g} s of processor time to read"
         answer = self._patiently([encode_frame(Read(reader, argument)), header, *content], too_slow)
         assert isinstance(answer, Answered)
-        found = read_frame(self._connection, MAX_JOB_BYTES, Patience(self.pid))
+        found = self._reader.read(MAX_JOB_BYTES, Patience(self.pid))
         if found is None:
             raise _of_text(_describe(self._exit_status(None)))
         self.is_usable = True
@@ -228,11 +231,13 @@ class Helper:
         """The answer, or None where the process has ended. It is usable again when its caller says so."""
         self.is_usable = False
         try:
-            for part in (self._setup_frame, *parts):
-                if part:
-                    waiting.send(self._connection, part)
+            parts = [part for part in (self._setup_frame, *parts) if part]
+            if sum(map(len, parts)) <= JOINED_BYTES:
+                parts = [b"".join(parts)]
+            for part in parts:
+                waiting.send(self._connection, part)
             self._setup_frame = b""
-            reply = read_frame(self._connection, max_bytes, waiting)
+            reply = self._reader.read(max_bytes, waiting)
         except ConnectionError:
             return None
         if reply is not None:
@@ -277,7 +282,7 @@ class Helpers:
         """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
         return self._run(lambda helper: helper.encode(text, add_special_tokens), _of_text)
 
-    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytearray:
+    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
         """What the function `reader` ("module:name") makes of `argument` and `content`. Raises as `encode`."""
         return self._run(lambda helper: helper.read(reader, argument, content), _of_text)
 

@@ -12,6 +12,7 @@ import msgspec
 
 HEADER = struct.Struct("<Q")
 """In front of each message: its length in bytes."""
+READ_BYTES = 2**16
 
 
 class Waiting(Protocol):
@@ -57,32 +58,44 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def read_frame(connection: socket.socket, max_bytes: int, deadline: Waiting | None = None) -> bytearray | None:
-    """The next message, or None at the end of the connection.
+class FrameReader:
+    """Reads the messages of a connection: short ones at one call of the system, header and all."""
 
-    Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
-    """
-    header = _read(connection, HEADER.size, deadline)
-    if header is None:
-        return None
-    (size,) = HEADER.unpack(header)
-    if size > max_bytes:
-        raise ValueError(f"a message of {size} bytes, where at most {max_bytes} are expected")
-    return _read(connection, size, deadline)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._held = b""
+        """What came behind the last message."""
 
+    def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
+        """The next message, or None at the end of the connection.
 
-def _read(connection: socket.socket, size: int, deadline: Waiting | None) -> bytearray | None:
-    buffer = bytearray(size)
-    view = memoryview(buffer)
-    filled = 0
-    while filled < size:
-        if deadline is not None:
-            deadline.apply(connection)
-        received = connection.recv_into(view[filled:])
-        if received == 0:
-            return None
-        filled += received
-    return buffer
+        Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
+        """
+        while len(self._held) < HEADER.size:
+            if waiting is not None:
+                waiting.apply(self._connection)
+            if not (received := self._connection.recv(READ_BYTES)):
+                return None
+            self._held += received
+        (size,) = HEADER.unpack_from(self._held)
+        if size > max_bytes:
+            raise ValueError(f"a message of {size} bytes, where at most {max_bytes} are expected")
+        end = HEADER.size + size
+        message, self._held = self._held[HEADER.size : end], self._held[end:]
+        return message if len(message) == size else self._rest(message, size, waiting)
+
+    def _rest(self, beginning: bytes, size: int, waiting: Waiting | None) -> bytearray | None:
+        buffer = bytearray(size)
+        view, filled = memoryview(buffer), len(beginning)
+        view[:filled] = beginning
+        while filled < size:
+            if waiting is not None:
+                waiting.apply(self._connection)
+            received = self._connection.recv_into(view[filled:])
+            if received == 0:
+                return None
+            filled += received
+        return buffer
 
 
 def _plain(value: Any) -> Any:

@@ -16,11 +16,12 @@ from tokenizers import Regex, pre_tokenizers
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.async_text import MAX_JOBS, SHORT_WORK
+from quire.engine.async_text import MAX_LONG_TEXTS, SHORT_CONVERSATION_BYTES, _in_turn
 from quire.engine.front_end import FrontEnd
 from quire.errors import EngineDeadError, QuireError
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.fair_threads import FairThreads
 from tests.processes import has_pid_ended
 from tests.tokenization.build import byte_level_backend
 
@@ -51,9 +52,9 @@ async def until_working(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-def block(engine: AsyncLLM, release: threading.Event, size: int, number: int) -> list[asyncio.Task[bool]]:
-    """Fill threads with work of this size."""
-    return [asyncio.create_task(engine._in_turn(size, lambda: release.wait(60))) for _ in range(number)]
+def block(threads: FairThreads, release: threading.Event, number: int) -> list[asyncio.Task[bool]]:
+    """Fill the threads with work."""
+    return [asyncio.create_task(_in_turn(threads, 1, lambda: release.wait(60))) for _ in range(number)]
 
 
 async def test_a_request_that_is_cancelled_ends_the_process_that_tokenises_for_it(engine: AsyncLLM) -> None:
@@ -97,19 +98,22 @@ async def test_a_long_conversation_is_one_job(engine: AsyncLLM) -> None:
 
 async def test_a_short_conversation_does_not_wait_for_long_work(engine: AsyncLLM) -> None:
     release = threading.Event()
-    blocking = block(engine, release, SHORT_WORK + 1, 2 * MAX_JOBS)
+    blocking = block(engine._text_threads, release, 2 * MAX_LONG_TEXTS)
+    long = conversation_of([{"role": "user", "content": "x" * SHORT_CONVERSATION_BYTES}])
+    waiting = asyncio.create_task(engine.render(long))
     try:
         assert "hello" in (await engine.render(HELLO)).text
-        assert not any(task.done() for task in blocking)
+        assert not any(task.done() for task in (*blocking, waiting))
     finally:
         release.set()
     await asyncio.gather(*blocking)
+    assert "xx" in (await waiting).text
 
 
 async def test_a_conversation_does_not_wait_for_ever(engine: AsyncLLM) -> None:
     clock, release = Clock(), threading.Event()
     engine._clock = clock
-    blocking = block(engine, release, 1, MAX_JOBS)
+    blocking = block(engine._chat_thread, release, 1)
     waiting = asyncio.create_task(engine.render(HELLO))
     await asyncio.sleep(0)
     clock.seconds = 131.0

@@ -239,7 +239,7 @@ async def test_every_route_reads_large_bodies_in_another_process(
     readers: list[str] = []
     read = texts.read
 
-    def recorded(reader: str, argument: str, content: Sequence[bytes]) -> bytearray:
+    def recorded(reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
         readers.append(reader)
         return read(reader, argument, content)
 

@@ -132,7 +132,6 @@ async def test_long_texts_are_worked_on_two_at_a_time_and_off_the_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.async_text.INLINE_CHARACTERS", 10)
-    monkeypatch.setattr(served.engine._text_threads, "_long_size", 10)
     lock, release = threading.Lock(), threading.Event()
     running: list[int] = [0]
     most: list[int] = [0]
