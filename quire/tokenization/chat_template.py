@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from quire.errors import PromptTooLongError, UserError
-from quire.tokenization.conversation import Conversation, encoding_errors
+from quire.tokenization.conversation import Conversation, written
 from quire.tokenization.helpers import Conversion, Helpers, Rendering
 from quire.tokenization.jobs import (
     RESERVED_OPTIONS,
@@ -91,8 +91,7 @@ class ChatTemplate:
             conversation.continue_final_message,
             tokenising,
         )
-        with encoding_errors():
-            work = Conversion(encode_frame(render), conversation.messages.encoded, max_characters)
+        work = Conversion(written(encode_frame, render), conversation.messages.encoded, max_characters)
         limit = self.helpers.limits.max_conversation_bytes
         if work.size > limit:
             raise UserError(

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +27,9 @@ TEXT_OF_PART = {
 """Type of a content part -> the field with its text."""
 ContentFormat = Literal["auto", "string", "openai"]
 """How a template gets the content of messages: as a string, as a list of parts, or as it asks for it."""
+
+
+T = TypeVar("T")
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -86,8 +88,7 @@ def messages_of(given: Sequence[Mapping[str, Any]], where: str = "messages") -> 
     messages = [_message(message, f"{where}[{index}]") for index, message in enumerate(given)]
     if not messages:
         raise UserError(f"{where} must hold at least one message", param=where)
-    with encoding_errors(where):
-        return Messages(memoryview(encode(messages)), len(messages))
+    return Messages(memoryview(written(encode, messages, where)), len(messages))
 
 
 def text_of_part(part: Any, where: str) -> str:
@@ -128,15 +129,13 @@ def check_type(kind: Any, known: Collection[str], what: str) -> None:
         raise UserError(f"{what} of type {kind!r:.100} are not supported (only {listed} {verb})", param=param)
 
 
-@contextmanager
-def encoding_errors(where: str = "messages") -> Iterator[None]:
-    """What msgpack does not have is the caller's mistake."""
+def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T:
+    """What `write` makes of a value. Raises UserError for a value that msgpack does not have."""
     try:
-        yield
+        return write(value)
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where} is not valid Unicode: lone surrogate at position {error.start}", param=where
-        ) from None
+        what = f"lone surrogate at position {error.start}"
+        raise UserError(f"{where} is not valid Unicode: {what}", param=where) from None
     except RecursionError:
         raise UserError(f"{where} are nested too deeply", param=where) from None
     except (TypeError, OverflowError) as error:
