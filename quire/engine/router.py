@@ -1,7 +1,7 @@
 """Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
 
 A report says how many requests each replica has. From one report to the next a router counts what it sends; what
-finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/replicas.py), the
+finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/fleet.py), the
 simulator at a fixed interval.
 """
 
@@ -11,12 +11,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from quire.errors import UserError, nearest_name
+from quire.request import EngineRequest
 
 SLACK = 1.25
 """A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
 SLACK_REQUESTS = 4
 """... plus this number."""
+
+
+PREFIX_TOKENS = 64
+"""First tokens by which requests that begin alike are told."""
 
 
 class Router(Protocol):
@@ -30,8 +37,8 @@ class Router(Protocol):
         one that shares no prefix."""
         ...
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        """Every replica reports how many requests it has that have not ended."""
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        """Every replica reports how many requests it has that have not ended; None: it takes none now."""
         ...
 
 
@@ -41,16 +48,15 @@ class RoundRobin:
     needs_reports = False
 
     def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-        self._next = 0
+        self._takers = list(range(num_replicas))
+        self._last = -1
 
     def choose(self, prefix: str | None) -> int:
-        chosen = self._next
-        self._next = (chosen + 1) % self._num_replicas
-        return chosen
+        self._last = next((each for each in self._takers if each > self._last), self._takers[0])
+        return self._last
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        """Nothing depends on it."""
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        self._takers = [number for number, live in enumerate(num_live) if live is not None]
 
 
 class LeastLoaded:
@@ -59,27 +65,24 @@ class LeastLoaded:
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
-        self._loads = [0] * num_replicas
+        self._num_replicas = num_replicas
+        self.loads = dict.fromkeys(range(num_replicas), 0)
+        """Requests of the replicas that take more."""
         self._next = 0
 
     def choose(self, prefix: str | None) -> int:
-        loads, num_replicas = self._loads, len(self._loads)
-        order = (*range(self._next, num_replicas), *range(self._next))
-        chosen = min(order, key=loads.__getitem__)
-        self._next = (chosen + 1) % num_replicas
+        order = (*range(self._next, self._num_replicas), *range(self._next))
+        chosen = min((each for each in order if each in self.loads), key=self.loads.__getitem__)
+        self._next = (chosen + 1) % self._num_replicas
         return self.send(chosen)
 
     def send(self, replica: int) -> int:
         """Count a request that is sent to `replica`; returns `replica`."""
-        self._loads[replica] += 1
+        self.loads[replica] += 1
         return replica
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        self._loads = list(num_live)
-
-    @property
-    def loads(self) -> Sequence[int]:
-        return self._loads
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        self.loads = {number: live for number, live in enumerate(num_live) if live is not None}
 
 
 class PrefixAware:
@@ -96,12 +99,12 @@ class PrefixAware:
         if prefix is None:
             return self._least_loaded.choose(None)
         loads = self._least_loaded.loads
-        limit = SLACK * sum(loads) / len(loads) + SLACK_REQUESTS
-        order = sorted(range(len(loads)), key=lambda replica: _weight(prefix, replica))
+        limit = SLACK * sum(loads.values()) / len(loads) + SLACK_REQUESTS
+        order = sorted(loads, key=lambda replica: _weight(prefix, replica))
         chosen = next((replica for replica in order if loads[replica] <= limit), order[0])
         return self._least_loaded.send(chosen)
 
-    def learn(self, num_live: Sequence[int]) -> None:
+    def learn(self, num_live: Sequence[int | None]) -> None:
         self._least_loaded.learn(num_live)
 
 
@@ -123,3 +126,11 @@ def make_router(name: str, num_replicas: int) -> Router:
             f"unknown router {name!r}{nearest_name(name, ROUTERS)} (known: {', '.join(ROUTERS)})", param="router"
         )
     return ROUTERS[name](num_replicas)
+
+
+def prefix_of(request: EngineRequest) -> str | None:
+    """What a request begins with; None for one that is too short to share much."""
+    first = request.prompt_token_ids[:PREFIX_TOKENS]
+    if len(first) < PREFIX_TOKENS:
+        return None
+    return hashlib.blake2b(msgspec.msgpack.encode((request.cache_salt, first)), digest_size=16).hexdigest()
