@@ -128,7 +128,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=_num_threads(options) or max(1, usable_cores() // (parallel.tp * parallel.dp)),
+            num_threads=_num_threads(options) or max(1, usable_cores() // (parallel.tp * options.data_parallel_size)),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend, device),
@@ -322,14 +322,14 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:
-    """The ranks. Sizes that have no implementation yet are refused, never ignored."""
-    tp, pp, dp = options.tensor_parallel_size, options.pipeline_parallel_size, options.data_parallel_size
+    """The ranks of one replica. Sizes that have no implementation yet are refused, never ignored."""
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
     positive("tensor_parallel_size", tp)
-    positive("data_parallel_size", dp)
+    positive("data_parallel_size", options.data_parallel_size)
     if pp != 1:
         message = f"pipeline_parallel_size={pp} is not available yet: only 1 is"
         raise ConfigError(message, param="pipeline_parallel_size")
-    return ParallelConfig(tp=tp, pp=pp, dp=dp)
+    return ParallelConfig(tp=tp, pp=pp)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:

@@ -130,7 +130,7 @@ class Fleet:
         """
         self.members = [Member(number, start, hung_engine_timeout) for number, start in enumerate(starts)]
         self._router = make_router(router, len(starts))
-        self._restarts = restarts
+        self._restarts, self._ends_hung = restarts, hung_engine_timeout > 0
         self._lock = threading.RLock()
         """Of the members and of all that follows."""
         self._entries: dict[str, Entry] = {}
@@ -163,9 +163,9 @@ class Fleet:
 
     @property
     def silence(self) -> float:
-        """Seconds: the least of the engines that are up, where one that hangs is followed by another, else the most."""
-        silences = [member.silence for member in self.members if member.is_up]
-        return min(silences, default=0.0) if self._restarts else max(silences, default=0.0)
+        """Seconds: the least of the engines that are up, where one that hangs is ended, else the most."""
+        silences = [member.silence for member in self.members if member.is_up] or [0.0]
+        return min(silences) if self._ends_hung else max(silences)
 
     @property
     def is_restarting(self) -> bool:
@@ -229,14 +229,14 @@ class Fleet:
             if entry.request.params.use_beam_search or entry.request.register_prefix:
                 what = "a prefix" if entry.request.register_prefix else "a beam search"
                 raise UserError(f"{what} does not move from one engine to another", param="request_id")
-            arrive = partial(self._resume_at, entry, target)
+            source = entry.member
+            assert source is not None
             if not entry.is_sent:
-                arrive()
+                self._go_on(entry, source, target)
                 return
-            assert entry.member is not None
             # The answer to any call comes behind all that the engine has told of the request.
-            fence = self._calls.open(Call(0, "is_sleeping"), [entry.member], then=arrive)
-            entry.member.deliver(Abort(request_id), fence)
+            fence = self._calls.open(Call(0, "is_sleeping"), [source], then=partial(self._go_on, entry, source, target))
+            source.deliver(Abort(request_id), fence)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         parts = self.receive_parts(timeout)
@@ -309,10 +309,11 @@ class Fleet:
                 self._forget(entry)
         return receivers
 
-    def _resume_at(self, entry: Entry, member: Member) -> None:
-        if not entry.is_over:
-            self._assign(entry, member)
-            self._send_waiting(member)
+    def _go_on(self, entry: Entry, source: Member, target: Member) -> None:
+        """A request has left its engine, and goes on at another member."""
+        if entry.member is source:
+            self._assign(entry, target)
+            self._send_waiting(target)
 
     def _send_waiting(self, member: Member) -> None:
         """Send what a member's engine has not got and may have."""
@@ -390,6 +391,8 @@ class Fleet:
                 if entry is not None and entry.member is member:
                     self._forget(entry)
                     parts.setdefault(entry.session, EngineOutputs()).rejections.append(rejected)
+                    if entry.request.register_prefix:
+                        logger.warning("a prefix could not be registered: %s", rejected.message)
             for result in outputs.results:
                 self._calls.answer(result.call_id, member, result, parts)
             if outputs.stats is not None:
@@ -476,7 +479,7 @@ class Fleet:
                 self._raise_if_over()
             logger.error("error %s: %s; its requests go on at the others", death.error_id, reason)
             for entry in [entry for entry in self._entries.values() if entry.member is member]:
-                self._resume_at(entry, self._choose(entry.request))
+                self._go_on(entry, member, self._choose(entry.request))
             parts: Parts = {}
             self._calls.give_up(member, parts)
             self._arrived.put(parts)
@@ -517,7 +520,8 @@ def open_fleet(
         if options.step_log is not None:
             marks = (f".replica{replica}" if replica else "") + (f".{number}" if number else "")
             changes["step_log"] = options.step_log + marks
-        return ProcessClient(msgspec.structs.replace(options, **changes), executor=executor)
+        name = f"engine {replica}" if len(counts) > 1 else "engine"
+        return ProcessClient(msgspec.structs.replace(options, **changes), executor=executor, name=name)
 
     starts = [partial(start, replica) for replica in range(len(counts))]
     restarts = len(starts) > 1 if restarts is None else restarts

@@ -16,7 +16,7 @@ __all__ = ["FAKE", "KINDS", "Heard", "hear", "hear_rest", "request", "told"]
 Heard = dict[tuple[str, int], list[SequenceUpdate]]
 
 
-def request(number: int, **params: object) -> EngineRequest:
+def request(number: int, *, pooling: bool = False, **params: object) -> EngineRequest:
     settings = SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
     prompt = [1 + (number * 7 + place) % 90 for place in range(3 + 5 * (number % 4))]
     return EngineRequest(
@@ -25,6 +25,7 @@ def request(number: int, **params: object) -> EngineRequest:
         params=settings,
         max_tokens=settings.max_tokens or 9,
         seed=number,
+        pooling=pooling,
     )
 
 
@@ -79,7 +80,7 @@ def told(heard: Heard) -> dict[tuple[str, int], object]:
                 if each.prompt_logprobs is not None
                 for place, entry in enumerate(each.prompt_logprobs.entries)
             ],
-            [(u.finish_reason, u.stop_reason, u.ranking) for u in updates if u.finish_reason is not None],
+            [(u.finish_reason, u.stop_reason, u.ranking, u.pooled) for u in updates if u.finish_reason is not None],
         )
         for key, updates in heard.items()
     }

@@ -67,7 +67,8 @@ class Gated:
 
             return start
 
-        self.fleet = started(Fleet([starter(number) for number in range(count)], router=router))
+        starts = [starter(number) for number in range(count)]
+        self.fleet = started(Fleet(starts, router=router, hung_engine_timeout=1000.0))
 
     def __getitem__(self, number: int) -> GatedClient:
         """The engine that the member has now."""
@@ -298,6 +299,23 @@ def test_deaths_of_either_change_nothing(
     assert fleet.num_restarts == engines[0] + engines[1] - 2
     assert call(fleet, "check").error is None
     assert stats(fleet).num_used_blocks == 0
+    fleet.shutdown()
+
+
+def test_vectors_are_computed_again(small: EngineOptions) -> None:
+    requests = [request(number, pooling=True, max_tokens=1) for number in range(9)]
+    alone = InProcessClient(small, executor=FAKE)
+    expected = told(hear(alone, requests)[0])
+    left = [2, 1]
+
+    def is_due(request_ids: set[str]) -> bool:
+        return bool(left) and len(request_ids) > left[0] and bool(left.pop(0))
+
+    fleet, _ = mortal(small, is_due, never)
+    heard, rejected = hear(fleet, requests)
+    assert not rejected
+    assert told(heard) == expected
+    assert fleet.num_restarts > 0
     fleet.shutdown()
 
 
@@ -560,6 +578,7 @@ def test_a_request_leaves_one_engine_and_goes_on_at_the_other(gated: Gated) -> N
     gated.fleet.send(add("a", max_tokens=20))
     heard: Heard = {}
     gated.step(0, heard, 5)
+    gated.fleet.move("a", 1)
     gated.fleet.move("a", 1)
     gated.fleet.move("b", 1)
     gated[0].let(1)
