@@ -143,8 +143,7 @@ class Fleet:
         """Outputs of several members; None wakes the thread that waits for them."""
         self.members[0].client = starts[0](None, None)
         for member in self.members if len(starts) > 1 else ():
-            name = f"quire-replica-{member.number}"
-            threading.Thread(target=self._run, args=(member,), name=name, daemon=True).start()
+            threading.Thread(target=self._run, args=(member,), name=self._name(member), daemon=True).start()
 
     @property
     def ready(self) -> EngineReady:
@@ -286,7 +285,7 @@ class Fleet:
             self._clear(member, entry)
 
     def _clear(self, member: Member, entry: Entry) -> None:
-        """A request does not end its engine; others may have waited for that to be known."""
+        """A request does not end its engine; others may have waited for that."""
         if member.search.note_end(entry.request_id):
             self._send_waiting(member)
 
@@ -323,14 +322,12 @@ class Fleet:
                 member.deliver(entry.resumed())
 
     def _owner(self, prefix_id: str) -> Sequence[Member]:
-        """The member that has a registered prefix, which is to be no longer; none knows another id."""
+        """The member that has a registered prefix, which is to be no longer; no member knows another id."""
         entry = self._entries.get(prefix_id)
-        if entry is None or entry.member is None:
-            return self.members[:1]
-        owner = entry.member
-        if entry.is_over:
+        owners = [entry.member] if entry is not None and entry.member is not None else self.members[:1]
+        if entry is not None and entry.is_over:
             self._forget(entry)
-        return [owner]
+        return owners
 
     # What a member tells, and its deaths.
 

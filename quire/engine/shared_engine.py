@@ -40,6 +40,8 @@ INBOX = "front-ends"
 """The socket of the parent."""
 PARENT = 0
 """The session of the parent's own calls."""
+OWN_CALLS = ("is_sleeping", "is_paused")
+"""Methods of those, by their ids."""
 STATS_SECONDS = 0.5
 """Seconds between two snapshots for a session without outputs of its own."""
 _STOP = b""
@@ -72,15 +74,13 @@ class SharedEngine:
         self.ready: EngineReady | None = None
         self.failure: QuireError | None = None
         """Why there is no engine: what its start failed with, or how it died."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Of everything below, and of sending."""
         self._sessions: dict[int, zmq.Socket[bytes]] = {}
         self._heard: dict[int, float] = {}
         """When a session got its last snapshot."""
-        self._own_calls: dict[int, str] = {}
-        """Id of a call of the parent's -> method."""
         self._numbers = itertools.count(1)
-        self._switchboard = Switchboard(services, self._pass_on)
+        self._switchboard = Switchboard(services, self._send)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
@@ -119,10 +119,7 @@ class SharedEngine:
             with contextlib.suppress(QuireError):  # the thread that carries outputs tells all sessions
                 self._fleet.close_session(number)
                 # It may have been about to change these: the engine knows how far it came.
-                for method in ("is_sleeping", "is_paused") if self.ready is not None else ():
-                    call_id = next(self._numbers)
-                    self._own_calls[call_id] = method
-                    self._fleet.submit(PARENT, Call(call_id, method))
+                self._fleet.submit(PARENT, *(Call(number, method) for number, method in enumerate(OWN_CALLS)))
         self._switchboard.end_session(number)
 
     def tell(self) -> None:
@@ -213,7 +210,11 @@ class SharedEngine:
         own = parts.pop(PARENT, None) or EngineOutputs()
         with self._lock:
             for result in own.results:
-                self._note_state(self._own_calls.pop(result.call_id), result.value)
+                if OWN_CALLS[result.call_id] == "is_paused":
+                    self._state.pauses, self._state.refuses_new = bool(result.value), result.value == 1
+                else:
+                    self._state.is_asleep = bool(result.value)
+                    self._state.sleep_level = self._state.sleep_level if result.value else 0
             if own.stats is not None:
                 self._state.num_running = own.stats.num_running
                 self._on_stats(own.stats)
@@ -228,20 +229,10 @@ class SharedEngine:
                 self._heard[session] = now
                 parts.setdefault(session, EngineOutputs()).stats = stats
 
-    def _note_state(self, method: str, value: object) -> None:
-        if method == "is_paused":
-            self._state.pauses, self._state.refuses_new = bool(value), value == 1
-        else:
-            self._state.is_asleep = bool(value)
-            self._state.sleep_level = self._state.sleep_level if value else 0
-
-    def _pass_on(self, session: int, message: Question | Answer) -> bool:
-        with self._lock:
-            return self._send(session, message)
-
     def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> bool:
         """Send, unless the session has ended; returns whether it is there."""
-        socket = self._sessions.get(session)
-        if socket is not None:
-            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        return socket is not None
+        with self._lock:
+            socket = self._sessions.get(session)
+            if socket is not None:
+                socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            return socket is not None

@@ -11,11 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from quire import AsyncLLM
+from quire import LLM, AsyncLLM
 from quire.config.options import EngineOptions
 from quire.engine.fleet import Fleet
 from quire.engine.process_client import ProcessClient
+from quire.errors import ConfigError
 from tests.e2e.test_restart import GUARD_SECONDS, KINDS, OPTIONS, ask, ask_all, text_request, think
+from tests.processes import has_ended
 
 NUM_REQUESTS = len(KINDS) + 4
 MOVED_EVERY = 3
@@ -88,19 +90,12 @@ async def test_requests_that_move_at_every_few_tokens_get_equal_tokens(engine: A
     assert num_moves > 2 * len(movable)
     stats = await engine.stats()
     assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
-
-
-async def test_cores_and_memory_are_shared_out_and_all_is_ended(engine: AsyncLLM) -> None:
     processes = [psutil.Process(pid) for pid in pids(engine)]
-    assert engine.ready.num_blocks == 2 * int(OPTIONS["num_blocks_override"])
     engine.shutdown()
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert all(has_ended(process) for process in processes)
 
 
 def test_offline_engines_refuse_replicas() -> None:
-    from quire import LLM
-    from quire.errors import ConfigError
-
     keywords: dict[str, Any] = {"data_parallel_size": 2}
     with pytest.raises(ConfigError, match="data_parallel_size=2 is for engines in processes of their own"):
         LLM(**keywords)

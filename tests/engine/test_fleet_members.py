@@ -20,15 +20,13 @@ from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, Engine
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import PREFIX_TOKENS
 from quire.errors import ConfigError, EngineDeadError, InternalError, ModelLoadError, UserError
-from quire.outputs import SequenceUpdate
 from quire.request import FinishReason
 from quire.stats import EngineStats, add_up
 from tests.engine.driving import add, call, stats, tokens_until_finished
+from tests.engine.fleets import PATIENCE, Gated, note, owners, started, wait_for
 from tests.engine.requests import FAKE, KINDS, Heard, hear, hear_rest, request, told
-from tests.fakes.gated import GatedClient
 from tests.fakes.mortal import MortalClient
 
-PATIENCE = 20.0
 Make = Callable[..., Fleet]
 
 
@@ -48,61 +46,12 @@ def make(options: EngineOptions) -> Iterator[Make]:
         each.shutdown()
 
 
-def started(fleet: Fleet) -> Fleet:
-    """When all members take requests."""
-    _ = fleet.ready
-    return fleet
-
-
-class Gated:
-    """A fleet whose engines, also those that follow one that was killed, make the steps that a test lets through."""
-
-    def __init__(self, options: EngineOptions, count: int = 2, router: str = "round-robin") -> None:
-        self.engines: list[list[GatedClient]] = [[] for _ in range(count)]
-
-        def starter(number: int) -> Callable[..., GatedClient]:
-            def start(_ready: EngineReady | None, _stats: EngineStats | None) -> GatedClient:
-                self.engines[number].append(GatedClient(options))
-                return self.engines[number][-1]
-
-            return start
-
-        starts = [starter(number) for number in range(count)]
-        self.fleet = started(Fleet(starts, router=router, hung_engine_timeout=1000.0))
-
-    def __getitem__(self, number: int) -> GatedClient:
-        """The engine that the member has now."""
-        return self.engines[number][-1]
-
-    def step(self, number: int, heard: Heard, num_steps: int = 1) -> None:
-        """Let an engine make steps, each with something to tell, and hear it."""
-        for _ in range(num_steps):
-            self[number].let(1)
-            outputs = self.fleet.receive(PATIENCE)
-            assert outputs is not None
-            note(outputs.updates, heard)
-
-    def open(self) -> None:
-        for engines in self.engines:
-            engines[-1].open()
-
-
-def note(updates: Sequence[SequenceUpdate], heard: Heard) -> None:
-    for update in updates:
-        heard.setdefault((update.request_id, update.index), []).append(update)
-
-
 @pytest.fixture
 def gated(options: EngineOptions) -> Iterator[Gated]:
     gated = Gated(options)
     yield gated
     gated.open()
     gated.fleet.shutdown()
-
-
-def owners(fleet: Fleet, *request_ids: str) -> list[int]:
-    members = [fleet._entries[request_id].member for request_id in request_ids]
-    return [member.number for member in members if member is not None]
 
 
 def receive_until(client: EngineClient, is_enough: Callable[[Sequence[EngineOutputs]], bool]) -> list[EngineOutputs]:
@@ -112,15 +61,6 @@ def receive_until(client: EngineClient, is_enough: Callable[[Sequence[EngineOutp
         assert outputs is not None
         received.append(outputs)
     return received
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(int(PATIENCE / 0.002)):
-        if is_so():
-            return
-        event.wait(0.002)
-    raise AssertionError("it does not come to be so")
 
 
 # Spreading.
@@ -537,90 +477,3 @@ def test_snapshots_add_up() -> None:
     away = EngineStats(steps_total=3)
     total = EngineStats(block_size=16, block_bytes=100, num_blocks=10, steps_total=17)
     assert add_up([one, one, away]) == add_up([away, one, one]) == total
-
-
-# Moves.
-
-
-MOVABLE = [kind for kind in KINDS if not kind.get("use_beam_search")]
-
-
-@hypothesis_settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=6), st.integers(1, 2))
-def test_requests_move_at_any_step_with_equal_tokens(
-    small: EngineOptions, moves: list[tuple[int, int]], queue_depth: int
-) -> None:
-    """moves: steps that the engines make before a move, and the request that moves."""
-    requests = [request(number, **MOVABLE[number % len(MOVABLE)]) for number in range(5)]
-    alone = InProcessClient(small, executor=FAKE)
-    expected = told(hear(alone, requests)[0])
-    alone.shutdown()
-    gated = Gated(msgspec.structs.replace(small, queue_depth=queue_depth))
-    fleet, heard = gated.fleet, Heard()
-    fleet.send(*map(AddRequest, requests))
-    for num_steps, number in moves:
-        for engine in (gated[0], gated[1]):
-            engine.let(num_steps)
-        wait_for(lambda: gated[0].is_waiting and gated[1].is_waiting)
-        while (outputs := fleet.receive(0)) is not None:
-            note(outputs.updates, heard)
-        if f"r{number}" in fleet._entries:
-            fleet.move(f"r{number}", 1 - owners(fleet, f"r{number}")[0])
-    gated.open()
-    assert not hear_rest(fleet, requests, heard)
-    assert told(heard) == expected
-    assert stats(fleet).num_used_blocks == 0
-    assert call(fleet, "check").error is None
-    fleet.shutdown()
-
-
-def test_a_request_leaves_one_engine_and_goes_on_at_the_other(gated: Gated) -> None:
-    gated.fleet.send(add("a", max_tokens=20))
-    heard: Heard = {}
-    gated.step(0, heard, 5)
-    gated.fleet.move("a", 1)
-    gated.fleet.move("a", 1)
-    gated.fleet.move("b", 1)
-    gated[0].let(1)
-    wait_for(lambda: owners(gated.fleet, "a") == [1])
-    assert gated[1].request_ids == {"a"}
-    while heard["a", 0][-1].finish_reason is None:
-        gated.step(1, heard)
-    tokens = [token_id for update in heard["a", 0] for token_id in update.new_token_ids]
-    assert len(tokens) == 20
-    gated.open()
-    assert stats(gated.fleet).num_used_blocks == 0
-
-
-def test_a_death_before_a_request_has_left_moves_it_all_the_same(gated: Gated) -> None:
-    gated.fleet.send(add("a", max_tokens=20))
-    heard: Heard = {}
-    gated.step(0, heard, 5)
-    gated.fleet.move("a", 1)
-    gated[0].kill()
-    wait_for(lambda: owners(gated.fleet, "a") == [1])
-    while heard["a", 0][-1].finish_reason is None:
-        gated.step(1, heard)
-    assert sum(len(update.new_token_ids) for update in heard["a", 0]) == 20
-
-
-@pytest.mark.parametrize("index", [None, 0])
-def test_an_abort_while_a_request_moves(gated: Gated, index: int | None) -> None:
-    gated.fleet.send(add("a", max_tokens=20))
-    gated.step(0, {}, 5)
-    gated.fleet.move("a", 1)
-    gated.fleet.send(Abort("a", index))
-    gated.open()
-    assert stats(gated.fleet).num_used_blocks == 0
-    assert gated.fleet._entries == {}
-    assert gated[1].request_ids == set()
-
-
-def test_what_does_not_move(gated: Gated) -> None:
-    beams = request(4, **KINDS[4])
-    prefix = msgspec.structs.replace(request(3, max_tokens=1), register_prefix=True)
-    gated.fleet.send(AddRequest(beams), AddRequest(prefix))
-    with pytest.raises(UserError, match="a beam search does not move from one engine to another"):
-        gated.fleet.move("r4", 1)
-    with pytest.raises(UserError, match="a prefix does not move from one engine to another"):
-        gated.fleet.move("r3", 0)
