@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
-from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
+from quire.scheduler.snapshot import KVSnapshot
 from quire.stats import EngineStats
 
 

@@ -17,7 +17,8 @@ from quire.config.families.family import EXPERT, HEAD
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
 from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
-from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS, Bytes
+from quire.models.gguf.block_format import Bytes
+from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS
 from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
