@@ -35,7 +35,7 @@ from quire.engine.messages import (
     RequestRejected,
 )
 from quire.engine.process_client import ProcessClient
-from quire.engine.router import make_router, prefix_of
+from quire.engine.router import beginnings_of, make_router
 from quire.errors import EngineDeadError, QuireError, UserError
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
@@ -269,7 +269,7 @@ class Fleet:
         takers = [member for member in self.members if member.takes_new]
         takers = takers or [member for member in self.members if not member.is_lost]
         self._router.learn([member.num_live if member in takers else None for member in self.members])
-        return self.members[self._router.choose(prefix_of(request))]
+        return self.members[self._router.choose(beginnings_of(request))]
 
     def _assign(self, entry: Entry, member: Member) -> Member:
         self._leave(entry)

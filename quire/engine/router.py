@@ -20,10 +20,10 @@ SLACK = 1.25
 """A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
 SLACK_REQUESTS = 4
 """... plus this number."""
-
-
-PREFIX_TOKENS = 64
-"""First tokens by which requests that begin alike are told."""
+PREFIX_TOKENS = 256
+"""First tokens by which requests that begin alike are told. To compute fewer again costs less than to wait."""
+MAX_BEGINNINGS = 16384
+"""Longer beginnings whose last replica a router remembers."""
 
 
 class Router(Protocol):
@@ -32,9 +32,9 @@ class Router(Protocol):
     needs_reports: bool
     """Whether the choice depends on the reports at all."""
 
-    def choose(self, prefix: str | None) -> int:
-        """The replica for a request; it counts as sent there. prefix: the same for requests that begin alike, None for
-        one that shares no prefix."""
+    def choose(self, beginnings: Sequence[str]) -> int:
+        """The replica for a request; it counts as sent there. beginnings: names that are the same for requests that
+        begin alike, the shortest beginning first; empty for one that shares none."""
         ...
 
     def learn(self, num_live: Sequence[int | None]) -> None:
@@ -51,7 +51,7 @@ class RoundRobin:
         self._takers = list(range(num_replicas))
         self._last = -1
 
-    def choose(self, prefix: str | None) -> int:
+    def choose(self, beginnings: Sequence[str]) -> int:
         self._last = next((each for each in self._takers if each > self._last), self._takers[0])
         return self._last
 
@@ -70,7 +70,7 @@ class LeastLoaded:
         """Requests of the replicas that take more."""
         self._next = 0
 
-    def choose(self, prefix: str | None) -> int:
+    def choose(self, beginnings: Sequence[str]) -> int:
         order = (*range(self._next, self._num_replicas), *range(self._next))
         chosen = min((each for each in order if each in self.loads), key=self.loads.__getitem__)
         self._next = (chosen + 1) % self._num_replicas
@@ -86,22 +86,33 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Requests of one prefix go to the same replica, whose cache then holds the prefix, unless it has far more
-    than its share of the requests: then to the next one in the prefix's own order of all replicas (rendezvous hashing),
-    so that a popular prefix spreads over as few of them as it needs. Others go to the least loaded."""
+    """Requests that begin alike go to the same replica, whose cache then holds that prefix, unless it has far more than
+    its share of the requests. The longest beginning that a replica was sent before counts most: that replica has the
+    conversation. For the shortest one each has its own order of all replicas (rendezvous hashing), so that a popular
+    prefix spreads over as few of them as it needs. Requests that share nothing go to the least loaded."""
 
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
         self._least_loaded = LeastLoaded(num_replicas)
+        self._sent: dict[str, int] = {}
+        """The longer beginnings, the latest last, and their replicas."""
 
-    def choose(self, prefix: str | None) -> int:
-        if prefix is None:
-            return self._least_loaded.choose(None)
+    def choose(self, beginnings: Sequence[str]) -> int:
+        if not beginnings:
+            return self._least_loaded.choose(())
+        shortest, *longer = beginnings
         loads = self._least_loaded.loads
         limit = SLACK * sum(loads.values()) / len(loads) + SLACK_REQUESTS
-        order = sorted(loads, key=lambda replica: _weight(prefix, replica))
-        chosen = next((replica for replica in order if loads[replica] <= limit), order[0])
+        known = [self._sent[each] for each in reversed(longer) if each in self._sent]
+        order = sorted(loads, key=lambda replica: _weight(shortest, replica))
+        candidates = [replica for replica in (*known, *order) if loads.get(replica, limit + 1) <= limit]
+        chosen = candidates[0] if candidates else order[0]
+        for each in longer:
+            self._sent.pop(each, None)
+            self._sent[each] = chosen
+        while len(self._sent) > MAX_BEGINNINGS:
+            del self._sent[next(iter(self._sent))]
         return self._least_loaded.send(chosen)
 
     def learn(self, num_live: Sequence[int | None]) -> None:
@@ -128,9 +139,13 @@ def make_router(name: str, num_replicas: int) -> Router:
     return ROUTERS[name](num_replicas)
 
 
-def prefix_of(request: EngineRequest) -> str | None:
-    """What a request begins with; None for one that is too short to share much."""
-    first = request.prompt_token_ids[:PREFIX_TOKENS]
-    if len(first) < PREFIX_TOKENS:
-        return None
-    return hashlib.blake2b(msgspec.msgpack.encode((request.cache_salt, first)), digest_size=16).hexdigest()
+def beginnings_of(request: EngineRequest) -> list[str]:
+    """Names of a request's first PREFIX_TOKENS tokens, twice as many, four times as many, up to its length."""
+    names = []
+    token_ids, start, end = request.prompt_token_ids, 0, PREFIX_TOKENS
+    digest = hashlib.blake2b(request.cache_salt.encode(), digest_size=16)
+    while end <= len(token_ids):
+        digest.update(msgspec.msgpack.encode(token_ids[start:end]))
+        names.append(digest.hexdigest())
+        start, end = end, 2 * end
+    return names
