@@ -31,13 +31,14 @@ Parts = tuple[npt.NDArray[Any], npt.NDArray[np.float32], npt.NDArray[np.float32]
 class BlockFormat:
     """bits, group_size, has_offsets: of the integer weight that the blocks become. has_half_scales: the blocks store
     each group's scale and offset as such, in half precision; those of the others are products, which need float32.
-    unpack: see the module's first lines."""
+    halves: the bytes at which a block has half-precision numbers. unpack: see the module's first lines."""
 
     bits: int
     group_size: int
     unpack: Callable[[Bytes], Parts]
     has_offsets: bool = False
     has_half_scales: bool = False
+    halves: tuple[int, ...] = (0,)
 
 
 def _q8_0(blocks: Bytes) -> Parts:
@@ -92,7 +93,7 @@ def _q3_k(blocks: Bytes) -> Parts:
 
 def _iq4_nl(blocks: Bytes) -> Parts:
     """Scale, and 16 bytes as in Q4_0 of places in a table of values."""
-    return _NONLINEAR[_split_halves(blocks[:, 2:])], _halves(blocks, 0), None
+    return NONLINEAR[_split_halves(blocks[:, 2:])], _halves(blocks, 0), None
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -183,19 +184,21 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
     return _halves(blocks, 0) * scales, -_halves(blocks, 2) * subtrahends
 
 
-WHOLE_BLOCKS: tuple[BlockFormatName, ...] = ("Q4_0", "Q8_0", "MXFP4")
+WHOLE_BLOCKS: tuple[BlockFormatName, ...] = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"
+)  # fmt: skip
 """Types of blocks that packed matrices hold as they are."""
-_NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
 FORMATS: Mapping[str, BlockFormat] = {
     "Q4_0": BlockFormat(4, 32, _q4_0, has_offsets=True, has_half_scales=True),
-    "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True),
+    "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True, halves=(0, 2)),
     "Q5_0": BlockFormat(8, 32, _q5_0, has_half_scales=True),
-    "Q5_1": BlockFormat(8, 32, _q5_1, has_offsets=True, has_half_scales=True),
+    "Q5_1": BlockFormat(8, 32, _q5_1, has_offsets=True, has_half_scales=True, halves=(0, 2)),
     "Q8_0": BlockFormat(8, 32, _q8_0, has_half_scales=True),
-    "Q2_K": BlockFormat(4, 16, _q2_k, has_offsets=True),
-    "Q3_K": BlockFormat(8, 16, _q3_k),
-    "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True),
-    "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True),
-    "Q6_K": BlockFormat(8, 16, _q6_k),
+    "Q2_K": BlockFormat(4, 16, _q2_k, has_offsets=True, halves=(80, 82)),
+    "Q3_K": BlockFormat(8, 16, _q3_k, halves=(108,)),
+    "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True, halves=(0, 2)),
+    "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True, halves=(0, 2)),
+    "Q6_K": BlockFormat(8, 16, _q6_k, halves=(208,)),
     "IQ4_NL": BlockFormat(8, 32, _iq4_nl, has_half_scales=True),
 }
