@@ -33,7 +33,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import OUTPUT_WINDOW, EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.input_processor import Prompt
-from quire.executors.step_log import read_step_log
+from quire.engine.step_log import read_step_log
 from quire.server.app import create_app
 from quire.server.http_protocol import make_http_server
 from quire.server.listener import bind

@@ -29,11 +29,11 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
-from quire.kv_cache import snapshot
-from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
+from quire.scheduler import snapshot
+from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.stats import EngineStats
 from quire.step import (
     Candidates,

@@ -22,16 +22,17 @@ from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.request import EngineRequest, FinishReason
+from quire.scheduler.beam_reorder import hypothesis_updates
+from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.queue import Deadlines
 from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
+from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SamplingInputs, SequenceFork, StepPlan, StepResult
 
@@ -79,12 +80,11 @@ class ContiguousScheduler(ABC):
         self._rows: list[Request] = []
         """Requests that have regions, in their order."""
         self._deadlines = Deadlines()
-        self._beam_reorder = BeamReorder()
+        self._changes = PlanChanges()
         self._copies: list[_Copy] = []
         """Of children that begin with their parent's table on the workers, due with the next plan."""
         self._untold: dict[Sequence, list[int]] = {}
         """Blocks at the ends of regions that the workers are to know of from the next plan on."""
-        self._released: list[int] = []
         self._in_flight: dict[int, _Flight] = {}
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
@@ -209,7 +209,7 @@ class ContiguousScheduler(ABC):
 
     def forget_rows(self) -> None:
         assert not self.has_requests, "rows of live requests"
-        self._released = []
+        self._changes.released = []
 
     def unregister_prefix(self, name: str) -> int:
         raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
@@ -239,8 +239,8 @@ class ContiguousScheduler(ABC):
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back a sequence's region, and its row if the workers know it."""
-        if sequence.blocks is not None and self._beam_reorder.forget(sequence):
-            self._released.append(sequence.seq_id)
+        if sequence.blocks is not None:
+            self._changes.release_slot(sequence)
         sequence.blocks = None
         self.kv.release(sequence.seq_id)
 
@@ -260,8 +260,7 @@ class ContiguousScheduler(ABC):
                 builder.new_blocks[sequence.seq_id] = [blocks]
         for due in copies:
             self._copy(builder, due)
-        plan = builder.build(self._released, *self._beam_reorder.take())
-        self._released = []
+        plan = builder.build(self._changes)
         self._in_flight[plan.step_id] = _Flight(builder.sequences, builder.samples)
         self._stats.steps_total += 1
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
@@ -379,7 +378,9 @@ class ContiguousScheduler(ABC):
                 report_times(update, request, now)
             self._end(request, request.live_sequences, updates[0].finish_reason or FinishReason.STOP)
             return updates
-        self._released += [each.seq_id for each in self._beam_reorder.follow(search, children, _OwnRegions())]
+        self._changes.released += [
+            each.seq_id for each in self._changes.beam_reorder.follow(search, children, _OwnRegions())
+        ]
         for sequence in search.sequences:
             own = self.kv.blocks(sequence.seq_id)
             if sequence.blocks is not None and sequence.blocks is not own:
@@ -438,7 +439,7 @@ class ContiguousScheduler(ABC):
         self.kv.check({sequence.seq_id for sequence in holders})
         with_rows = [sequence for sequence in holders if sequence.blocks is not None]
         assert all(s.blocks is self.kv.blocks(s.seq_id) for s in with_rows), "a sequence writes to another's region"
-        self._beam_reorder.check(with_rows)
+        self._changes.beam_reorder.check(with_rows)
         assert len(holders) <= self._max_num_seqs
         assert len(self._requests) == len(self._waiting) + sum(bool(r.live_sequences) for r in self._rows)
         accounts = self.accounts()

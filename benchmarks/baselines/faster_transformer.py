@@ -15,9 +15,9 @@ from collections import deque
 from benchmarks.baselines.contiguous import ContiguousScheduler
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.request import Request, RequestStatus, Sequence
 from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.step import SequenceSampling
@@ -45,7 +45,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         return max(1, self._max_num_seqs // 2)
 
     def _plan(self, builder: PlanBuilder, now: float) -> None:
-        self._released += self._padding
+        self._changes.released += self._padding
         self._padding.clear()
         if not self._rows:
             self._form_batch(now)

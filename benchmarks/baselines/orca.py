@@ -8,7 +8,7 @@ as in all of the paper's systems (§4.3). Three reservations make the paper's th
 from __future__ import annotations
 
 from benchmarks.baselines.contiguous import ContiguousScheduler
-from quire.request import Request
+from quire.decoding.sequence import Request
 from quire.scheduler.plan_builder import PlanBuilder
 
 

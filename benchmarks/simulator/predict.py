@@ -41,7 +41,7 @@ from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import EngineCore
 from quire.engine.loop import build_core
 from quire.engine.messages import AddRequest
-from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
+from quire.engine.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.calibration import work_of

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.parser import Parser
 from quire.cli.report import check_writable
 from quire.config.model_shape import ModelShape
+from quire.engine.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.errors import UserError
-from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import Precision
 from quire.simulator.hardware import Hardware, find, to_json
 from quire.simulator.shape import find_shape

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quire.kv_cache.snapshot import KVSnapshot, RequestView
+from quire.scheduler.snapshot import KVSnapshot, RequestView
 from quire.stats import EngineStats
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
-from quire.kv_cache.snapshot import KVSnapshot, RequestView
+from quire.scheduler.snapshot import KVSnapshot, RequestView
 
 GOLDEN_ANGLE = 137.508 / 360
 FREE, CACHED, UNKNOWN = Color.from_rgb(38, 41, 48), Color.from_rgb(84, 90, 102), Color.from_rgb(150, 155, 165)

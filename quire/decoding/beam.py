@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_table import BlockTable
-from quire.request import FinishReason, Request, Sequence
+from quire.request import FinishReason
 from quire.step import Candidates, SequenceFork, TokenLogprobs
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Sequence
 from quire.step import StepPlan
 
 

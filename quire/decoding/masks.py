@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
+from quire.decoding.sequence import Sequence
 from quire.errors import UserError
-from quire.request import Sequence
 
 
 class ConstraintSpec(NamedTuple):

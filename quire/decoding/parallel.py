@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import EngineRequest, FinishReason, Request, ResumePoint, Sequence
+from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.step import SequenceFork, SequenceSampling
 
 _MASK = (1 << 64) - 1

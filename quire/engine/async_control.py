@@ -11,7 +11,7 @@ from quire.engine.messages import CallResult
 from quire.engine.shared_state import EngineState
 from quire.engine.sleep import part_of
 from quire.errors import EngineAsleepError, UserError
-from quire.kv_cache.snapshot import KVSnapshot
+from quire.scheduler.snapshot import KVSnapshot
 from quire.stats import EngineStats
 
 MODES = ("abort", "wait", "keep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from quire.clock import Clock
@@ -20,6 +21,7 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.engine.observer import Observer
 from quire.engine.pause import Pause
 from quire.engine.sleep import Sleep
 from quire.errors import (
@@ -31,8 +33,9 @@ from quire.errors import (
     UserError,
 )
 from quire.executors.interface import Executor, StepFuture, VitalSigns
-from quire.kv_cache.layout import group_layers
+from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import size_pool
+from quire.kv_cache.spec import LayerSpec
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
@@ -66,6 +69,7 @@ class EngineCore:
         clock: Clock,
         make_scheduler: SchedulerFactory = paged_scheduler,
         masks: MaskSource = NO_MASKS,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError.
 
@@ -74,12 +78,11 @@ class EngineCore:
         """
         self._clock = clock
         self._executor = executor
+        self._observers = observers
         self._queue_depth = config.scheduler.queue_depth
         self.output_window = config.output_window
+        self._vocab_size = config.model.vocab_size
         self._in_flight: deque[StepFuture] = deque()
-        layers = config.model.shape.layers if config.load.counts_experts else ()
-        self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
-        """Those whose routing is counted."""
         self._masks = masks
         self._unsent: StepPlan | None = None
         """The last plan in flight, while it lacks its sampling inputs."""
@@ -91,53 +94,20 @@ class EngineCore:
         self.is_blocked = False
         """Whether the last step had nothing to compute and did not wait, although requests live: all of them wait for
         something outside the engine."""
-
+        layers = config.model.shape.layers if config.load.counts_experts else ()
+        self._expert_layers = [number for number, layer in enumerate(layers) if layer.experts is not None]
+        """Those whose routing is counted."""
         started = clock.now()
-        groups, layers_per_group = group_layers(
-            executor.load_model(), config.cache.block_size, config.cache.state_snapshot_interval
-        )
+        specs = executor.load_model()
         loaded = clock.now()
-        profile = None
-        if groups and not config.cache.is_size_given:
-            profile = executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
-        layout = size_pool(
-            groups,
-            layers_per_group,
-            config.cache,
-            profile,
-            max_model_len=config.model.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
-        executor.allocate(layout)
-        allocated = clock.now()
+        layout = self._allocate(config, specs)
+        seconds = {"load model": loaded - started, "size and allocate KV cache": clock.now() - loaded}
         costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
         self.scheduler: EngineScheduler = make_scheduler(config, layout, costs)
         self._await_connector()
-        self._vocab_size = config.model.vocab_size
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
         self._pause = Pause(self.scheduler)
-        max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
-        if max_model_len < 2:
-            raise InsufficientMemoryError(
-                f"the KV cache has {layout.num_usable_blocks} blocks of {layout.block_size} tokens, too few for a "
-                "prompt of one token and one new token: give it more memory"
-            )
-        if max_model_len < config.model.max_model_len:
-            logger.warning(
-                "max_model_len is lowered from %d to %d: the KV cache has %d blocks of %d tokens",
-                config.model.max_model_len,
-                max_model_len,
-                layout.num_usable_blocks,
-                layout.block_size,
-            )
-        self.ready = EngineReady(
-            max_model_len=max_model_len,
-            num_blocks=layout.num_usable_blocks,
-            block_size=layout.block_size,
-            seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
-            backend=executor.describe_backend(),
-            max_concurrency=layout.num_usable_blocks / max(1, self.scheduler.most_blocks(max_model_len)),
-        )
+        self.ready = self._readiness(config.model.max_model_len, layout, seconds)
 
     def computing(self) -> AbstractContextManager[object]:
         """As the Executor's, for a driver that calls `step` many times."""
@@ -167,8 +137,10 @@ class EngineCore:
                     self._rejections.append(RequestRejected(request.request_id, str(error), is_asleep=True))
             case Abort(request_id, index):
                 self.scheduler.abort(request_id, index)
-            case Call(call_id, method, argument):
-                return self._call(call_id, method, argument)
+            case Call():
+                for observer in self._observers:
+                    observer.calls(message)
+                return self._call(message.call_id, message.method, message.argument)
             case Shutdown():
                 self.shutdown()
         return None
@@ -226,6 +198,58 @@ class EngineCore:
             self._finish_transfers()
         self._masks.close()
         self._executor.shutdown()
+        observers, self._observers = self._observers, ()
+        for observer in observers:
+            observer.ends()
+
+    def _allocate(self, config: EngineConfig, specs: list[LayerSpec]) -> KVCacheLayout:
+        """Size the KV cache of the model's layers, measuring memory where no size is given, and allocate it."""
+        executor, cache, limits = self._executor, config.cache, config.scheduler
+        groups, layers_per_group = group_layers(specs, cache.block_size, cache.state_snapshot_interval)
+        profile = None
+        if groups and not cache.is_size_given:
+            profile = executor.profile(limits.max_num_batched_tokens, limits.max_num_seqs)
+        sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": limits.max_num_seqs}
+        layout = size_pool(groups, layers_per_group, cache, profile, **sizes)
+        executor.allocate(layout)
+        for observer in self._observers:
+            observer.allocated(layout, executor.describe_backend())
+        return layout
+
+    def _readiness(self, wanted: int, layout: KVCacheLayout, seconds: dict[str, float]) -> EngineReady:
+        """The report of a started core. wanted: the longest sequence of the model; one that the KV cache has no blocks
+        for is shortened."""
+        max_model_len = self.scheduler.longest_sequence(wanted)
+        if max_model_len < 2:
+            raise InsufficientMemoryError(
+                f"the KV cache has {layout.num_usable_blocks} blocks of {layout.block_size} tokens, too few for a "
+                "prompt of one token and one new token: give it more memory"
+            )
+        if max_model_len < wanted:
+            logger.warning(
+                "max_model_len is lowered from %d to %d: the KV cache has %d blocks of %d tokens",
+                wanted,
+                max_model_len,
+                layout.num_usable_blocks,
+                layout.block_size,
+            )
+        return EngineReady(
+            max_model_len=max_model_len,
+            num_blocks=layout.num_usable_blocks,
+            block_size=layout.block_size,
+            seconds=seconds,
+            backend=self._executor.describe_backend(),
+            max_concurrency=layout.num_usable_blocks / max(1, self.scheduler.most_blocks(max_model_len)),
+        )
+
+    def _execute(self, plan: StepPlan) -> StepFuture:
+        """Start a plan, observed."""
+        ends = [observer.executes(plan) for observer in self._observers]
+        future = self._executor.execute(plan)
+        for end in ends:
+            if end is not None:
+                future.add_done_callback(end)
+        return future
 
     def _start_steps(self, outputs: EngineOutputs) -> None:
         """Plan and start steps until the queue is full."""
@@ -233,7 +257,7 @@ class EngineCore:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
-            self._in_flight.append(self._executor.execute(plan))
+            self._in_flight.append(self._execute(plan))
             if plan.expects_sampling_inputs:
                 self._unsent = plan
                 self._send_sampling_inputs(outputs)
@@ -246,7 +270,10 @@ class EngineCore:
             while self.scheduler.awaits_matchers(plan):
                 self._masks.wait_answer(ANSWER_SECONDS)
                 self._settle(outputs)
-            self._executor.send_sampling_inputs(self.scheduler.sampling_inputs(plan))
+            inputs = self.scheduler.sampling_inputs(plan)
+            for observer in self._observers:
+                observer.sends(inputs)
+            self._executor.send_sampling_inputs(inputs)
 
     def _settle(self, outputs: EngineOutputs) -> None:
         """Ask matchers about new tokens, and go on with what they have answered. A matcher that takes longer than
@@ -275,7 +302,7 @@ class EngineCore:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
         plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
         if plan is not None:
-            self.scheduler.update(self._executor.execute(plan).result(), self._clock.now())
+            self.scheduler.update(self._execute(plan).result(), self._clock.now())
 
     def _await_connector(self) -> None:
         """Let the KV connector learn what it holds, so that the first request can hit it. The start waits for a while:

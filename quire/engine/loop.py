@@ -13,8 +13,7 @@ from quire.decoding.masks import NO_MASKS, MaskSource
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.engine.output_window import OutputWindow
-from quire.executors.interface import Executor
-from quire.executors.step_log import StepLog
+from quire.engine.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.structured_output.service import ConstraintService
 
@@ -30,10 +29,8 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
     module, _, attribute = executor.partition(":")
     make_executor = getattr(importlib.import_module(module), attribute)
     clock = SystemClock()
-    run_plans: Executor = make_executor(config)
-    if config.step_log is not None:
-        run_plans = StepLog(run_plans, config, config.step_log, clock)
-    return EngineCore(config, run_plans, clock, make_scheduler, _masks(options, config))
+    observers = [] if config.step_log is None else [StepLog(config, config.step_log, clock)]
+    return EngineCore(config, make_executor(config), clock, make_scheduler, _masks(options, config), observers)
 
 
 def _masks(options: EngineOptions, config: EngineConfig) -> MaskSource:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
-from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
+from quire.scheduler.snapshot import KVSnapshot
 from quire.stats import EngineStats
 
 

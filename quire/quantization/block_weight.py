@@ -11,7 +11,7 @@ import torch
 from quire.quantization.quantized_weight import QuantizedWeight
 
 BlockFormatName = Literal[
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
 ]
 Unpack = Callable[[torch.Tensor], QuantizedWeight]
 

@@ -180,13 +180,15 @@ class PackedLinear:
     def _float_matrix(self, parameters: PackedParameters) -> PackedMatrix:
         if not parameters.matrices:
             shape = parameters.shape
-            parameters.matrices.append(PackedMatrix(
-                FLOAT_TYPES[self._format.dtype],
-                shape.in_features,
-                shape.out_features,
-                gated=shape.gated,
-                memory=self._arena.allocate,
-            ))
+            parameters.matrices.append(
+                PackedMatrix(
+                    FLOAT_TYPES[self._format.dtype],
+                    shape.in_features,
+                    shape.out_features,
+                    gated=shape.gated,
+                    memory=self._arena.allocate,
+                )
+            )
         return parameters.matrices[0]
 
     def _pack(self, parameters: PackedParameters) -> None:

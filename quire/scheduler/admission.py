@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.decoding.parallel import num_shared_tokens
+from quire.decoding.sequence import Request
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request
 
 WATERMARK = 0.01
 """Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""

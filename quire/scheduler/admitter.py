@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, Quote, has_room, quote
 from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
 from quire.scheduler.plan_builder import PlanBuilder

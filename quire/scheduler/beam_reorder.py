@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from quire.decoding.beam import BeamSearch, BlockSharing, Child, follow
 from quire.decoding.masks import Matcher
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.outputs import SequenceUpdate
-from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.request import FinishReason
 from quire.scheduler.running import RunningSet
 from quire.step import Candidates, SequenceFork
 

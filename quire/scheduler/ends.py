@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import SequenceUpdate
-from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.request import FinishReason
 from quire.scheduler.admission import PrefixRegistration
 from quire.scheduler.admitter import Admitter
-from quire.scheduler.beam_reorder import BeamReorder
-from quire.scheduler.kv_usage import InFlight
+from quire.scheduler.in_flight import InFlight
+from quire.scheduler.plan_builder import PlanChanges
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import early_end, ended_search, live_requests, pooled_end, report_times
 from quire.scheduler.running import RunningSet
@@ -18,28 +20,30 @@ from quire.stats import EngineStats
 from quire.step import StepResult
 
 
+class Collections(NamedTuple):
+    """The requests that the scheduler holds. requests: all of them by id; each of them either waits or runs."""
+
+    requests: dict[str, Request]
+    waiting: RequestQueue
+    running: RunningSet
+    deadlines: Deadlines
+
+
 class Ends:
-    """Ends what the scheduler's collections hold. released, trimmed: of the next plan (`StepPlan`)."""
+    """Ends sequences and requests in all of the scheduler's collections."""
 
     def __init__(
         self,
         kv: KVCacheManager,
-        requests: dict[str, Request],
-        waiting: RequestQueue,
-        running: RunningSet,
-        deadlines: Deadlines,
+        changes: PlanChanges,
+        collections: Collections,
         registration: PrefixRegistration,
         admitter: Admitter,
         stats: EngineStats,
     ) -> None:
-        self.released: list[int] = []
-        self.trimmed: dict[int, list[int]] = {}
-        self.beam_reorder = BeamReorder()
         self._kv = kv
-        self._requests = requests
-        self._waiting = waiting
-        self._running = running
-        self._deadlines = deadlines
+        self._changes = changes
+        self._requests, self._waiting, self._running, self._deadlines = collections
         self._registration = registration
         self._admitter = admitter
         self._stats = stats
@@ -114,7 +118,7 @@ class Ends:
         sequence.matcher = None
         request = sequence.request
         if sequence.blocks is not None:
-            self.release_slot(sequence)
+            self._changes.release_slot(sequence)
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
@@ -143,13 +147,6 @@ class Ends:
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
-    def release_slot(self, sequence: Sequence) -> None:
-        """Release a sequence's request slot on the workers with the next plan."""
-        sequence.fast_path_until = sequence.num_unsent_tokens = 0
-        self.trimmed.pop(sequence.seq_id, None)
-        if self.beam_reorder.forget(sequence):
-            self.released.append(sequence.seq_id)
-
     def end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
         """End the pooled requests whose vectors have come (index of a sample -> vector)."""
         found = [(samples[index], vector) for index, vector in vectors.items()]
@@ -161,16 +158,16 @@ class Ends:
     def update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
         caller then removes their sequences from those that run."""
-        ended, released = self.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
+        ended, released = self._changes.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
         return self._end_searches(ended, released, now)
 
     def settle_beams(self, now: float) -> list[SequenceUpdate]:
         """Decide the searches that waited for matchers; returns as `update_beams`."""
-        ended, released = self.beam_reorder.decide(self._running, self._kv)
+        ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
         return self._end_searches(ended, released, now)
 
     def _end_searches(self, ended: list[Request], released: list[int], now: float) -> list[SequenceUpdate]:
-        self.released += released
+        self._changes.released += released
         updates = []
         for request in ended:
             self._running.drop_reservations(request)

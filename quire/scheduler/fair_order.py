@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 
-from quire.request import OrderKey, Request
+from quire.decoding.sequence import OrderKey, Request
 
 LEAST_GAP = 1e-6
 """Seconds between the order times of one client's requests, so that one of another client has room between them."""

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.decoding.sequence import Request, RequestStatus
 from quire.deferral import PENDING_PREFIX, Deferral
 from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, RequestStatus
 from quire.scheduler.admission import Quote
 from quire.scheduler.matching import first_matchers
 

@@ -15,11 +15,11 @@ from quire.errors import UserError
 from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.snapshot import KVSnapshot
 from quire.stats import EngineStats, Load
 from quire.step import SamplingInputs, StepPlan, StepResult
 

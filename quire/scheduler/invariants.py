@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, Sequence
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.running import RunningSet
 

@@ -19,80 +19,14 @@ are free but still hold a prefix (evictable) are not used, and are counted apart
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
-import msgspec
-
-from quire.errors import UserError
-from quire.kv_cache.block_table import BlockTable
+from quire.decoding.sequence import Sequence
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Sequence
-from quire.scheduler.matching import matcher_of
+from quire.scheduler.in_flight import InFlight
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
-from quire.step import SamplingInputs, StepPlan, TokenLogprobs
-
-Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
-"""(sequence, its new tokens, their logprobs where asked for)"""
-
-
-class InFlight(msgspec.Struct, frozen=True):
-    """What the scheduler must know of a plan, beyond the plan itself, until its result comes."""
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    """Aligned with the plan's columns of the batch."""
-    filled: list[tuple[Sequence, BlockTable, int]]
-    """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
-    made (a sequence preempted since may have others by now), and their computed tokens after it (with drafts in flight:
-    at most)."""
-    samples: list[Sequence]
-    """Aligned with the plan's `sample_seq_ids`."""
-    forked: list[tuple[Sequence, list[Sequence]]]
-    """Sequences that fork after this plan's forward pass, and their children."""
-    resumed: list[tuple[Sequence, BlockTable, int]]
-    """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
-
-    @property
-    def awaits_matchers(self) -> bool:
-        """A mask that the plan expects depends on a token that its matcher has not followed yet."""
-        return any(self.samples[index].awaits_matcher for index in self.plan.expects_sampling_inputs)
-
-    def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
-        """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
-        all earlier plans are known."""
-        masks: dict[int, bytes] = {}
-        failed = []
-        for index in self.plan.expects_sampling_inputs:
-            sequence = self.samples[index]
-            if sequence.finish_reason is not None:
-                continue
-            try:
-                mask = _next_mask(sequence) if sequence.foreseen is None else sequence.foreseen.mask
-            except UserError as error:
-                failed.append((sequence, error))
-                continue
-            if mask is not None:
-                masks[index] = mask
-        return SamplingInputs(self.plan.step_id, masks), failed
-
-    def commit(self, kv: KVCacheManager) -> None:
-        """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
-        all their tokens but for the step's own drafts."""
-        for sequence, blocks, end in self.filled:
-            if sequence.blocks is blocks:
-                num_known = len(sequence.token_ids)
-                kv.cache_blocks(blocks, sequence.token_ids, end if end < num_known else num_known)
-        for sequence, blocks, num_computed in self.resumed:
-            if sequence.blocks is blocks:
-                kv.cache_blocks(blocks, sequence.token_ids, num_computed)
-
-
-def _next_mask(sequence: Sequence) -> bytes | None:
-    """As Matcher.mask. A beam whose text is complete can only end."""
-    matcher = matcher_of(sequence)
-    return matcher.mask_of(*sequence.request.eos_token_ids) if matcher.is_finished else matcher.mask()
+from quire.step import StepPlan
 
 
 def first_stats(kv: KVCacheManager) -> EngineStats:

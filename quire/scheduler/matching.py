@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.decoding.masks import ConstraintSpec, Matcher, num_forceable
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import UserError
-from quire.request import Request, RequestStatus, Sequence
 from quire.step import TokenLogprobs
 
 

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, Sequence
+from quire.scheduler.beam_reorder import BeamReorder
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.transfers import HostTransfers, Transfers
+
+
+class PlanChanges:
+    """Changes between two plans that the next one tells the workers: request slots that are released, blocks that are
+    trimmed behind rejected drafts (both as in `StepPlan`), and beams that are reordered."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+        self.trimmed: dict[int, list[int]] = {}
+        self.beam_reorder = BeamReorder()
+
+    def release_slot(self, sequence: Sequence) -> None:
+        """Release a sequence's request slot on the workers with the next plan."""
+        sequence.fast_path_until = sequence.num_unsent_tokens = 0
+        self.trimmed.pop(sequence.seq_id, None)
+        if self.beam_reorder.forget(sequence):
+            self.released.append(sequence.seq_id)
 
 
 class PlanBuilder:
@@ -220,13 +238,8 @@ class PlanBuilder:
             transfers.awaits_report = True
         self.transfers = transfers
 
-    def build(
-        self,
-        released: list[int],
-        beam_reorders: list[SequenceFork],
-        token_overrides: list[tuple[int, int]],
-        trimmed_tables: dict[int, list[int]] | None = None,
-    ) -> StepPlan:
+    def build(self, changes: PlanChanges) -> StepPlan:
+        """The plan, which carries and clears the changes since the last one."""
         transfers = self.transfers
         if self.swap_out or self.swap_in:
             transfers = transfers or HostTransfers()
@@ -234,6 +247,9 @@ class PlanBuilder:
             transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
+        released, changes.released = changes.released, []
+        trimmed, changes.trimmed = changes.trimmed, {}
+        beam_reorders, token_overrides = changes.beam_reorder.take()
         return StepPlan(
             step_id=self.step_id,
             seq_ids=seq_ids,
@@ -253,7 +269,7 @@ class PlanBuilder:
             transfers=transfers,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
-            trimmed_tables=trimmed_tables or {},
+            trimmed_tables=trimmed,
             pooled=self.pooled,
             expects_sampling_inputs=self.masked,
         )

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from quire.decoding.parallel import num_shared_tokens
+from quire.decoding.sequence import OrderKey, Request, Sequence
 from quire.kv_cache.host_pool import Footprint
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import OrderKey, Request, Sequence
 from quire.scheduler.admission import Limits, Quote, has_room
 from quire.scheduler.running import RunningSet
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from quire.decoding.parallel import num_shared_tokens
+from quire.decoding.sequence import Request
 from quire.deferral import Deferral
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request
 from quire.scheduler.admission import Limits, blocks_in_use
 
 PIECE_TOKENS = 2**14

@@ -6,7 +6,7 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from quire.request import OrderKey, Request
+from quire.decoding.sequence import OrderKey, Request
 from quire.scheduler.fair_order import FairOrder
 from quire.stats import EngineStats
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.request import FinishReason
 from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 

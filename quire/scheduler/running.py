@@ -6,7 +6,7 @@ import bisect
 
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import num_shared_tokens, waiting_siblings
-from quire.request import Request, RequestStatus, Sequence
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 
 
 class RunningSet:

@@ -17,20 +17,21 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
-from quire.scheduler.ends import Ends
+from quire.scheduler.ends import Collections, Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
+from quire.scheduler.in_flight import InFlight, Sampled
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
+from quire.scheduler.kv_usage import count_copies, describe_kv, first_stats
 from quire.scheduler.matching import Matching
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import (
@@ -40,6 +41,7 @@ from quire.scheduler.reporting import (
     report_times,
 )
 from quire.scheduler.running import RunningSet
+from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.stats import EngineStats, Load
 from quire.step import SamplingInputs, StepPlan, StepResult
 
@@ -80,16 +82,9 @@ class Scheduler:
         self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
-        self._ends = Ends(
-            kv,
-            self._requests,
-            self._waiting,
-            self._running,
-            self._deadlines,
-            self._registration,
-            self._admitter,
-            self._stats,
-        )
+        self._changes = PlanChanges()
+        collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
+        self._ends = Ends(kv, self._changes, collections, self._registration, self._admitter, self._stats)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +207,7 @@ class Scheduler:
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
-        self._ends.released = []
+        self._changes.released = []
 
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
@@ -224,9 +219,7 @@ class Scheduler:
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
-        ends = self._ends
-        plan = builder.build(ends.released, *ends.beam_reorder.take(), ends.trimmed)
-        ends.released, ends.trimmed = [], {}
+        plan = builder.build(self._changes)
         self._in_flight[plan.step_id] = InFlight(
             plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed
         )
@@ -257,31 +250,39 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
-        sequences, samples = in_flight.sequences, in_flight.samples
-        updates = self._ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
-        has_masks = bool(in_flight.plan.expects_sampling_inputs)
+        plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
+        assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
+        updates = ends.end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         in_flight.commit(self.kv)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
-        has_drafts = bool(in_flight.plan.num_drafts)
-        if has_drafts:
-            self._ends.trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
-        if result.pooled:
-            updates += self._ends.end_pooled(samples, result.pooled, now)
-        assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
         sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
-        num_more_tokens = -len(updates)  # tokens beyond one per update
+        # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
+        if plan.num_drafts:
+            self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
+        if result.pooled:
+            updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
-            ended = self._ends.update_beams(samples, result, now)
-            num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
-            updates += ended
+            updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
+        if plan.expects_sampling_inputs:
+            sampled = self._ask_matchers(sampled)
+        self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
+        if result.prompt_logprobs:
+            attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
+        if ends.unmatched:
+            updates += ends.report_unmatched(now)
+        return updates
+
+    def _take_tokens(
+        self, sampled: Iterable[Sampled], updates: list[SequenceUpdate], now: float, *, has_drafts: bool
+    ) -> None:
+        """Append sampled tokens to their sequences, and end those that are complete. updates: those of this result so
+        far, to which this adds. has_drafts: some of the tokens were accepted drafts."""
         any_finished = bool(updates)
+        num_tokens = sum([len(update.new_token_ids) for update in updates]) - len(updates) if updates else 0
         for sequence, new_ids, token_logprobs in sampled:
-            if has_masks and sequence.foreseen is not None:
-                self._ends.take_foreseen(sequence, new_ids)
-                continue
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
@@ -290,12 +291,9 @@ class Scheduler:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
             if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
-                num_more_tokens += len(new_ids) - 1
+                num_tokens += len(new_ids) - 1
             else:
                 token_ids += new_ids
-            if has_masks and sequence.matcher is not None:  # without drafts of its own: those have no masks
-                self.matching.ask(sequence, new_ids, token_logprobs)
-                continue
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs[: len(new_ids)]
@@ -306,23 +304,34 @@ class Scheduler:
             elif num_known <= sequence.report_times_until:
                 _report_times_early(update, sequence, num_known, now)
             updates.append(update)
-        self._stats.generation_tokens_total += len(updates) + num_more_tokens
-        if result.prompt_logprobs:
-            attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
+        self._stats.generation_tokens_total += len(updates) + num_tokens  # one token an update, but for those above
         if any_finished:
             self._running.drop_finished()
-        if self._ends.unmatched:
-            updates += self._ends.report_unmatched(now)
-        return updates
+
+    def _ask_matchers(self, sampled: Iterable[Sampled]) -> list[Sampled]:
+        """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
+        when they answer. Returns the other samples. Sequences under a constraint have no drafts."""
+        others = []
+        for sample in sampled:
+            sequence, new_ids, token_logprobs = sample
+            if sequence.foreseen is not None:
+                self._ends.take_foreseen(sequence, new_ids)
+            elif sequence.matcher is None:
+                others.append(sample)  # no constraint, or the sequence has ended
+            else:
+                sequence.num_pending_tokens -= 1
+                sequence.token_ids += new_ids
+                self.matching.ask(sequence, new_ids, token_logprobs)
+        return others
 
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
-        return self.matching.is_waiting or bool(self._ends.beam_reorder.awaited)
+        return self.matching.is_waiting or bool(self._changes.beam_reorder.awaited)
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
-        beams = self._ends.beam_reorder.awaited
+        beams = self._changes.beam_reorder.awaited
         return self.matching.awaited() + [matcher for matcher in beams if not matcher.is_slow]
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
@@ -439,7 +448,7 @@ class Scheduler:
         """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
-                self._ends.release_slot(sequence)
+                self._changes.release_slot(sequence)
         copies = release_blocks(request, self.kv, self._prefers_swap)
         builder.swap_out += copies or []
         self._stats.swap_preemptions_total += copies is not None
@@ -472,7 +481,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
-        self._ends.beam_reorder.check(self._running.sequences)
+        self._changes.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
         check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)
 

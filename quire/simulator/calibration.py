@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config.model_shape import ModelShape
+from quire.engine.step_log import StepRecord
 from quire.errors import UserError
-from quire.executors.step_log import StepRecord
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import CACHED, IDLE_SECONDS, Hardware
 from quire.simulator.jitter_fit import fit_jitter

@@ -20,6 +20,7 @@ from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.utils.sizes import format_bytes
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.kv_connector.cache_directory import require_writable
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
@@ -137,8 +138,12 @@ class Worker:
             counts.zero_()
 
     def describe_backend(self) -> str:
-        """One line for users: kernels, device, formats of weights and KV cache."""
-        return self.platform.describe()
+        """One line for users: kernels, device, formats of weights and KV cache, and once they are loaded the bytes of
+        weights."""
+        described = self.platform.describe()
+        return (
+            described if self._model is None else f"{described}, {format_bytes(self._model.weight_bytes())} of weights"
+        )
 
     @_computes
     def idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""A module imports only from its own layer or a lower one, wherever in the file the import stands."""
+"""A module imports only from its own layer or a lower one, wherever in the file the import stands, for types too."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ import pytest
 
 from tests.architecture.source import LAYER_OF, PACKAGE, ROOT, imports, layer_of, modules
 
-TYPING_SEAMS = {
-    # A request carries the handles that the KV cache gave it, and the state of its beam search; the vocabulary names
-    # their types, nothing more.
-    ("quire.request", "quire.kv_cache.block_hash"),
-    ("quire.request", "quire.decoding.beam"),
-    ("quire.request", "quire.kv_cache.block_table"),
-    ("quire.request", "quire.decoding.masks"),
-}
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]
 REGISTRY_TARGET = re.compile(r"(quire\.[a-z_.]+):[A-Za-z_]\w*")
 
@@ -36,7 +28,6 @@ def test_imports_point_down() -> None:
         if found.target.split(".")[0] == "quire"
         and not module.is_facade
         and layer_of(found.target) > layer_of(module.name)
-        and not (found.typing_only and (module.name, found.target) in TYPING_SEAMS)
     ]
     assert upward == []
 
@@ -60,11 +51,6 @@ def test_the_package_itself_imports_nothing_before_it_is_asked() -> None:
     facade = next(module for module in modules() if module.is_facade)
     eager = {found.target for found in imports(facade) if not found.typing_only and found.target.startswith("quire")}
     assert eager == {"quire.version"}
-
-
-def test_every_typing_seam_is_in_use() -> None:
-    used = {(module.name, found.target) for module in modules() for found in imports(module) if found.typing_only}
-    assert used >= TYPING_SEAMS
 
 
 def test_control_plane_never_imports_torch() -> None:

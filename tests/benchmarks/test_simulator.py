@@ -17,7 +17,7 @@ from quire.clock import VirtualClock
 from quire.config.model_shape import ModelShape
 from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
-from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
+from quire.engine.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
@@ -54,7 +54,7 @@ def measured_runs(
     cost = CostModel(shape, true, ParallelConfig(), Precision.of(shape))
     config = EngineSettings(**{**predict.LIMITS, "queue_depth": 1}).config(cost)
     clock, log = VirtualClock(), path / "steps.jsonl"
-    core = EngineCore(config, StepLog(Device(cost, clock, seed=77), config, log, clock), clock)
+    core = EngineCore(config, Device(cost, clock, seed=77), clock, observers=[StepLog(config, log, clock)])
     runs = [
         predict.drive(core, predict.requests_of(workload, seconds, seed), clock, clock.advance, 1000)
         for seed, workload in enumerate(("sharegpt:0.6", "alpaca:4", "sharegpt:0.6"))

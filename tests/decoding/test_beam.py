@@ -9,10 +9,11 @@ import pytest
 
 from quire.decoding.beam import BeamSearch, follow
 from quire.decoding.parallel import create_sequences
+from quire.decoding.sequence import Request
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import AttentionSpec
-from quire.request import EngineRequest, FinishReason, Request
+from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.step import Candidates
 

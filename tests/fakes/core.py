@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from quire.config.model_shape import AttentionShape, LayerShape, ModelShape
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
+from quire.engine.observer import Observer
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.outputs import SequenceUpdate
@@ -119,11 +121,15 @@ class CoreClient:
     """Feeds an EngineCore and keeps every sequence's tokens, log-probabilities and end."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, make_scheduler: SchedulerFactory = paged_scheduler
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        make_scheduler: SchedulerFactory = paged_scheduler,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.clock = VirtualClock()
         self.masks = AllowedByPosition(config.model.vocab_size)
-        self.core = EngineCore(config, executor, self.clock, make_scheduler, self.masks)
+        self.core = EngineCore(config, executor, self.clock, make_scheduler, self.masks, observers)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -7,9 +7,9 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.decoding.drafts import NO_DRAFTS, Drafter, Drafts
+from quire.decoding.sequence import Sequence
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Sequence
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from tests.fakes.core import CoreDriver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.models.gguf.blocks import FORMATS
+
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
 CODES = {
     UINT8: "B", INT8: "b", UINT16: "H", INT16: "h", UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q",
@@ -18,7 +21,8 @@ CODES = {
 }  # fmt: skip
 TYPE_NUMBERS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
-    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "BF16": 30, "MXFP4": 39,
+    "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21,
+    "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39,
 }  # fmt: skip
 BLOCKS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
@@ -26,6 +30,13 @@ BLOCKS = {
     "MXFP4": (32, 17),
 }  # fmt: skip
 """Values and bytes of a block."""
+GRID_BLOCKS = {
+    "IQ4_XS": (256, 136), "IQ3_S": (256, 110), "IQ3_XXS": (256, 98), "IQ2_S": (256, 82), "IQ2_XS": (256, 74),
+    "IQ2_XXS": (256, 66), "IQ1_S": (256, 50), "IQ1_M": (256, 56), "TQ1_0": (256, 54), "TQ2_0": (256, 66),
+}  # fmt: skip
+"""The same of types whose weights are not spelt out here: they are held against those of gguf's own package."""
+SCALE_PLACES = {"IQ1_M": None, "TQ1_0": 52, "TQ2_0": 64}
+"""Where a block of them has its scale, elsewhere at its first byte; IQ1_M's is in the upper bits of four numbers."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +224,31 @@ def dequantize(type_name: str, data: bytes, shape: Sequence[int]) -> torch.Tenso
     if type_name in ("F32", "F16", "BF16"):
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type_name]
         return torch.frombuffer(bytearray(data), dtype=dtype).float().reshape(tuple(shape))
+    if type_name in GRID_BLOCKS:
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(-1, GRID_BLOCKS[type_name][1])
+        values, scales, offsets = FORMATS[type_name].unpack(blocks)
+        grid = values.reshape(*scales.shape, -1) * scales[..., None]
+        grid = grid if offsets is None else grid + offsets[..., None]
+        return torch.from_numpy(grid).reshape(tuple(shape))
     values, size = BLOCKS[type_name]
     weight = WEIGHT[type_name]
     blocks = [data[start : start + size] for start in range(0, len(data), size)]
     return torch.tensor([weight(block, i) for block in blocks for i in range(values)]).reshape(tuple(shape))
+
+
+def grid_blocks(type_name: str, seed: bytes, scales: np.ndarray) -> bytes:
+    """Blocks of any bytes, the same for the same seed. scales: one for each block, taken in half precision."""
+    size = GRID_BLOCKS[type_name][1]
+    data = np.frombuffer(hashlib.shake_256(seed).digest(len(scales) * size), dtype=np.uint8).reshape(-1, size).copy()
+    halves = scales.astype("<f2")
+    place = SCALE_PLACES.get(type_name, 0)
+    if place is not None:
+        data[:, place : place + 2] = halves.view(np.uint8).reshape(-1, 2)
+        return data.tobytes()
+    for part in range(4):
+        data[:, 49 + 2 * part] &= 15
+        data[:, 49 + 2 * part] |= (halves.view("<u2") >> 4 * part & 15).astype(np.uint8) << 4
+    return data.tobytes()
 
 
 # Quantisers: any that fill the blocks sensibly will do.
@@ -230,6 +262,9 @@ def quantize(type_name: str, weight: torch.Tensor) -> bytes:
         return weight.numpy().astype("<f2").tobytes()
     if type_name == "BF16":
         return weight.bfloat16().contiguous().view(torch.int16).numpy().astype("<i2").tobytes()
+    if type_name in GRID_BLOCKS:  # other weights of about the same size: models are random
+        size = float(weight.std()) / GRID_SPREAD[type_name]
+        return grid_blocks(type_name, weight.numpy().tobytes(), np.full(weight.numel() // 256, size))
     quantizer = {"Q8_0": to_q8_0, "Q4_0": to_q4_0, "Q4_K": to_q4_k, "Q6_K": to_q6_k, "MXFP4": to_mxfp4}[type_name]
     rows = weight.numpy().reshape(-1, BLOCKS[type_name][0])
     return b"".join(quantizer(row) for row in rows)
@@ -247,6 +282,11 @@ def to_q4_0(row: np.ndarray) -> bytes:
     return scale.tobytes() + bytes(int(quanta[i]) | int(quanta[i + 16]) << 4 for i in range(16))
 
 
+GRID_SPREAD = {
+    "IQ4_XS": 1200, "IQ3_S": 150, "IQ3_XXS": 150, "IQ2_S": 60, "IQ2_XS": 60, "IQ2_XXS": 60, "IQ1_S": 8, "IQ1_M": 8,
+    "TQ1_0": 1, "TQ2_0": 1,
+}  # fmt: skip
+"""About the standard deviation of weights in random blocks with a scale of 1."""
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tests.fakes.gguf import BLOCKS, TYPE_NUMBERS, GGUFWriter, StoredTensor, Typed, dequantize, quantize, typed
+from tests.fakes.gguf import (
+    BLOCKS,
+    GRID_BLOCKS,
+    TYPE_NUMBERS,
+    GGUFWriter,
+    StoredTensor,
+    Typed,
+    dequantize,
+    quantize,
+    typed,
+)
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -118,7 +128,8 @@ def to_gguf(
         if architecture.startswith("gemma") and kind.endswith("_norm"):
             placed = placed + 1.0
         data = quantize(type_name, placed.float())
-        assert type_name not in BLOCKS or weight.shape[-1] % BLOCKS[type_name][0] == 0
+        blocks = BLOCKS | GRID_BLOCKS
+        assert type_name not in blocks or weight.shape[-1] % blocks[type_name][0] == 0
         shape = tuple(weight.shape[1:] if "inp_shexp" in short else weight.shape)
         writer.tensors[short] = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
         back = dequantize(type_name, data, weight.shape)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.request import EngineRequest, FinishReason, Request
+from quire.decoding.sequence import Request
+from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.scheduler.queue import Deadlines
 from tests.fakes.core import CoreDriver, generate_alone, make_config

@@ -10,7 +10,8 @@ import pytest
 from hypothesis.stateful import initialize
 
 from quire.decoding.drafts import Drafts
-from quire.request import FinishReason, Sequence
+from quire.decoding.sequence import Sequence
+from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 from tests.fakes.traffic import DraftingEpisode, run_traffic

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.request import EngineRequest, Request
+from quire.decoding.sequence import Request
+from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.queue import RequestQueue
 from tests.fakes.core import CoreDriver, make_config

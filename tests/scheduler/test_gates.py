@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.decoding.sequence import Request
 from quire.deferral import Deferral
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import FinishReason, Request
+from quire.request import FinishReason
 from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage, default_gates
 from quire.scheduler.preemption import PreemptionCosts

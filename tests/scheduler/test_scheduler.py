@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_table import BlockAllocation
-from quire.request import EngineRequest, FinishReason, Request, Sequence
+from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue

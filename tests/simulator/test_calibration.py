@@ -16,8 +16,8 @@ from quire.cli.calibrate import run as fit_log
 from quire.cli.main import main as quire
 from quire.clock import VirtualClock
 from quire.config.model_shape import ModelShape
+from quire.engine.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.errors import UserError
-from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.calibration import MIN_STEPS, Fit, calibrate, plan_of, samples_of, work_of
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Factors, Hardware, find, read_profile
@@ -166,7 +166,7 @@ def test_steps_that_move_blocks_are_left_out() -> None:
 def test_a_logged_step_costs_what_its_plan_did(tmp_path: Path) -> None:
     config, path = make_config(num_blocks=14, num_host_blocks=8, preemption_mode="swap"), tmp_path / "log"
     executor = FakeExecutor(windows=config.model.sliding_windows, record=True)
-    client = CoreClient(config, StepLog(executor, config, path, VirtualClock()))
+    client = CoreClient(config, executor, observers=[StepLog(config, path, VirtualClock())])
     for number in range(6):
         client.add(f"request-{number}", list(range(3 + 5 * number)), n=1 + number % 3, max_tokens=9)
     client.run()

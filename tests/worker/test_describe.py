@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
+from quire.utils.sizes import format_bytes
 from quire.worker.platform.cpu import CpuPlatform
+from quire.worker.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,15 @@ def test_weights_of_a_gguf_file_are_called_so(model_path: Path, monkeypatch: pyt
     of_file = replace(config, model=replace(config.model, path=Path("model.gguf"), kv_cache_dtype="bfloat16"))
     said = "1 thread, the GGUF file's weights, bfloat16 KV cache (the default for GGUF files), float32 products"
     assert said in CpuPlatform(of_file).describe()
+
+
+def test_the_bytes_of_weights_are_said_when_they_are_loaded(model_path: Path, reference: PreTrainedModel) -> None:
+    config = resolve(EngineOptions(model=str(model_path), num_threads=1, attention_backend="torch"))
+    worker = Worker(config, CpuPlatform(config))
+    before = worker.describe_backend()
+    worker.load_model()
+    num_bytes = sum(each.nbytes for each in reference.parameters())
+    assert worker.describe_backend() == f"{before}, {format_bytes(num_bytes)} of weights"
 
 
 def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

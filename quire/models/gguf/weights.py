@@ -17,7 +17,8 @@ from quire.config.families.family import EXPERT, HEAD
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, StateHeads, head_layout
 from quire.config.gguf_tensors import GATE_EXPERTS, JOINED_EXPERTS, UP_EXPERTS, hf_name, layer_of
 from quire.errors import ModelLoadError
-from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS, Bytes
+from quire.models.gguf.block_format import Bytes
+from quire.models.gguf.blocks import FORMATS, WHOLE_BLOCKS
 from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.float_weight import MX_GROUP, Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
@@ -178,7 +179,7 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
         if entry.type.name == "MXFP4":
             is_finite = some[:, 0].max() != _NAN_EXPONENT
         else:
-            halves = (some[:, at : at + 2].view("<u2") & _MOST_HALF for at in FORMATS[entry.type.name].halves)
+            halves = (some[:, at : at + 2].view("<u2") & _MOST_HALF for at in FORMATS[entry.type.name].half_places)
             is_finite = all(each.max() != _MOST_HALF for each in halves)
         if not is_finite:
             raise ModelLoadError("scales hold infinities or NaN")

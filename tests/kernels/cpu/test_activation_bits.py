@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from quire.kernels.cpu._native import MatmulPrecision
-from quire.kernels.cpu.packing import BLOCK_LAYOUTS, PackedMatrix
-from quire.models.gguf.blocks import FORMATS
+from quire.kernels.cpu.packing import PackedMatrix
 from quire.quantization.integer_weight import IntegerWeight
 from tests.kernels.cpu.linear_calls import ISAS, random_matrix, run_linear
-from tests.kernels.cpu.test_blocks import random_blocks, taken_apart, whole_matrix
+from tests.kernels.cpu.test_blocks import PACKED, random_blocks, taken_apart, whole_matrix
 
 Floats = npt.NDArray[np.float32]
 MAX_INT8 = np.float32(127)
@@ -49,7 +48,7 @@ def twin(weight: IntegerWeight, x: Floats, *, is_fused: bool) -> Floats:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", PACKED)
 def test_eight_bits_are_what_they_are_defined_to_be(name: str, isa: str) -> None:
     blocks = random_blocks(name, 40)
     matrix, weight = whole_matrix(name, blocks), taken_apart(name, blocks)
@@ -62,7 +61,9 @@ def test_eight_bits_are_what_they_are_defined_to_be(name: str, isa: str) -> None
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("kind", "group_size"), [("i8", None), ("i8", 48), ("i4", 32), ("mxfp4", None), ("nvfp4", None)])
+@pytest.mark.parametrize(
+    ("kind", "group_size"), [("i8", None), ("i8", 48), ("i4", 32), ("mxfp4", None), ("nvfp4", None)]
+)
 def test_every_integer_and_small_float(kind: str, group_size: int | None, isa: str) -> None:
     """Of long groups, 128 values share a scale. Alone and among others, a row has the same bits."""
     matrix = random_matrix(kind, 288, 40, group_size=group_size, offsets=kind == "i4", seed=3)
@@ -98,7 +99,3 @@ def test_rows_of_zeros_and_of_no_numbers(isa: str) -> None:
     assert not bool(found[0].any())
     assert bool(found[1].isnan().all())
     assert bool(found[2].isfinite().all())
-
-
-def test_every_layout_is_tested() -> None:
-    assert {*FORMATS, "MXFP4", "IQ4_XS"} == set(BLOCK_LAYOUTS)

@@ -11,13 +11,12 @@ import torch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import BLOCK_LAYOUTS, BlockMatrix, HalfScaleMatrix, PackedMatrix
-from quire.models.gguf.blocks import FORMATS, NONLINEAR
+from quire.models.gguf.blocks import FORMATS
 from quire.quantization.integer_weight import IntegerWeight
 from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, GuardedRows, pool, run_linear
 
 WIDTHS = {name: 2 * layout.values if layout.is_super else 96 for name, layout in BLOCK_LAYOUTS.items()}
-HALVES = {name: each.halves for name, each in FORMATS.items()} | {"IQ4_XS": (0,)}
-"""Where a block has half-precision numbers."""
+PACKED = [name for name in FORMATS if name in BLOCK_LAYOUTS]
 
 
 def halved_pair(rows: int, *, gated: bool, rounded: bool) -> tuple[PackedMatrix, PackedMatrix]:
@@ -39,7 +38,7 @@ def random_blocks(name: str, rows: int) -> npt.NDArray[np.uint8]:
     if name == "MXFP4":
         blocks[:, :, 0] = random.integers(118, 123, blocks.shape[:2])
         return blocks
-    for at in HALVES[name]:
+    for at in FORMATS[name].half_places:
         halves = random.normal(0, 0.01, blocks.shape[:2]).astype("<f2")
         halves[0] = 6e-8  # below the normal numbers of float16
         blocks[:, :, at : at + 2] = halves[:, :, None].view(np.uint8)
@@ -108,7 +107,7 @@ def precisions(isa: str) -> list[MatmulPrecision]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", [*FORMATS, "MXFP4", "halves"])
+@pytest.mark.parametrize("name", [*PACKED, "MXFP4", "halves"])
 def test_the_same_bits_as_numbers_taken_apart(name: str, isa: str) -> None:
     for rows, gated in ((45, False), (20, True), (64, True)):
         whole, apart = pair(name, rows, gated=gated)
@@ -134,19 +133,6 @@ def test_with_activations_rounded_to_integers(isa: str) -> None:
     whole, apart = halved_pair(45, gated=False, rounded=True)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     assert torch.equal(run_linear(whole, x, isa=isa), run_linear(apart, x, isa=isa))
-
-
-def test_nonlinear_values_in_super_blocks() -> None:
-    """Places in the table of IQ4_NL; a group's scale is a half times six bits less 32: four of the six lie two groups to a
-    byte, the upper two four groups to a byte."""
-    blocks = random_blocks("IQ4_XS", 45)
-    found = whole_matrix("IQ4_XS", blocks).dequantize().view(45, 2, 8, 32)
-    upper = blocks[:, :, 2:4].copy().view("<u2").astype(np.int32) >> np.arange(0, 16, 2) & 3
-    lower = np.stack((blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4), axis=-1).reshape(45, 2, 8)
-    scales = blocks[:, :, :2].copy().view("<f2").astype(np.float32) * (lower + 16 * upper - 32)
-    pairs = blocks[:, :, 8:].reshape(45, 2, 8, 16)
-    values = NONLINEAR[np.concatenate((pairs & 15, pairs >> 4), axis=-1)]
-    assert torch.equal(found, torch.from_numpy((scales[..., None] * values).astype(np.float32)))
 
 
 def test_blocks_that_do_not_fit() -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from quire.decoding.sequence import Request, Sequence
 from quire.deferral import PENDING_PREFIX
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.registered_prefixes import RegisteredPrefix
-from quire.request import Request, Sequence
 
 
 class SequenceView(msgspec.Struct):

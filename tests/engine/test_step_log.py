@@ -13,8 +13,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.clock import VirtualClock
+from quire.engine.step_log import StepLog, StepRecord, read_step_log
 from quire.errors import ConfigError, UserError
-from quire.executors.step_log import StepLog, StepRecord, read_step_log
 from quire.step import StepPlan, StepResult
 from quire.transfers import HostTransfers
 from tests.fakes.core import CoreClient, make_config
@@ -45,10 +45,18 @@ def plan(step: int, **columns: Any) -> StepPlan:
     return StepPlan(step_id=step, **{**defaults, **columns})
 
 
+def execute(log: StepLog, executor: LateExecutor, plan: StepPlan) -> Future[StepResult]:
+    """Run a plan, observed, as the core does."""
+    end = log.executes(plan)
+    future = executor.execute(plan)
+    future.add_done_callback(end)
+    return future
+
+
 def test_every_plan_of_a_core_is_logged(tmp_path: Path) -> None:
     config, path = make_config(num_blocks=12), tmp_path / "steps.jsonl"
     executor = FakeExecutor(windows=config.model.sliding_windows, record=True)
-    client = CoreClient(config, StepLog(executor, config, path, VirtualClock()))
+    client = CoreClient(config, executor, observers=[StepLog(config, path, VirtualClock())])
     for number in range(6):  # more than the blocks hold at once: some are preempted and begin again
         client.add(f"request-{number}", list(range(3 + 5 * number)), n=1 + number % 3, max_tokens=9)
     client.run()
@@ -71,14 +79,14 @@ def test_every_plan_of_a_core_is_logged(tmp_path: Path) -> None:
 def test_steps_one_after_the_other(tmp_path: Path) -> None:
     """The gap is what passes between a step's end and the next plan."""
     clock, executor = VirtualClock(100.0), LateExecutor()
-    log = StepLog(executor, make_config(), tmp_path / "log", clock)
+    log = StepLog(make_config(), tmp_path / "log", clock)
     for step in (1, 2):
-        future = log.execute(plan(step, transfers=HostTransfers([(1, 1), (2, 2)], [(3, 3)])))
+        future = execute(log, executor, plan(step, transfers=HostTransfers([(1, 1), (2, 2)], [(3, 3)])))
         clock.advance(0.5)
         executor.end()
         assert future.done()
         clock.advance(0.125)
-    log.shutdown()
+    log.ends()
     records = [record(line) for line in (tmp_path / "log").read_bytes().splitlines()]
     assert [(each.at, each.seconds, each.gap) for each in records] == [(0.0, 0.5, 0.0), (0.625, 0.5, 0.125)]
     assert (records[0].num_swapped_out, records[0].num_swapped_in) == (2, 1)
@@ -86,22 +94,24 @@ def test_steps_one_after_the_other(tmp_path: Path) -> None:
 
 def test_overlapping_steps_are_timed_from_the_end_of_the_one_before(tmp_path: Path) -> None:
     clock, executor = VirtualClock(), LateExecutor()
-    log = StepLog(executor, make_config(), tmp_path / "log", clock)
-    log.execute(plan(1))
+    log = StepLog(make_config(), tmp_path / "log", clock)
+    execute(log, executor, plan(1))
     clock.advance(0.25)
-    log.execute(plan(2))  # waits for the first
+    execute(log, executor, plan(2))  # waits for the first
     clock.advance(0.25)
     executor.end()
     clock.advance(0.75)
     executor.end()
-    log.shutdown()
+    log.ends()
     records = [record(line) for line in (tmp_path / "log").read_bytes().splitlines()]
     assert [(each.at, each.seconds, each.gap) for each in records] == [(0.0, 0.5, 0.0), (0.25, 0.75, 0.0)]
 
 
 def test_a_failed_step_is_not_logged_and_its_error_goes_on(tmp_path: Path) -> None:
     config = make_config()
-    client = CoreClient(config, StepLog(FakeExecutor(fail_at_step=2), config, tmp_path / "log", VirtualClock()))
+    client = CoreClient(
+        config, FakeExecutor(fail_at_step=2), observers=[StepLog(config, tmp_path / "log", VirtualClock())]
+    )
     client.add("request", [1, 2, 3])
     with pytest.raises(RuntimeError, match="injected"):
         client.run()
@@ -112,21 +122,21 @@ def test_a_failed_step_is_not_logged_and_its_error_goes_on(tmp_path: Path) -> No
 def test_the_log_is_in_the_file_soon(tmp_path: Path) -> None:
     """Buffered, but not for longer than a second of steps."""
     clock, executor = VirtualClock(), LateExecutor()
-    log = StepLog(executor, make_config(), tmp_path / "log", clock)
+    log = StepLog(make_config(), tmp_path / "log", clock)
     sizes = []
     for step in range(5):
-        log.execute(plan(step))
+        execute(log, executor, plan(step))
         clock.advance(0.4)
         executor.end()
         sizes.append((tmp_path / "log").read_bytes().count(b"\n"))
     assert sizes == [1, 1, 1, 4, 4]
-    log.shutdown()
+    log.ends()
     assert (tmp_path / "log").read_bytes().count(b"\n") == 5
 
 
 def test_a_full_disk_ends_the_log_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config()
-    client = CoreClient(config, StepLog(FakeExecutor(), config, Path("/dev/full"), VirtualClock()))
+    client = CoreClient(config, FakeExecutor(), observers=[StepLog(config, Path("/dev/full"), VirtualClock())])
     client.add("request", [1, 2, 3])
     with caplog.at_level(logging.WARNING):
         client.run()
@@ -138,7 +148,7 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(caplog: pytest.LogCaptureFi
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the step log") as caught:
-        StepLog(FakeExecutor(), make_config(), tmp_path, VirtualClock())
+        StepLog(make_config(), tmp_path, VirtualClock())
     assert caught.value.param == "step_log"
 
 
@@ -162,7 +172,7 @@ def test_the_option_of_an_engine(tmp_path: Path, queue_depth: int) -> None:
 def test_a_log_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "log"
     config = make_config()
-    client = CoreClient(config, StepLog(FakeExecutor(), config, path, VirtualClock()))
+    client = CoreClient(config, FakeExecutor(), observers=[StepLog(config, path, VirtualClock())])
     client.add("request", [1, 2, 3], max_tokens=4)
     client.run()
     client.core.shutdown()

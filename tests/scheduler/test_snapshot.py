@@ -10,7 +10,7 @@ from hypothesis import given
 from quire.engine.messages import Call, CallResult
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE, MOST_OWNERS
 from quire.kv_cache.layout import NULL_BLOCK
-from quire.kv_cache.snapshot import KVSnapshot, RequestView
+from quire.scheduler.snapshot import KVSnapshot, RequestView
 from tests.fakes.core import CoreDriver, make_config
 from tests.kv_cache.test_manager import FULL, make_manager, start
 

@@ -1,0 +1,174 @@
+"""The block formats of GGUF's IQ and TQ types, taken apart as `quire.models.gguf.blocks` says.
+
+Most hold numbers of entries of a table (`quire.models.gguf.codebooks`), and signs, and weights are put together eight
+bytes at a time. Where the weights of each group lie at equal distances (IQ3_S, IQ1, TQ) they become four bits with an
+offset, else int8. Scales and offsets are products of a half with a few bits, and so is each weight: float32 holds
+them all exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.models.gguf.block_format import BlockFormat, Bytes, Floats, Parts, halves, split_halves
+from quire.models.gguf.codebooks import words
+
+Words = npt.NDArray[np.uint64]
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+"""What four bits stand for in IQ4 types."""
+_TWO_BITS = (8, 25, 43)
+_THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
+_UPPER_HALVES = tuple(range(8, 16))
+"""Of IQ3_S, whose sizes are the odd numbers up to 15: as four bits, where 0 to 7 are the negative ones."""
+_TERNARY = (0, 1, 2)
+_DELTA = np.float32(0.125)
+"""IQ1: what is added to all weights of a run, or taken off."""
+_HALF = np.float32(0.5)
+_TWO_BIT_SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
+_SEVEN_BIT_SHIFTS = np.array([0, 7, 14, 21], dtype="<u4")
+_THREE_BIT_SHIFTS = np.array([0, 3, 6, 9], dtype="<u2")
+_POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    """A scale, 16 bits with the upper two of each of eight groups' scales, four bytes with their lower four bits, and
+    16 bytes for each group as in IQ4_NL. Scales are 32 too large."""
+    upper = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (_nibbles(blocks[:, 4:8]) | upper.astype(np.uint8) << 4).view(np.int8) - np.int8(32)
+    codes = split_halves(np.ascontiguousarray(blocks[:, 8:]).reshape(-1, 16))
+    return NONLINEAR[codes].reshape(-1, 256), halves(blocks, 0) * scales, None
+
+
+def _iq2_xxs(blocks: Bytes) -> Parts:
+    """A scale, and for each of eight groups four bytes with entries and 32 bits: signs of these, and four of scale."""
+    pairs = blocks[:, 2:].view("<u4").reshape(-1, 8, 2)
+    entries = np.ascontiguousarray(pairs[:, :, 0]).view(np.uint8)
+    values, steps = _with_even_signs(words("IQ2_XXS", _TWO_BITS)[entries], pairs[:, :, 1])
+    return values, halves(blocks, 0) * steps * np.float32(0.25), None
+
+
+def _iq2_xs(blocks: Bytes) -> Parts:
+    """A scale, 32 times 16 bits (nine of an entry, seven of signs), and 16 groups' scales in four bits."""
+    codes = blocks[:, 2:66].view("<u2")
+    signs = _sign_masks()[_even_signs()[codes >> 9]]
+    values = _signed(words("IQ2_XS", _TWO_BITS)[codes & 511], signs)
+    return values, halves(blocks, 0) * (_HALF + _nibbles(blocks[:, 66:])) * np.float32(0.25), None
+
+
+def _iq2_s(blocks: Bytes) -> Parts:
+    """A scale, 32 entries, the signs of each in a byte, the entries' upper two bits, and scales as in IQ2_XS."""
+    upper = (blocks[:, 66:74, None] >> _TWO_BIT_SHIFTS & 3).reshape(-1, 32)
+    entries = words("IQ2_S", _TWO_BITS)[blocks[:, 2:34] | upper.astype(np.uint16) << 8]
+    values = _signed(entries, _sign_masks()[blocks[:, 34:66]])
+    return values, halves(blocks, 0) * (_HALF + _nibbles(blocks[:, 74:])) * np.float32(0.25), None
+
+
+def _iq3_xxs(blocks: Bytes) -> Parts:
+    """A scale, 64 entries of four weights, and for each of eight groups 32 bits as in IQ2_XXS."""
+    entries = words("IQ3_XXS", _THREE_BITS)[blocks[:, 2:66]].view("<u8")
+    values, steps = _with_even_signs(entries, blocks[:, 66:].view("<u4"))
+    return values, halves(blocks, 0) * steps * _HALF, None
+
+
+def _iq3_s(blocks: Bytes) -> Parts:
+    """A scale, 64 entries of four weights, their ninth bits, the signs of each eight weights in a byte, and eight
+    groups' scales in four bits."""
+    ninth = np.unpackbits(np.ascontiguousarray(blocks[:, 66:74]), axis=1, bitorder="little")
+    entries = words("IQ3_S", _UPPER_HALVES)[blocks[:, 2:66] | ninth.astype(np.uint16) << 8].view("<u8")
+    codes = entries ^ (_sign_masks()[blocks[:, 74:106]] & np.uint64(0x0F0F0F0F0F0F0F0F))
+    scales = halves(blocks, 0) * (1 + 2 * _nibbles(blocks[:, 106:])).astype(np.float32)
+    return codes.view(np.uint8), np.float32(2) * scales, np.float32(-15) * scales
+
+
+def _iq1_s(blocks: Bytes) -> Parts:
+    """A scale, 32 entries, and 16 bits for each of eight groups: three more for each of its entries, three of scale,
+    and whether the delta is taken off."""
+    grid = blocks[:, 34:].view("<u2")
+    upper = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 32)
+    codes = words("IQ1_S", _TERNARY)[blocks[:, 2:34] | upper << 8]
+    scales = halves(blocks, 0) * (2 * (grid >> 12 & 7) + 1).astype(np.float32)
+    deltas = np.where(grid >> 15, -_DELTA, _DELTA).astype(np.float32)
+    return codes.view(np.uint8), scales, scales * (deltas - np.float32(1))
+
+
+def _iq1_m(blocks: Bytes) -> Parts:
+    """32 entries, four bits for each (three more, and whether the delta is taken off), and four times 16 bits: three of
+    each of 16 groups' scales, and four of the scale of all. A run's delta is in its codes: 4 for 1, and 1 for twice the
+    delta."""
+    grid = blocks[:, 48:].view("<u2")
+    half = np.bitwise_or.reduce(grid >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16), axis=1, keepdims=True)
+    scale = half.astype("<u2").view("<f2").astype(np.float32)
+    nibbles = _nibbles(blocks[:, 32:48])
+    entries = words("IQ1_S", tuple(4 * size for size in _TERNARY))[
+        blocks[:, :32] | (nibbles & 7).astype(np.uint16) << 8
+    ]
+    is_added = np.where(nibbles & 8, np.uint64(0), np.uint64(0x0101010101010101))
+    steps = (grid[:, :, None] >> _THREE_BIT_SHIFTS & 7).reshape(-1, 16)
+    scales = scale * (2 * steps + 1).astype(np.float32)
+    return (entries | is_added).view(np.uint8), 2 * _DELTA * scales, -9 * _DELTA * scales
+
+
+def _tq1_0(blocks: Bytes) -> Parts:
+    """48 bytes of five weights in base 3, four of four, and a scale. A byte is a fraction of 256: times three it
+    overflows by the first digit."""
+    runs = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
+    shifted = [(part[:, None] * _POWERS_OF_3[:count, None]).reshape(len(blocks), -1) for part, count in runs]
+    digits = np.concatenate(shifted, axis=1).astype(np.uint16) * np.uint16(3) >> 8
+    scales = halves(blocks, 52)
+    return digits.astype(np.uint8), scales, -scales
+
+
+def _tq2_0(blocks: Bytes) -> Parts:
+    """64 bytes of two bits, in each 32 the lowest first, and a scale. Weights are 1 too large."""
+    values = (blocks[:, :64].reshape(-1, 2, 1, 32) >> _TWO_BIT_SHIFTS[:, None] & np.uint8(3)).reshape(-1, 256)
+    scales = halves(blocks, 64)
+    return values, scales, -scales
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """[n, w] -> [n, 2 w]: of each byte the low half, then the high half."""
+    return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
+
+
+def _with_even_signs(entries: Words, grid: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int8], Floats]:
+    """entries: [n, 32]. grid: [n, 8], of each group four times seven bits of signs below four of scale. -> weights [n,
+    256], and scales as they are multiplied with [n, 8]."""
+    codes = (grid[:, :, None] >> _SEVEN_BIT_SHIFTS & 127).reshape(-1, 32)
+    return _signed(entries, _sign_masks()[_even_signs()[codes]]), _HALF + (grid >> 28).astype(np.float32)
+
+
+def _signed(sizes: Words, masks: Words) -> npt.NDArray[np.int8]:
+    """[n, w] of eight bytes each -> [n, 8 w], those with a mask of ones negative."""
+    return (sizes ^ masks).view(np.int8) - masks.view(np.int8)
+
+
+@cache
+def _sign_masks() -> Words:
+    """[256]: for each bit that is set a byte of ones."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return (bits * np.uint8(255)).view("<u8")[:, 0]
+
+
+@cache
+def _even_signs() -> Bytes:
+    """[128]: eight signs by the first seven, such that the number of minus signs is even."""
+    seven = np.arange(128, dtype=np.uint8)
+    return seven | np.bitwise_xor.reduce(np.unpackbits(seven[:, None], axis=1), axis=1) << np.uint8(7)
+
+
+GRID_FORMATS: Mapping[str, BlockFormat] = {
+    "IQ4_XS": BlockFormat(8, 32, _iq4_xs),
+    "IQ3_S": BlockFormat(4, 32, _iq3_s, has_offsets=True),
+    "IQ3_XXS": BlockFormat(8, 32, _iq3_xxs),
+    "IQ2_S": BlockFormat(8, 16, _iq2_s),
+    "IQ2_XS": BlockFormat(8, 16, _iq2_xs),
+    "IQ2_XXS": BlockFormat(8, 32, _iq2_xxs),
+    "IQ1_S": BlockFormat(4, 32, _iq1_s, has_offsets=True),
+    "IQ1_M": BlockFormat(4, 16, _iq1_m, has_offsets=True),
+    "TQ1_0": BlockFormat(4, 256, _tq1_0, has_offsets=True, has_half_scales=True),
+    "TQ2_0": BlockFormat(4, 256, _tq2_0, has_offsets=True, has_half_scales=True),
+}
