@@ -58,7 +58,7 @@ struct DigitE2M1 {
     return looked_up(kTable, Quads<WeightType::kI4>::get(panel, q, column));
   }
   static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    return Scales::scales(tile, group, column);
+    return {Scales::scales(tile, group, column).scale * (1.0f / kE2M1Factor), vf{}};
   }
 };
 
@@ -288,10 +288,7 @@ struct DigitRows {
                                       RowBlock<kDigits>& block, std::byte* out, int64_t rows) {
     const float scale = scale_of(largest_bits(x, count));
     int32_t total[kDigits];
-    if constexpr (kDigits == 1)
-      total[0] = pack_digit(x, count, step, 1.0f / scale, out, rows * step * kWordsPerQuad);
-    else
-      pack_digits(x, count, step, 1.0f / scale, out, rows * kDigits * step, total);
+    pack_digits(x, count, step, 1.0f / scale, out, rows * kDigits * step * kWordsPerQuad, total);
     for (int digit = 0; digit < kDigits; ++digit) block.starts[digit] = -bias * total[digit];
     float sum = static_cast<float>(total[0]);
     if constexpr (kDigits > 1) sum = static_cast<float>(total[0] + total[1] * 256);
@@ -316,32 +313,11 @@ struct DigitRows {
 #endif
   }
 
-  // Steps lie `pitch` bytes apart. Returns the sum of the numbers.
-  static QUIRE_INLINE int32_t pack_digit(const float* x, int64_t count, int64_t step, float inverse, std::byte* out, int64_t pitch) {
-    alignas(64) int8_t rounded[kLongestBlock + kLanes] = {};
-    const int32_t total = round_values(x, count, inverse == inverse ? inverse : 0.0f, rounded);
-    for (int64_t i = 0; i < count; i += 4) {
-      std::byte* to = out + i / step * pitch + i % step * kWordsPerQuad;
-#if defined(QUIRE_DOT_BYTES)
-      if (step > 4 && i % 8 == 0) {
-        std::memcpy(to, rounded + i, 8);
-        i += 4;
-        continue;
-      }
-      std::memcpy(to, rounded + i, 4);
-#else
-      uint32_t words[kWordsPerQuad];
-      store_quad(words, rounded + i);
-      std::memcpy(to, words, sizeof(words));
-#endif
-    }
-    return total;
-  }
-
+  // Steps lie `pitch` bytes apart. total: sums of the digits.
 #if defined(QUIRE_DOT_BYTES)
   static QUIRE_INLINE void pack_digits(const float* x, int64_t count, int64_t step, float inverse, std::byte* out, int64_t pitch,
                                        int32_t (&total)[kDigits]) {
-    constexpr int32_t kTops = kDigits == 3 ? 0x808080 : 0x8080;
+    constexpr int32_t kTops = kDigits == 3 ? 0x808080 : kDigits == 2 ? 0x8080 : 0x80;
     vi sums[kDigits] = {};
     const int64_t whole = step < kLanes ? step : kLanes;
     for (int64_t k = 0; k < count; k += kLanes) {
@@ -361,6 +337,18 @@ struct DigitRows {
       }
     }
     for (int digit = 0; digit < kDigits; ++digit) total[digit] = _mm512_reduce_add_epi32((__m512i)sums[digit]);
+  }
+#else
+  static QUIRE_INLINE void pack_digits(const float* x, int64_t count, int64_t step, float inverse, std::byte* out, int64_t pitch,
+                                       int32_t (&total)[kDigits]) {
+    static_assert(kDigits == 1);
+    alignas(64) int8_t rounded[kLongestBlock + kLanes] = {};
+    total[0] = round_values(x, count, inverse == inverse ? inverse : 0.0f, rounded);
+    for (int64_t i = 0; i < count; i += 4) {
+      uint32_t words[kWordsPerQuad];
+      store_quad(words, rounded + i);
+      std::memcpy(out + i / step * pitch + i % step * kWordsPerQuad, words, sizeof(words));
+    }
   }
 #endif
 

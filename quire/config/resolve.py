@@ -268,6 +268,8 @@ def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -
         reason = f"they are bits that the native CPU kernels keep, and {backend} computes the model"
     elif model.quantization is None and not model.is_gguf:
         reason = "weights are floating point, which matmul_precision is about"
+    elif model.quantization is not None and model.quantization.method == "fp8":
+        reason = "FP8 weights are multiplied in float32 or bfloat16, which matmul_precision is about"
     elif model.quantization is not None and model.quantization.rounds_activations:
         reason = f"quantization={model.quantization.method!r} rounds activations by itself"
     if reason is not None:

@@ -44,7 +44,8 @@ def pack_parts(
     memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix | None:
     """A matrix of the parts, one below the other. None when no format holds them all. rounded_activations: of integers,
-    activations are rounded to 8 bits, with a scale for each row, or of blocks for each group; floats never round them. memory: gives zeroed memory."""
+    activations are rounded to 8 bits, with a scale for each row, or of blocks for each group; floats never round them.
+    memory: gives zeroed memory."""
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
         return _pack_blocks(blocks, shape, rounded_activations, memory)

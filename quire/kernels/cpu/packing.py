@@ -32,8 +32,8 @@ _MOST_THREADS = 8
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """A format of blocks as GGUF files have it, and how a matrix holds it: `values` values in `num_bytes` bytes, scales
-    for groups of `group_size` values, or codes of them where a block is a super-block. centre: the value that stands for
-    zero, of scales without offsets."""
+    for groups of `group_size` values, or codes of them where a block is a super-block. centre: the value that stands
+    for zero, of scales without offsets."""
 
     type: WeightType
     num_bytes: int
@@ -80,8 +80,8 @@ class PackedMatrix:
     blocks: BlockLayout | None = None
     """The blocks that it holds as a file has them."""
     activation_bits = 0
-    """Bits that activations keep at least where integers and 4-bit floats are multiplied, 8, 16 or 32: 8 are whole numbers
-    with a scale for each group. 0: what the program's precision says."""
+    """Bits that activations keep at least where integers and 4-bit floats are multiplied, 8, 16 or 32: 8 are whole
+    numbers with a scale for each group. 0: what the program's precision says."""
 
     def __init__(
         self,
@@ -299,8 +299,8 @@ class HalfScaleMatrix(PackedMatrix):
 
 
 class BlockMatrix(HalfScaleMatrix):
-    """A matrix of blocks as GGUF files store them: the bytes of the file and no more, in the order of panels. `format` is
-    one of BLOCK_LAYOUTS."""
+    """A matrix of blocks as GGUF files store them: the bytes of the file and no more, in the order of panels. `format`
+    is one of BLOCK_LAYOUTS."""
 
     def __init__(
         self,

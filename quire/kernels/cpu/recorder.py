@@ -75,8 +75,8 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees. out_column: of
-    its output and its residual, the first that it writes and reads."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees. out_column:
+    of its output and its residual, the first that it writes and reads."""
 
     kernel: str
     buffers: dict[str, Buffer | None]

@@ -1,8 +1,8 @@
 """The memory that a GGUF file's weights take, packed for the native CPU kernels: counted from the file's header.
 
-Matrices that share an input are packed as one. Queries, keys and values in blocks of several formats become a matrix each,
-and hold the file's bytes; where gate and up differ, which the kernels want as one matrix, both are brought to a format
-that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
+Matrices that share an input are packed as one. Queries, keys and values in blocks of several formats become a matrix
+each, and hold the file's bytes; where gate and up differ, which the kernels want as one matrix, both are brought to a
+format that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TABLES = ("token_embd", "output")
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A matrix of a file as its reader hands it out. kind: "integer", "float8", "mxfp4", or "plain" for floating point.
-    stored_as: the file's name of its type. in_blocks: the bytes of the file, where they can be packed as they are (None: they cannot). bits, group_size,
-    has_offsets, has_half_scales: of integers; of other kinds the first two."""
+    stored_as: the file's name of its type. in_blocks: the bytes of the file, where they can be packed as they are
+    (None: they cannot). bits, group_size, has_offsets, has_half_scales: of integers; of other kinds the first two."""
 
     kind: str
     elements: int

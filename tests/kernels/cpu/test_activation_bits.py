@@ -1,5 +1,5 @@
-"""Activations in whole numbers of eight bits with a scale for each group, against the same arithmetic in NumPy, bit by bit,
-and other widths against exact products."""
+"""Activations in whole numbers of eight bits with a scale for each group, against the same arithmetic in NumPy, bit by
+bit, and other widths against exact products."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from quire.kernels.cpu._native import MatmulPrecision
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.quantization.integer_weight import IntegerWeight
 from tests.kernels.cpu.linear_calls import ISAS, random_matrix, run_linear
-from tests.kernels.cpu.test_blocks import PACKED, random_blocks, taken_apart, whole_matrix
+from tests.kernels.cpu.test_blocks import PACKED, precisions, random_blocks, taken_apart, whole_matrix
 
 Floats = npt.NDArray[np.float32]
 MAX_INT8 = np.float32(127)
@@ -30,8 +29,8 @@ def plain(a: Floats, b: Floats, c: Floats) -> Floats:
 
 
 def twin(weight: IntegerWeight, x: Floats, *, is_fused: bool) -> Floats:
-    """x: [rows, K]. A group of a row becomes its values times 127 over the largest magnitude, to the nearest, ties to even;
-    groups are added up in their order, of each the product and then what the weights' offset gives."""
+    """x: [rows, K]. A group of a row becomes its values times 127 over the largest magnitude, to the nearest, ties to
+    even; groups are added up in their order, of each the product and then what the weights' offset gives."""
     size, add = weight.group_size, fused if is_fused else plain
     total = np.zeros((len(x), weight.shape[0]), np.float32)
     values = weight.values.numpy().astype(np.int64)
@@ -55,7 +54,7 @@ def test_eight_bits_are_what_they_are_defined_to_be(name: str, isa: str) -> None
     matrix.activation_bits = 8
     for rows in (1, 2, 7, 21):
         x = torch.randn(rows, matrix.in_features, generator=torch.Generator().manual_seed(rows))
-        for precision in (MatmulPrecision.FLOAT32, MatmulPrecision.BFLOAT16):
+        for precision in precisions(isa):
             found = run_linear(matrix, x, isa=isa, precision=precision)
             assert np.array_equal(found.numpy(), twin(weight, x.numpy(), is_fused=isa in FUSED_ISAS))
 
@@ -84,7 +83,7 @@ def test_the_bits_that_are_asked_for_are_kept(name: str, isa: str) -> None:
     exact = x.double() @ matrix.dequantize().double().T
     for bits, error in ((8, 0.01), (16, 0.002), (32, 1e-6)):
         matrix.activation_bits = bits
-        for precision in (MatmulPrecision.FLOAT32, MatmulPrecision.BFLOAT16):
+        for precision in precisions(isa):
             found = run_linear(matrix, x, isa=isa, precision=precision)
             assert float((found - exact).norm() / exact.norm()) < error
 
