@@ -61,7 +61,7 @@ def decode(heads: int, context: int, sequences: int, stored: str, precision: str
     count = torch.arange(sequences + 1)
     step = backend.plan(AttentionBatch(count, last, last, count[:-1], (tables,), (slots,)))
     rows = [torch.randn(sequences, width) for width in widths]
-    return lambda: program.run(sequences, positions=last, plans=step.plans, externals=rows)
+    return lambda: program.run(sequences, (None, last), plans=step.plans, externals=rows)
 
 
 def main() -> None:

@@ -50,10 +50,6 @@ void bind_weight(nb::module_& module) {
       .value("BF16", CacheType::kBF16)
       .value("I8", CacheType::kI8)
       .value("E4M3", CacheType::kE4M3);
-  nb::enum_<IndexSource>(module, "IndexSource")
-      .value("TOKEN_IDS", IndexSource::kTokenIds)
-      .value("POSITIONS", IndexSource::kPositions)
-      .value("SEGMENTS", IndexSource::kSegments);
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)
@@ -95,6 +91,9 @@ void bind_weight(nb::module_& module) {
           },
           "weight"_a, "bias"_a, "epsilon"_a, "subtract_mean"_a);
   module.attr("MAX_NORMED_FEATURES") = kMaxNormedFeatures;
+  module.attr("TOKEN_IDS") = kTokenIds;
+  module.attr("SLOT_POSITIONS") = kSlotPositions;
+  module.attr("MAX_COLUMNS") = kMaxColumns;
 }
 
 void bind_program(nb::module_& module) {
@@ -125,11 +124,11 @@ void bind_program(nb::module_& module) {
           "feeds_next"_a = false)
       .def(
           "embed",
-          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, IndexSource source,
+          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, int64_t column,
              bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, width, shift, source, accumulate, out});
+            program.add(EmbedArgs{table, width, shift, column, accumulate, out});
           },
-          "table"_a, "width"_a, "shift"_a, "source"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "column"_a, "accumulate"_a, "out"_a)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -139,10 +138,11 @@ void bind_program(nb::module_& module) {
           "weight"_a, "bias"_a, "epsilon"_a, "subtract_mean"_a, "width"_a, "x"_a, "out"_a)
       .def(
           "rotation",
-          [](Program& program, uintptr_t inverse_frequencies, int64_t rotary_dim, float magnitude, const Ref& out) {
-            program.add(RotationArgs{at<float>(inverse_frequencies), rotary_dim, magnitude, out});
+          [](Program& program, uintptr_t inverse_frequencies, int64_t rotary_dim, float magnitude, int64_t column,
+             const Ref& out) {
+            program.add(RotationArgs{at<float>(inverse_frequencies), rotary_dim, magnitude, column, out});
           },
-          "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "out"_a)
+          "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "column"_a, "out"_a)
       .def(
           "gather", [](Program& program, int64_t width, const Ref& x) { program.add(GatherArgs{width, x}); },
           "width"_a, "x"_a)
@@ -277,27 +277,25 @@ void bind_program(nb::module_& module) {
           "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
       .def(
           "bind",
-          [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
+          [](Program& program, int64_t rows, const std::vector<uintptr_t>& columns,
              std::vector<const AttentionPlan*> attention, const std::vector<uintptr_t>& areas, uintptr_t scratch,
-             uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
+             uintptr_t read_rows, int64_t num_read, const StatePlan* states,
              const EncoderPlan* encoder) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
+            if (columns.size() > kMaxColumns) throw std::invalid_argument("too many columns");
             Step step;
             step.rows = rows;
-            step.token_ids = at<int64_t>(token_ids);
-            step.positions = at<int64_t>(positions);
+            for (std::size_t i = 0; i < columns.size(); ++i) step.columns[i] = at<int64_t>(columns[i]);
             for (std::size_t i = 0; i < areas.size(); ++i) step.areas[i] = reinterpret_cast<std::byte*>(areas[i]);
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
             step.read_rows = at<int64_t>(read_rows);
             step.num_read = num_read;
-            step.segments = at<int64_t>(segments);
             step.encoder = encoder;
             step.states = states;
             return BoundProgram(program, step, std::move(attention));
           },
-          nb::keep_alive<0, 1>(), "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
-          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "segments"_a = 0,
-          "encoder"_a.none() = nb::none());
+          nb::keep_alive<0, 1>(), "rows"_a, "columns"_a, "attention"_a, "areas"_a, "scratch"_a,
+          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "encoder"_a.none() = nb::none());
   nb::class_<BoundProgram>(module, "BoundProgram").def("__call__", &BoundProgram::run, nb::call_guard<nb::gil_scoped_release>());
 }
 

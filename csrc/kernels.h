@@ -29,12 +29,13 @@ struct AttentionPlan;  // attention.h
 struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
+// Columns of a step's tokens: numbers of those that every step has, and the most of all.
+constexpr int64_t kTokenIds = 0, kSlotPositions = 1, kMaxColumns = 16;
+
 // What changes from run to run.
 struct Step {
   int64_t rows = 0;
-  const int64_t* token_ids = nullptr;        // [rows]
-  const int64_t* positions = nullptr;        // [rows]
-  const int64_t* segments = nullptr;         // [rows]: of a pair's texts, which one
+  const int64_t* columns[kMaxColumns] = {};  // [rows] each, by number: kTokenIds, kSlotPositions, then the model's own
   const EncoderPlan* encoder = nullptr;      // of a step without a KV pool
   const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
   int64_t num_attention = 0;
@@ -183,14 +184,12 @@ struct LinearKernels {
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
-enum class IndexSource : int32_t { kTokenIds = 0, kPositions, kSegments };
-
-// out[t] (+)= row `ids[t] + shift` of a table. ids: what the step has of its source.
+// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's column of this number.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
   int64_t shift = 0;
-  IndexSource source = IndexSource::kTokenIds;
+  int64_t column = kTokenIds;
   bool accumulate = false;
   Ref out;
 };
@@ -203,11 +202,12 @@ struct NormArgs {
   Ref out;  // may be the same place as x
 };
 
-// cos and sin of the step's positions: out[t] = cos of rotary_dim / 2 angles, then their sines, times `magnitude`.
+// cos and sin of a column of positions: out[t] = cos of rotary_dim / 2 angles, then their sines, times `magnitude`.
 struct RotationArgs {
   const float* inverse_frequencies = nullptr;  // [rotary_dim / 2]
   int64_t rotary_dim = 0;
   float magnitude = 1;
+  int64_t column = kSlotPositions;
   Ref out;
 };
 
@@ -217,7 +217,7 @@ struct GatherArgs {
   Ref x;
 };
 
-// How experts are chosen: Routing of quire/layers/experts.py.
+// How experts are chosen: Routing of quire/kernels/arguments.py.
 struct RouteArgs {
   int64_t num_experts = 0;
   int64_t top_k = 0;
@@ -243,13 +243,6 @@ struct ElementwiseArgs {
   Ref y;    // of the first three; of the last one element a row
   Ref out;  // may be the same place as x or y
 };
-
-// The step's indices of a source.
-inline const int64_t* indices_of(const Step& step, IndexSource source) noexcept {
-  return source == IndexSource::kTokenIds    ? step.token_ids
-         : source == IndexSource::kPositions ? step.positions
-                                             : step.segments;
-}
 
 struct LayerKernels {
   void (*embed)(const EmbedArgs&, const Step&, Team&);

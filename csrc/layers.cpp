@@ -82,7 +82,7 @@ void embed_small(const EmbedArgs& args, int64_t id, float* row) {
 }
 
 void embed(const EmbedArgs& args, const Step& step, Team& team) {
-  const int64_t* ids = indices_of(step, args.source);
+  const int64_t* ids = step.columns[args.column];
   float* out = step.at(args.out);
   const int64_t grain = row_grain(step.rows, team);
   for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain)) {
@@ -119,11 +119,12 @@ void norm(const NormArgs& args, const Step& step, Team& team) {
 void rotation(const RotationArgs& args, const Step& step, Team& team) {
   float* out = step.at(args.out);
   const int64_t half = args.rotary_dim / 2;
+  const int64_t* positions = step.columns[args.column];
   const int64_t grain = row_grain(step.rows, team);
   for (int64_t t = team.take(grain); t < step.rows; t = team.take(grain)) {
     for (int64_t row = t; row < step.rows && row < t + grain; ++row) {
       float* y = out + row * args.out.stride;
-      const float position = static_cast<float>(step.positions[row]);
+      const float position = static_cast<float>(positions[row]);
       for (int64_t i = 0; i < half; ++i) {
         const float angle = position * args.inverse_frequencies[i];
         y[i] = __builtin_cosf(angle) * args.magnitude;

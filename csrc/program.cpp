@@ -13,14 +13,14 @@ namespace {
 // Throws for an id whose row is none of the table's: one comparison for each row of the run, beside the hundreds of
 // values that the kernel then copies for it.
 void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
-  const int64_t* ids = indices_of(step, args.source);
+  const int64_t* ids = step.columns[args.column];
   const auto first = static_cast<uint64_t>(args.shift), count = static_cast<uint64_t>(args.table.out_features);
   bool outside = ids == nullptr;
   for (int64_t t = 0; !outside && t < step.rows; ++t) outside = static_cast<uint64_t>(ids[t]) + first >= count;
   if (!outside) return;
-  throw std::invalid_argument(args.source == IndexSource::kPositions ? "a position lies outside the table of positions"
-                              : args.source == IndexSource::kSegments ? "a segment lies outside the table of token types"
-                                                                      : "a token id lies outside the embedding");
+  throw std::invalid_argument(args.column == kTokenIds        ? "a token id lies outside the embedding"
+                              : args.column == kSlotPositions ? "a position lies outside the table of positions"
+                                                              : "an index of a column lies outside the column's table");
 }
 
 // Throws unless the step has a plan for a layer's group, of these rows and this memory.
@@ -30,6 +30,10 @@ void refuse_foreign_plan(const Args& args, const Step& step) {
   const AttentionPlan* plan = step.attention[args.group];
   if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
     throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
+}
+
+void require_column(int64_t column) {
+  if (column < 0 || column >= kMaxColumns) throw std::invalid_argument("a column of a number that no step has");
 }
 
 // Throws unless the rows that are read ascend inside the step: a gather moves them where they lie.
@@ -66,6 +70,7 @@ void Program::require_all_rows() const {
 
 void Program::add(const EmbedArgs& args) {
   require_all_rows();
+  require_column(args.column);
   embeddings_.push_back(args);
   ops_.emplace_back(Call<EmbedArgs>{kernels_.layers.embed, args});
 }
@@ -74,6 +79,8 @@ void Program::add(const NormArgs& args) { ops_.emplace_back(Call<NormArgs>{kerne
 
 void Program::add(const RotationArgs& args) {
   require_all_rows();
+  require_column(args.column);
+  rotated_.push_back(args.column);
   ops_.emplace_back(Call<RotationArgs>{kernels_.layers.rotation, args});
 }
 
@@ -186,8 +193,10 @@ void Program::run(const Step& step) {
   if (step.rows == 0) return;
   for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
   for (const AttentionArgs& args : attention_)
-    if (args.length_floor > 0 && step.positions == nullptr)
+    if (args.length_floor > 0 && step.columns[kSlotPositions] == nullptr)
       throw std::invalid_argument("queries are scaled by positions, and there are none");
+  for (const int64_t column : rotated_)
+    if (step.columns[column] == nullptr) throw std::invalid_argument("rotations are of positions, and there are none");
   for (const LatentArgs& args : latent_) refuse_foreign_plan(args, step);
   for (const IndexArgs& args : index_) refuse_foreign_plan(args, step);
   if (attends_rows_ && (step.encoder == nullptr || step.encoder->rows != step.rows))

@@ -17,6 +17,7 @@ class Program {
   Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows, MatmulPrecision precision);
 
   void add(LinearArgs args);
+  // Throws std::invalid_argument for a column that no step can have; so do rotations.
   void add(const EmbedArgs& args);
   void add(const NormArgs& args);
   void add(const RotationArgs& args);
@@ -76,6 +77,7 @@ class Program {
   std::vector<LatentArgs> latent_;
   std::vector<IndexArgs> index_;
   std::vector<EmbedArgs> embeddings_;
+  std::vector<int64_t> rotated_;  // columns of positions
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;
 };

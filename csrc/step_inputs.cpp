@@ -25,19 +25,22 @@ void require(bool condition, const char* what) {
 }  // namespace
 
 StepInputs::StepInputs(std::shared_ptr<Pool> pool, const int32_t* token_table, int64_t num_rows, int64_t capacity,
-                       std::vector<GroupTables> groups, const SequenceColumns& columns, int64_t max_sequences)
+                       std::vector<GroupTables> groups, const SequenceColumns& columns, int64_t max_sequences,
+                       OtherColumns others)
     : pool_(std::move(pool)),
       token_table_(token_table),
       num_rows_(num_rows),
       capacity_(capacity),
       groups_(std::move(groups)),
       sequences_(columns),
-      max_sequences_(max_sequences) {}
+      max_sequences_(max_sequences),
+      others_(std::move(others)) {}
 
 void StepInputs::place_tokens(TokenColumns columns, int64_t max_tokens) {
   const auto has_plan = [](const GroupTables& group) { return group.plan != nullptr; };
   const auto num_planned = std::count_if(groups_.begin(), groups_.end(), has_plan);
   require(static_cast<int64_t>(columns.slots.size()) == num_planned, "slots for each group with a plan expected");
+  require(columns.others.size() == others_.rules.size(), "a column of tokens for each rule expected");
   tokens_ = std::move(columns);
   max_tokens_ = max_tokens;
 }
@@ -61,7 +64,7 @@ void StepInputs::gather(const std::vector<int64_t>& starts, const std::vector<in
     const int32_t* tokens = token_table_ + rows_[s] * capacity_ + start;
     for (int64_t i = 0; i < count; ++i) {
       tokens_.token_ids[first + i] = tokens[i];
-      tokens_.positions[first + i] = start + i;
+      tokens_.slot_positions[first + i] = start + i;
       tokens_.sequence_index[first + i] = static_cast<int64_t>(s);
     }
     first += count;
@@ -72,6 +75,19 @@ void StepInputs::gather(const std::vector<int64_t>& starts, const std::vector<in
   }
   std::size_t next = 0;
   for (const GroupTables& group : groups_) gather_group(group, group.plan == nullptr ? nullptr : tokens_.slots[next++]);
+  for (std::size_t column = 0; column < others_.rules.size(); ++column) gather_other(column);
+}
+
+void StepInputs::gather_other(std::size_t column) const {
+  const ColumnRule rule = others_.rules[column];
+  int64_t* out = tokens_.others[column];
+  for (std::size_t s = 0; s < rows_.size(); ++s) {
+    const int64_t value = others_.values[static_cast<std::size_t>(rows_[s]) * others_.rules.size() + column];
+    for (int64_t position = sequences_.starts[s]; position < sequences_.ends[s]; ++position)
+      *out++ = rule == ColumnRule::kRow       ? value
+               : rule == ColumnRule::kShifted ? position + value
+                                              : int64_t{value > 0 && position >= value};
+  }
 }
 
 void StepInputs::gather_group(const GroupTables& group, int64_t* slots) const {
@@ -96,17 +112,26 @@ void StepInputs::gather_group(const GroupTables& group, int64_t* slots) const {
 namespace {
 
 using Column = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Values = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void construct(StepInputs* self, std::shared_ptr<Pool> pool, const Table& token_table,
                const std::vector<Table>& tables, const std::vector<int64_t>& block_sizes,
                const std::vector<AttentionPlan*>& plans, const std::vector<Table>& gathered, const Column& starts,
-               const Column& counts, const Column& ends, const Column& query_start) {
+               const Column& counts, const Column& ends, const Column& query_start,
+               const std::vector<int32_t>& rules, const Values& values) {
   const std::size_t max_sequences = starts.size();
   require(counts.size() == max_sequences && ends.size() == max_sequences && query_start.size() == max_sequences + 1,
           "columns of one length expected, and query starts of one more");
   require(block_sizes.size() == tables.size() && plans.size() == tables.size() && gathered.size() == tables.size(),
           "a block size, a plan or none, and memory for each group's tables expected");
+  require(values.shape(0) == token_table.shape(0) && values.shape(1) == rules.size(),
+          "a value of each rule for each row expected");
+  OtherColumns others{{}, values.data()};
+  for (const int32_t rule : rules) {
+    require(rule >= 0 && rule <= static_cast<int32_t>(ColumnRule::kReached), "a rule of columns that does not exist");
+    others.rules.push_back(static_cast<ColumnRule>(rule));
+  }
   std::vector<GroupTables> groups;
   for (std::size_t i = 0; i < tables.size(); ++i) {
     const Table& table = tables[i];
@@ -120,7 +145,7 @@ void construct(StepInputs* self, std::shared_ptr<Pool> pool, const Table& token_
   new (self) StepInputs(std::move(pool), token_table.data(), static_cast<int64_t>(token_table.shape(0)),
                         static_cast<int64_t>(token_table.shape(1)), std::move(groups),
                         {starts.data(), counts.data(), ends.data(), query_start.data()},
-                        static_cast<int64_t>(max_sequences));
+                        static_cast<int64_t>(max_sequences), std::move(others));
 }
 
 }  // namespace
@@ -128,21 +153,25 @@ void construct(StepInputs* self, std::shared_ptr<Pool> pool, const Table& token_
 void bind_step_inputs(nb::module_& module) {
   nb::class_<StepInputs>(module, "StepInputs")
       .def("__init__", &construct, "pool"_a, "token_table"_a, "tables"_a, "block_sizes"_a, "plans"_a, "gathered"_a,
-           "starts"_a, "counts"_a, "ends"_a, "query_start"_a)
+           "starts"_a, "counts"_a, "ends"_a, "query_start"_a, "rules"_a, "values"_a)
       .def(
           "place_tokens",
-          [](StepInputs& inputs, const Column& token_ids, const Column& positions, const Column& sequence_index,
-             const std::vector<Column>& slots) {
-            TokenColumns columns{token_ids.data(), positions.data(), sequence_index.data(), {}};
-            bool same = positions.size() == token_ids.size() && sequence_index.size() == token_ids.size();
+          [](StepInputs& inputs, const Column& token_ids, const Column& slot_positions, const Column& sequence_index,
+             const std::vector<Column>& slots, const std::vector<Column>& others) {
+            TokenColumns columns{token_ids.data(), slot_positions.data(), sequence_index.data(), {}, {}};
+            bool same = slot_positions.size() == token_ids.size() && sequence_index.size() == token_ids.size();
             for (const Column& each : slots) {
               same &= each.size() == token_ids.size();
               columns.slots.push_back(each.data());
             }
+            for (const Column& each : others) {
+              same &= each.size() == token_ids.size();
+              columns.others.push_back(each.data());
+            }
             require(same, "columns of one length expected");
             inputs.place_tokens(std::move(columns), static_cast<int64_t>(token_ids.size()));
           },
-          "token_ids"_a, "positions"_a, "sequence_index"_a, "slots"_a)
+          "token_ids"_a, "slot_positions"_a, "sequence_index"_a, "slots"_a, "others"_a)
       .def(
           "set_rows",
           [](StepInputs& inputs, const Column& rows) { inputs.set_rows(rows.data(), static_cast<int64_t>(rows.size())); },

@@ -27,8 +27,18 @@ struct SequenceColumns {
 
 // Where the columns of a step's tokens go: [max_tokens] each, and slots for each group that has a plan.
 struct TokenColumns {
-  int64_t *token_ids = nullptr, *positions = nullptr, *sequence_index = nullptr;
+  int64_t *token_ids = nullptr, *slot_positions = nullptr, *sequence_index = nullptr;
   std::vector<int64_t*> slots;
+  std::vector<int64_t*> others;  // by number of a rule of OtherColumns
+};
+
+// How a token's value follows from its row's and from its position: quire/worker/columns.py.
+enum class ColumnRule : int32_t { kRow = 0, kShifted, kReached };
+
+// Columns of tokens that a model asks for, by the rule of each. values: [num_rows, number of columns].
+struct OtherColumns {
+  std::vector<ColumnRule> rules;
+  const int64_t* values = nullptr;
 };
 
 // All memory belongs to the caller and outlives this.
@@ -36,9 +46,10 @@ class StepInputs {
  public:
   // token_table: [num_rows, capacity]. pool: whose helpers a step wakes before it needs them.
   StepInputs(std::shared_ptr<Pool> pool, const int32_t* token_table, int64_t num_rows, int64_t capacity,
-             std::vector<GroupTables> groups, const SequenceColumns& columns, int64_t max_sequences);
+             std::vector<GroupTables> groups, const SequenceColumns& columns, int64_t max_sequences,
+             OtherColumns others);
 
-  // Throws std::invalid_argument for slots of another number of groups.
+  // Throws std::invalid_argument for slots of another number of groups, and for another number of other columns.
   void place_tokens(TokenColumns columns, int64_t max_tokens);
 
   // The request slots of the steps that follow. Throws std::invalid_argument for more than max_sequences and for one
@@ -52,6 +63,7 @@ class StepInputs {
 
  private:
   void gather_group(const GroupTables& group, int64_t* slots) const;
+  void gather_other(std::size_t column) const;
 
   std::shared_ptr<Pool> pool_;
   const int32_t* token_table_;
@@ -59,6 +71,7 @@ class StepInputs {
   std::vector<GroupTables> groups_;
   SequenceColumns sequences_;
   int64_t max_sequences_;
+  OtherColumns others_;
   TokenColumns tokens_;
   int64_t max_tokens_ = 0;
   std::vector<int64_t> rows_;

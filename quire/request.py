@@ -54,8 +54,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: bool = False
     """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
     one step samples, and `params` asks for one sequence and no beam search."""
-    second_segment: int = 0
-    """Where the second text of a pair begins in the prompt; 0: it is one text."""
+    columns: dict[str, int] = {}
+    """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
+    Prefix-cache entries are shared only between requests of equal values."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

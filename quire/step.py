@@ -51,8 +51,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     block_ids: list[list[int]]
     """Per KV group: the physical blocks in logical order (those of a prefix hit included)."""
     sampling: SequenceSampling
-    second_segment: int = 0
-    """Where the second text of a pair begins; 0: there is one text."""
+    columns: dict[str, int] = {}
+    """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

@@ -52,7 +52,7 @@ PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3
 SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
-NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, second_segment=1)
+NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, columns={"segments": 1})
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
@@ -91,7 +91,7 @@ REQUEST = EngineRequest(
     constraint_start=[3, 4],
     thinking_budget=ThinkingBudget(5, [6], [7, 8], True),
     resume_point=ResumePoint([[9], []], [1], 2, 0.5),
-    second_segment=2,
+    columns={"segments": 2},
     client="key 1",
     each_step=True,
 )

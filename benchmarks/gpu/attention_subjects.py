@@ -16,13 +16,13 @@ from benchmarks.gpu.timing import Call
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
+from quire.kernels.arguments import HeadWeights, NormWeights
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device_cache import DeviceRotation
-from quire.layers.operations import HeadWeights, NormWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class AttentionSubjects:
         if planned_len is not None:
             described = replace(described, max_seq_len=planned_len)
         qkv = self._random(described.num_tokens, shape.qkv_width)
-        return Prepared(pages, backend.plan(described), self._heads(), qkv, described.positions)
+        return Prepared(pages, backend.plan(described), self._heads(), qkv, described.slot_positions)
 
     def flash_attention(self, batch: Batch) -> Call:
         """FlashAttention 3 over scattered pages of our shape: keys and values are strided views of them. Without head
@@ -198,7 +198,7 @@ def device_batch(batch: Batch, tables: torch.Tensor, block_size: int, device: to
         rows=torch.arange(batch.num_seqs, dtype=torch.int32, device=device),
         query_start=torch.arange(batch.num_seqs + 1, dtype=torch.int32, device=device) * batch.num_new,
         seq_lens=torch.full((batch.num_seqs,), batch.length, dtype=torch.int32, device=device),
-        positions=positions,
+        slot_positions=positions,
         slot_mapping=(slots,),
         block_tables=(tables,),
     )

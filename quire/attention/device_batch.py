@@ -47,7 +47,7 @@ class DeviceBatch:
     """[S + 1] int32: sequence s owns tokens query_start[s]:query_start[s + 1]. Padding: the number of real tokens."""
     seq_lens: torch.Tensor
     """[S] int32: tokens after this step. Padding: 0."""
-    positions: torch.Tensor
+    slot_positions: torch.Tensor
     """[T] int64: position of each token in its sequence. Padding: 0."""
     slot_mapping: tuple[torch.Tensor, ...]
     """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written

@@ -91,7 +91,7 @@ def rest_of(batch: AttentionBatch, prompts: Sequence[Prompt]) -> tuple[torch.Ten
     return tokens, AttentionBatch(
         query_start=torch.cat((counts.new_zeros(1), counts.cumsum(0))),
         start_positions=batch.start_positions[index],
-        positions=batch.positions[tokens],
+        slot_positions=batch.slot_positions[tokens],
         sequence_index=torch.repeat_interleave(counts),
         block_tables=tuple(table[index] for table in batch.block_tables),
         slot_mapping=tuple(slots[tokens] for slots in batch.slot_mapping),

@@ -27,7 +27,7 @@ class AttentionBatch:
     """[S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1]."""
     start_positions: torch.Tensor
     """[S] int64: position of the sequence's first token of this step (= tokens computed before)."""
-    positions: torch.Tensor
+    slot_positions: torch.Tensor
     """[T] int64: position of each token in its sequence."""
     sequence_index: torch.Tensor
     """[T] int64: s of each token."""

@@ -163,7 +163,7 @@ class _Scratch:
         return AttentionBatch(
             query_start=torch.tensor([0, count]),
             start_positions=torch.tensor([start]),
-            positions=positions,
+            slot_positions=positions,
             sequence_index=torch.zeros(count, dtype=torch.int64),
             block_tables=(self._table,),
             slot_mapping=(positions + self._backend.block_size,),  # block 0 is no sequence's

@@ -97,9 +97,9 @@ class TorchAttentionStep:
         """Each token is a sequence of its own, in blocks of one token: those that it reads."""
         group, pages = self._layers[layer.layer]
         batch, top = self._batch, selected.shape[1]
-        counts = (batch.positions + 1).clamp(max=top)
+        counts = (batch.slot_positions + 1).clamp(max=top)
         places = torch.arange(int(counts.max())).expand(len(q), -1)
-        read = torch.where((batch.positions >= top)[:, None], selected[:, : places.shape[1]].long(), places)
+        read = torch.where((batch.slot_positions >= top)[:, None], selected[:, : places.shape[1]].long(), places)
         tables = batch.block_tables[group].long()
         blocks = tables[batch.sequence_index[:, None], (read // self._block_size).clamp(max=tables.shape[1] - 1)]
         tokens = Sequences(
@@ -125,7 +125,7 @@ class TorchAttentionStep:
     def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
         group, pages = self._layers[layer.layer]
         if layer.length_scale is not None:
-            q = (q.float() * layer.length_scale.factors(self._batch.positions)[:, None, None]).to(q.dtype)
+            q = (q.float() * layer.length_scale.factors(self._batch.slot_positions)[:, None, None]).to(q.dtype)
         out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in self._tile_lists(group, layer):
             attended = _attend(tiles, layer, pages, q)

@@ -183,7 +183,7 @@ def _gather(
         rows=torch.arange(len(lot), dtype=torch.int32, device=device),
         query_start=_column(np.concatenate(([0], lengths.cumsum())), device),
         seq_lens=_column(num_keys, device),
-        positions=batch.positions,
+        slot_positions=batch.slot_positions,
         slot_mapping=(),
         block_tables=(torch.from_numpy(places).to(device),),
     )
@@ -209,7 +209,7 @@ def _rest(batch: DeviceBatch, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, 
         rows=batch.rows.index_select(0, chosen),
         query_start=_column(np.concatenate(([0], counts.cumsum())), device),
         seq_lens=batch.seq_lens.index_select(0, chosen),
-        positions=batch.positions.index_select(0, tokens),
+        slot_positions=batch.slot_positions.index_select(0, tokens),
         host=None,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.deferral import Deferral
-from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
 from quire.request import EngineRequest, FinishReason
 from quire.step import SequenceSampling
@@ -123,6 +124,7 @@ class Request:
         "bypass_prefix_cache",
         "cache_salt",
         "client",
+        "columns",
         "constraint",
         "constraint_start",
         "deferral",
@@ -148,7 +150,6 @@ class Request:
         "prompt_token_ids",
         "register_prefix",
         "request_id",
-        "second_segment",
         "sequences",
         "status",
         "stop_token_ids",
@@ -177,7 +178,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
-        self.second_segment = request.second_segment
+        self.columns = request.columns
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -213,6 +214,13 @@ class Request:
         self.beam_search: BeamSearch | None = None
         self.deferral: Deferral | None = None
         """Set while a gate keeps the request from starting."""
+
+    @property
+    def extra_keys(self) -> Mapping[int, tuple[bytes, ...]]:
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them."""
+        if not self.columns:
+            return NO_KEYS
+        return {0: tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))}
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -113,7 +113,7 @@ class PoolingProcessor:
             cache_salt=cache_salt,
             priority=priority,
             pooling=True,
-            second_segment=second_segment,
+            columns={"segments": second_segment} if second_segment else {},
         )
 
     def _tokens(self, content: str | Sequence[int], second: str | None, truncate: int | None) -> tuple[list[int], int]:

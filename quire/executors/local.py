@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.worker.columns import STEP_COLUMNS, Column
 from quire.worker.pending_step import PendingStep
 from quire.worker.platform.choice import make_platform
 from quire.worker.platform.interface import Platform
@@ -42,12 +43,14 @@ class LocalExecutor:
     Queued: `execute` enqueues the plan; its future waits for the device when it is asked, so that no thread is needed.
     """
 
-    def __init__(self, config: EngineConfig, platform: Platform | None = None) -> None:
-        """platform: None: the one that the configuration asks for."""
+    def __init__(
+        self, config: EngineConfig, platform: Platform | None = None, columns: Sequence[Column] = STEP_COLUMNS
+    ) -> None:
+        """platform: None: the one that the configuration asks for. columns: those that the model may read."""
         platform = make_platform(config) if platform is None else platform
         self._mode = platform.mode(config.scheduler.queue_depth)
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
-        self._worker: Worker | None = Worker(config, platform)
+        self._worker: Worker | None = Worker(config, platform, columns)
         self._unsent: Unsent | None = None
         """The last plan, while it lacks its sampling inputs."""
 

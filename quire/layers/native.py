@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from quire.attention.native_encoder import NativeEncoder
+from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
+from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows
 from quire.layers.encoder_operations import EncoderHeads
-from quire.layers.experts import Routing
 from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.native_states import NativeStates
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
+from quire.layers.operations import require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 
@@ -65,7 +65,7 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
         )
 
     def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
-        assert positions.source == _native.IndexSource.POSITIONS, "rotations are of positions"
+        assert positions.column != TOKEN_IDS, "rotations are of positions"
         assert positions.shift == 0, "of the positions themselves"
         positions.recorder.keep.append(frequencies)
         rotary_dim = 2 * len(frequencies.inverse_frequencies)
@@ -75,6 +75,7 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             inverse_frequencies=address_of(frequencies.inverse_frequencies),
             rotary_dim=rotary_dim,
             magnitude=frequencies.magnitude,
+            column=positions.column,
         )
 
     def check_heads(self, heads: HeadWeights) -> None:

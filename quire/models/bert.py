@@ -71,6 +71,8 @@ class TanhClassifier:
 class BertModel(Encoder):
     """first_position: row of the table of positions that the first token has."""
 
+    columns = ("segments",)
+
     def __init__(
         self,
         config: ModelConfig,
@@ -97,9 +99,8 @@ class BertModel(Encoder):
         self.slots |= prefixed(f"{prefix}.embeddings.LayerNorm", self._norm.slots())
 
     def forward(self, batch: ForwardBatch) -> Value:
-        assert batch.segments is not None, "a model with token types is told the segments"
-        x = self._types(batch.segments, onto=self._tokens(batch.token_ids))
-        x = self._positions(batch.positions + self._first_position, onto=x)
+        x = self._types(batch.columns["segments"], onto=self._tokens(batch.token_ids))
+        x = self._positions(batch.slot_positions + self._first_position, onto=x)
         return self.run_layers(self._norm(x), None, batch)
 
 

@@ -49,6 +49,9 @@ class DecoderLayer(Protocol):
 class Decoder(ABC):
     """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
 
+    columns: tuple[str, ...] = ()
+    """As those of CausalLM."""
+
     def __init__(self, layers: Sequence[DecoderLayer], prefix: str, head: OutputHead, names: CheckpointNames) -> None:
         """prefix: of the layers' tensors in a checkpoint, before the number of the layer."""
         self._layers = layers
@@ -184,4 +187,4 @@ class LlamaLike(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))

@@ -188,7 +188,7 @@ class DenseDecoder(Decoder):
         x = self._embedding(batch.token_ids)
         if self._style.embedding_factor != 1.0:
             x = self._operations.scale(x, self._style.embedding_factor)
-        rotations = {rope: rotary(batch.positions) for rope, rotary in self._rotaries.items()}
+        rotations = {rope: rotary(batch.rotary_positions) for rope, rotary in self._rotaries.items()}
         last = len(self._layers) - 1
         for index, (layer, rope) in enumerate(zip(self._layers, self._ropes, strict=True)):
             rotation = None if rope is None else rotations[rope]

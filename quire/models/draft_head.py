@@ -54,7 +54,7 @@ class DraftHead:
         """
         tokens = self._from_token(self._token_norm(self._embedding(batch.token_ids)))
         x = self._operations.add(tokens, self._from_hidden(self._hidden_norm(hidden)))
-        return self._norm(self._layers[index](x, self._rotary(batch.positions), batch, batch.logits_rows))
+        return self._norm(self._layers[index](x, self._rotary(batch.rotary_positions), batch, batch.logits_rows))
 
     def cache_specs(self) -> list[LayerSpec]:
         """What the layers keep, behind the specs of the model's layers."""

@@ -73,5 +73,5 @@ class GPT2LMHeadModel(Decoder):
         self.slots |= prefixed("transformer.ln_f", self._norm.slots())
 
     def forward(self, batch: ForwardBatch) -> Value:
-        x = self._positions(batch.positions, onto=self._tokens(batch.token_ids))
+        x = self._positions(batch.slot_positions, onto=self._tokens(batch.token_ids))
         return self._norm(self.run_layers(x, None, batch))

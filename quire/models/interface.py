@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +26,11 @@ class LoadableModel(Protocol):
 
 class CausalLM(Protocol):
     """A decoder-only language model over a flat batch of tokens (no batch dimension, no padding)."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of the step's columns that `forward` reads (quire/worker/columns.py)."""
+        ...
 
     def cache_specs(self) -> list[LayerSpec]:
         """What each layer says it keeps in the KV cache, by layer index."""

@@ -107,7 +107,7 @@ class ModernBertModel(Encoder):
         self.slots |= prefixed("model.final_norm", self._final_norm.slots())
 
     def forward(self, batch: ForwardBatch) -> Value:
-        rotations = {kind: rotary(batch.positions) for kind, rotary in self._rotary.items()}
+        rotations = {kind: rotary(batch.rotary_positions) for kind, rotary in self._rotary.items()}
         x = self._norm(self._tokens(batch.token_ids))
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):

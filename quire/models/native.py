@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 
-from quire.attention.interface import StateStep
+from quire.attention.interface import PlannedStep, StateStep
 from quire.attention.latent import ExpansionRule
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.attention.native_expanded import ExpandingAttention
-from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import (
@@ -37,10 +36,18 @@ LINE_ELEMENTS = 16
 
 
 class BoundRun(NamedTuple):
-    """What runs a program over the memory of its argument, and its result. Decodes of one size follow one another and
-    bring the same objects: each but the first asks torch nothing, of which nothing is in the caches then."""
+    """What runs a program over the memory of a ForwardBatch's version, and its result. Decodes of one size follow one
+    another in the same memory: each but the first asks torch nothing, of which nothing is in the caches then."""
 
-    argument: object
+    version: int
+    run: Callable[[], None]
+    result: torch.Tensor
+
+
+class BoundHead(NamedTuple):
+    """As BoundRun, of one tensor of hidden states, whose memory is its own."""
+
+    hidden: torch.Tensor
     run: Callable[[], None]
     result: torch.Tensor
 
@@ -72,7 +79,11 @@ class NativeModel:
         self._logits = FirstRows(torch.empty(0, 0))
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
         self._body_run: BoundRun | None = None
-        self._head_run: BoundRun | None = None
+        self._head_run: BoundHead | None = None
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self._model.columns
 
     def cache_specs(self) -> list[LayerSpec]:
         return self._model.cache_specs()
@@ -95,7 +106,7 @@ class NativeModel:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
         bound = self._body_run
-        if bound is None or bound.argument is not batch:
+        if bound is None or bound.version != batch.version:
             del bound  # it keeps an arena, of which there are never two
             bound = self._bind_body(batch)
         bound.run()
@@ -103,7 +114,7 @@ class NativeModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         bound = self._head_run
-        if bound is None or bound.argument is not hidden:
+        if bound is None or bound.hidden is not hidden:
             bound = self._bind_head(hidden)
         bound.run()
         return bound.result
@@ -111,27 +122,27 @@ class NativeModel:
     def _bind_body(self, batch: ForwardBatch) -> BoundRun:
         self._body_run = None
         # A step brings tensors. (Asking torch's metaclass for each would take as long as the call of a kernel.)
-        token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
-        rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
+        columns = batch.token_ids, batch.slot_positions, *(batch.columns[name] for name in self._model.columns)
+        tensors, rows = cast("tuple[torch.Tensor, ...]", columns), cast("torch.Tensor | None", batch.logits_rows)
+        step = batch.attention
         assert isinstance(step, NativeAttentionStep | NativeEncoderStep), "a native model attends natively"
-        num_rows = len(token_ids)
+        num_rows = len(tensors[0])
         body = self._body_for(step, num_rows)
         result = body.result(num_rows if rows is None else len(rows))
         if isinstance(step, NativeEncoderStep):
-            segments = cast("torch.Tensor | None", batch.segments)
-            run = body.bind(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
-            return BoundRun(batch, run, result)
+            return BoundRun(0, body.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
         states = None
         if self._states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
             states = self._states.set(batch.states)
-        run = body.bind(num_rows, token_ids, positions, step.plans, read_rows=rows, states=states)
-        bound = BoundRun(batch, run, result)
-        if self._states is None and self._rule is None:  # else the next step's states, or its program, are others
+        bound = BoundRun(batch.version, body.bind(num_rows, tensors, step.plans, read_rows=rows, states=states), result)
+        if (
+            batch.version and self._states is None and self._rule is None
+        ):  # else the next step's states, or its program, are others
             self._body_run = bound
         return bound
 
-    def _bind_head(self, hidden: torch.Tensor) -> BoundRun:
+    def _bind_head(self, hidden: torch.Tensor) -> BoundHead:
         self._head_run = None
         num_rows = len(hidden)
         head = self._head
@@ -139,7 +150,7 @@ class NativeModel:
             head = self._record_head(hidden.shape[1], num_rows)
         rows = hidden.contiguous()
         run = head.bind(num_rows, externals=(rows, self._logits.rows))
-        bound = BoundRun(rows, run, self._logits.get(num_rows))
+        bound = BoundHead(rows, run, self._logits.get(num_rows))
         if rows is hidden:  # no copy, which would be of this step
             self._head_run = bound
         return bound
@@ -167,10 +178,7 @@ class NativeModel:
     ) -> RecordedProgram:
         self._body_run = self._head_run = None  # they keep the arena of the body that this one replaces
         recorder = Recorder()
-        sources = _native.IndexSource
-        kinds = (sources.TOKEN_IDS, sources.POSITIONS, sources.SEGMENTS)
-        token_ids, positions, segments = (RecordedIndices(recorder, kind) for kind in kinds)
-        batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder), segments=segments)
+        batch = _recorded_batch(recorder, backend, self._model.columns)
         result = _recorded(self._model.forward(batch))
         self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
         return recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
@@ -207,28 +215,31 @@ class NativeDraftHead:
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch, index: int = 0) -> torch.Tensor:
         """As DraftHead.forward. The result lies in the program's own memory: the next call overwrites it."""
-        token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
+        columns = cast("tuple[torch.Tensor, ...]", (batch.token_ids, batch.slot_positions))
         rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
         assert isinstance(step, NativeAttentionStep), "a native head attends natively"
         if self._backend is not step.backend:
             self._backend, self._bodies = step.backend, {}
         body = self._bodies.get(index)
-        if body is None or body.max_rows < len(token_ids):
-            body = self._record(step.backend, hidden.shape[1], len(token_ids), index)
-        body.run(len(token_ids), token_ids, positions, step.plans, externals=(hidden.contiguous(),), read_rows=rows)
-        return body.result(len(token_ids) if rows is None else len(rows))
+        if body is None or body.max_rows < len(hidden):
+            body = self._record(step.backend, hidden.shape[1], len(hidden), index)
+        body.run(len(hidden), columns, step.plans, externals=(hidden.contiguous(),), read_rows=rows)
+        return body.result(len(hidden) if rows is None else len(rows))
 
     def _record(self, backend: NativeAttention, size: int, num_rows: int, index: int) -> RecordedProgram:
         self._bodies.pop(index, None)  # freed first, so that two arenas never exist at the same time
         recorder = Recorder()
         hidden = recorder.external(size, size)
-        token_ids, positions = (
-            RecordedIndices(recorder, kind) for kind in (_native.IndexSource.TOKEN_IDS, _native.IndexSource.POSITIONS)
-        )
-        batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))
-        result = _recorded(self._head.forward(hidden, batch, index))
+        result = _recorded(self._head.forward(hidden, _recorded_batch(recorder, backend), index))
         self._bodies[index] = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
         return self._bodies[index]
+
+
+def _recorded_batch(recorder: Recorder, backend: PlannedStep, names: Sequence[str] = ()) -> ForwardBatch:
+    """The placeholders of a step. names: columns that the model reads, numbered behind those of every step."""
+    token_ids, slot_positions, *others = (RecordedIndices(recorder, number) for number in range(2 + len(names)))
+    columns = dict(zip(names, others, strict=True))
+    return ForwardBatch(token_ids, slot_positions, backend, RecordedRows(recorder), columns=columns)
 
 
 def _recorded(value: Value) -> Buffer:

@@ -10,9 +10,10 @@ import torch
 
 from quire.attention.interface import PlannedStep
 from quire.attention.native_backend import NativeAttentionStep
-from quire.kernels.cpu import _native
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu.recorder import (
     ROW_ALIGNMENT,
+    TOKEN_IDS,
     Buffer,
     RecordedIndices,
     RecordedProgram,
@@ -22,7 +23,6 @@ from quire.kernels.cpu.recorder import (
 )
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.context import LayerContext
-from quire.layers.operations import HeadWeights
 from quire.models.eager_calls import Attend, Compute, Layer, Lookup
 from quire.quantization.interface import LayerLinear
 
@@ -114,9 +114,9 @@ class _RecordedCall:
         program = self._program
         if program is None or program.max_rows < num_rows:
             recorder = Recorder()
-            program = self._finish(recorder, [RecordedIndices(recorder, _native.IndexSource.TOKEN_IDS)], num_rows)
+            program = self._finish(recorder, [RecordedIndices(recorder, TOKEN_IDS)], num_rows)
         out = _empty_rows(num_rows, self._widths[0])
-        program.run(num_rows, token_ids=indices.contiguous(), externals=(out,))
+        program.run(num_rows, (indices.contiguous(),), externals=(out,))
         return out
 
     def release(self) -> None:

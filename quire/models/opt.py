@@ -100,7 +100,7 @@ class OPTForCausalLM(Decoder):
         x = self._tokens(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
-        x = self.run_layers(self._positions(batch.positions + POSITION_OFFSET, onto=x), None, batch)
+        x = self.run_layers(self._positions(batch.slot_positions + POSITION_OFFSET, onto=x), None, batch)
         if self._norm is not None:
             x = self._norm(x)
         return x if self._project_out is None else self._project_out(x)

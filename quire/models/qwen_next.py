@@ -175,7 +175,7 @@ class HybridDecoder(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))
 
 
 def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:

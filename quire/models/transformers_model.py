@@ -59,6 +59,8 @@ class TransformersModel:
         self._computed = _Computed()
         setattr(model, model.base_model_prefix, self._computed)
 
+    columns: tuple[str, ...] = ()
+
     def cache_specs(self) -> list[LayerSpec]:
         dtype = self._cache_dtype
         specs: list[LayerSpec] = []
@@ -75,7 +77,7 @@ class TransformersModel:
         return size
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        token_ids, positions, rows = batch.token_ids, batch.positions, batch.logits_rows
+        token_ids, positions, rows = batch.token_ids, batch.rotary_positions, batch.logits_rows
         assert isinstance(token_ids, torch.Tensor), "modelling code takes tensors"
         assert isinstance(positions, torch.Tensor), "modelling code takes tensors"
         with self._steps.during(batch.attention):

@@ -84,7 +84,7 @@ class PlanBuilder:
             num_prompt_tokens=sequence.request.num_prompt_tokens,
             block_ids=[list(table) for table in sequence.blocks.tables],
             sampling=sequence.sampling,
-            second_segment=sequence.request.second_segment,
+            columns=sequence.request.columns,
         )
 
     @property

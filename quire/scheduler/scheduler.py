@@ -112,7 +112,7 @@ class Scheduler:
         self.matching.begin(request)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
-                sequence.chain = self.kv.new_chain(request.cache_salt)
+                sequence.chain = self.kv.new_chain(request.cache_salt, request.extra_keys)
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request

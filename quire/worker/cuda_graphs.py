@@ -17,8 +17,8 @@ from quire.attention.device_batch import DeviceBatch, StateKernels
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
-from quire.layers.batch import ForwardBatch
-from quire.layers.operations import HeadWeights
+from quire.kernels.arguments import HeadWeights
+from quire.layers.batch import ForwardBatch, TokenColumns
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind
@@ -45,19 +45,18 @@ class DeviceBackends(NamedTuple):
 
     def forward_batch(
         self,
-        token_ids: torch.Tensor,
+        columns: TokenColumns,
         batch: DeviceBatch,
         logits_rows: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows, segments: as those of ForwardBatch."""
+        """The input of a forward pass. logits_rows: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
-        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states, segments)
+        token_ids, others = columns
+        return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, others)
 
 
-PaddedInputs = Callable[[Execution], tuple[DeviceBatch, torch.Tensor]]
-"""Inputs of an execution's size in which everything is padding, and the token ids [T]: the very tensors that steps of
-that size bring."""
+PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
+"""Inputs of an execution's size in which everything is padding: the very tensors that steps of that size bring."""
 
 
 @dataclass(frozen=True)
@@ -117,33 +116,31 @@ class CudaGraphRunner:
         self,
         execution: Execution,
         batch: DeviceBatch,
-        token_ids: torch.Tensor,
+        columns: TokenColumns,
         rows: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T]. rows: [R], those that are
-        read (None: all). Captured passes compute all rows, since R differs from step to step. segments: as those of
-        ForwardBatch; models that need them, which are encoders, have no graphs.
+        """One forward pass over `batch` and its columns, prepared at the execution's sizes. rows: [R], those that are
+        read (None: all). Captured passes compute all rows, since R differs from step to step.
 
         Returns the hidden states [R, hidden]; the next call may overwrite them. Padded rows are undefined.
         """
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
         if execution.kind == "eager":
-            return self._forward(batch, token_ids, rows, segments)
-        hidden = self._run_captured(execution, batch, token_ids)
+            return self._forward(batch, columns, rows)
+        hidden = self._run_captured(execution, batch, columns)
         return hidden if rows is None else hidden.index_select(0, rows)
 
-    def _run_captured(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
+    def _run_captured(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> torch.Tensor:
         if execution.kind == "full":
             # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
             batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
         captured = self._captured.get((execution.kind, execution.num_tokens))
         if captured is None:
-            hidden = self._forward(batch, token_ids)
-            self._capture(execution, batch, token_ids)
+            hidden = self._forward(batch, columns)
+            self._capture(execution, batch, columns)
             return hidden
-        captured.replay(batch, token_ids)
+        captured.replay(batch, columns)
         return self._hidden[: execution.num_tokens]
 
     def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
@@ -157,29 +154,27 @@ class CudaGraphRunner:
         if not self._wanted:
             return False
         execution = self._wanted[0]
-        batch, token_ids = padded_inputs(execution)
-        self.run(execution, batch, token_ids)
+        self.run(execution, *padded_inputs(execution))
         return True
 
     def _forward(
         self,
         batch: DeviceBatch,
-        token_ids: torch.Tensor,
+        columns: TokenColumns,
         rows: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.model.forward(self._backends.forward_batch(token_ids, batch, rows, segments))
+        return self.model.forward(self._backends.forward_batch(columns, batch, rows))
 
-    def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
+    def _capture(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
         self._wanted = [
             each for each in self._wanted if (each.kind, each.num_tokens) != (execution.kind, execution.num_tokens)
         ]
         if self._capture_of is None:
             return
-        captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        captured = self._try_capture(self._capture_of, execution.kind, batch, columns)
         if captured is None:
             self._capture_of.make_room()
-            captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+            captured = self._try_capture(self._capture_of, execution.kind, batch, columns)
         if captured is None:
             # Graphs only save time: the captured ones stay, other sizes run eagerly.
             self._wanted.clear()
@@ -194,33 +189,35 @@ class CudaGraphRunner:
         self._captured[execution.kind, execution.num_tokens] = captured
 
     def _try_capture(
-        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, token_ids: torch.Tensor
+        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
         """None when memory has run out."""
         make = self._capture_full if kind == "full" else self._capture_pieces
         try:
             with capturing(capture):
-                return make(capture, batch, token_ids)
+                return make(capture, batch, columns)
         except torch.OutOfMemoryError:
             return None
 
-    def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
+    def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, columns: TokenColumns) -> _CapturedPass:
         capture.begin_capture()
-        self._hidden[: batch.num_tokens].copy_(self._forward(batch, token_ids))
-        return _FullPass(capture.end_capture(), _addresses(batch, token_ids))
+        self._hidden[: batch.num_tokens].copy_(self._forward(batch, columns))
+        return _FullPass(capture.end_capture(), _addresses(batch, columns))
 
-    def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
+    def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, columns: TokenColumns) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self.model.forward(ForwardBatch(token_ids, batch.positions, pieces, states=pieces))
+        token_ids, others = columns
+        hidden = self.model.forward(
+            ForwardBatch(token_ids, batch.slot_positions, pieces, states=pieces, columns=others)
+        )
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
-        inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
-        return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, inputs)
+        return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, _token_addresses(batch, columns))
 
 
 class _CapturedPass(Protocol):
-    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None: ...
+    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -230,8 +227,8 @@ class _FullPass:
     graph: Graph
     inputs: tuple[int, ...]
 
-    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
-        assert _addresses(batch, token_ids) == self.inputs, "a graph's inputs must keep their addresses"
+    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None:
+        assert _addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         self.graph.replay()
 
 
@@ -252,11 +249,10 @@ class _PiecewisePass:
     graphs: list[Graph]
     calls: list[_AttentionCall]
     last: Graph
-    inputs: tuple[int, int]
+    inputs: tuple[int, ...]
 
-    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
-        inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
-        assert inputs == self.inputs, "a graph's inputs must keep their addresses"
+    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None:
+        assert _token_addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
@@ -344,8 +340,14 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
     return value
 
 
-def _addresses(batch: DeviceBatch, token_ids: torch.Tensor) -> tuple[int, ...]:
+def _token_addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
+    """The addresses of what a model reads of a step's tokens."""
+    token_ids, others = columns
+    return tuple(tensor.data_ptr() for tensor in (token_ids, batch.slot_positions, *others.values()))
+
+
+def _addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
     """The addresses of a full graph's inputs."""
-    tensors = (token_ids, batch.rows, batch.query_start, batch.seq_lens, batch.positions)
+    tensors = batch.rows, batch.query_start, batch.seq_lens
     tables = *batch.slot_mapping, *batch.block_tables, *batch.state_tables
-    return tuple(tensor.data_ptr() for tensor in (*tensors, *tables))
+    return (*_token_addresses(batch, columns), *(tensor.data_ptr() for tensor in (*tensors, *tables)))

@@ -18,7 +18,7 @@ class InputBatch(NamedTuple):
     the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
     logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
     all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
-    second_segments: [S] int64, where the second text of a pair begins, 0 where there is one (None: not asked for).
+    rows_version: batches of one version, but 0, have the same rows.
     """
 
     rows: np.ndarray
@@ -28,7 +28,7 @@ class InputBatch(NamedTuple):
     query_start: np.ndarray
     logits_rows: np.ndarray | None
     read_start: np.ndarray
-    second_segments: np.ndarray | None = None
+    rows_version: int = 0
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
@@ -79,13 +79,6 @@ class InputBatch(NamedTuple):
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
-    def segments(self) -> np.ndarray:
-        """[T] int64: 1 for tokens of the second text of a pair, else 0."""
-        assert self.second_segments is not None, "the batch is of a model that tells them apart"
-        starts = np.repeat(self.second_segments, self.counts)
-        return ((starts > 0) & (self.positions >= starts)).astype(np.int64)
-
-    @property
     def positions(self) -> np.ndarray:
         """[T] int64: position of each token in its sequence."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
@@ -98,7 +91,8 @@ def build_input_batch(
     lengths = requests.lengths
     for seq_id, start, count in zip(seq_ids, start_positions, num_tokens, strict=True):
         assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
-    batch = requests.columns.input_batch(requests.rows_of(seq_ids), start_positions, num_tokens)
+    rows = requests.rows_of(seq_ids)
+    batch = requests.columns.input_batch(rows, start_positions, num_tokens, requests.rows_version)
     if sum(num_tokens) == len(num_tokens):  # of one token each, all are read: most steps are decodes
         return batch
     return _reading_less(batch, requests.sampling.rows_with_prompt_logprobs)

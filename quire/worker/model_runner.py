@@ -115,7 +115,7 @@ class ModelRunner:
         requests.update(plan)
         batch = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, requests)
         if self._pooling is not None:
-            batch = pooling_batch(batch, self._pooling.method, requests)
+            batch = pooling_batch(batch, self._pooling.method)
         sampled = pooled = None
         seq_ids, sources = plan.sample_seq_ids, plan.sample_from
         if plan.pooled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from quire.config.pooling import Method
 from quire.models.interface import CausalLM
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import InputBatch
-
-if TYPE_CHECKING:
-    from quire.worker.request_state import RequestState
 
 
 class PooledRows(NamedTuple):
@@ -32,10 +29,9 @@ def generated_samples(plan: StepPlan) -> list[int]:
     return [index for index in range(len(plan.sample_seq_ids)) if index not in pooled]
 
 
-def pooling_batch(batch: InputBatch, method: Method, requests: RequestState) -> InputBatch:
+def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
     """The batch of an engine that only pools, with the rows that `method` reads. All its prompts are whole, but where
     the last tokens are pooled."""
-    batch = batch._replace(second_segments=requests.second_segments[batch.rows])
     if method == "mean":
         return batch._replace(logits_rows=None, read_start=batch.query_start)
     if method == "cls":

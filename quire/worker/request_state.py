@@ -17,16 +17,15 @@ from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """lengths: tokens of each sequence, those counted that a step under way will sample. num_prompt_tokens,
-    second_segments: [num_rows] int64, as NewSequence has them. tables, sampling: block tables and sampling parameters,
-    on the host. columns: what kernels read.
+    """lengths: tokens of each sequence, those counted that a step under way will sample. num_prompt_tokens: [num_rows]
+    int64, as NewSequence has it. tables, sampling: block tables and sampling parameters, on the host. columns: what
+    kernels read. rows_version: of the rows that `rows_of` returned last; other rows have another one.
     """
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows
         self.lengths: dict[int, int] = {}
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
-        self.second_segments = np.zeros(num_rows, np.int64)
         self.tables = tables
         self.sampling = sampling
         self.columns = columns
@@ -34,7 +33,8 @@ class RequestState:
         self._free = list(range(num_rows))
         self._asked: list[int] | None = None
         self._rows = np.zeros(0, np.int64)
-        """Of the sequences that were asked for last."""
+        """Rows of the sequences that were asked for last."""
+        self.rows_version = 0
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -46,11 +46,12 @@ class RequestState:
         return self._row_of[seq_id]
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64. The same sequences as in the last call, as from decode to decode, get the same array:
-        what was derived from it still holds."""
+        """[len(seq_ids)] int64. For the same sequences as in the last call, as from decode to decode, `rows_version`
+        stays: what was derived from the rows still holds."""
         if self._asked != seq_ids:
             self._rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
             self._asked = list(seq_ids)
+            self.rows_version += 1
         return self._rows
 
     def add_request(
@@ -88,7 +89,7 @@ class RequestState:
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             self.append_blocks(row, new.block_ids)
-            self.second_segments[row] = new.second_segment
+            self.columns.write_values(row, new.columns)
         for child in (*plan.beam_reorders, *plan.forks):
             self._add_child(child)
         for child in plan.beam_reorders:
@@ -132,6 +133,7 @@ class RequestState:
         if fork.token_ids is None:
             length = self.lengths[fork.child] = sampled_at.get(fork.child, self.lengths[fork.parent])
             self.columns.copy_tokens(parent, child, length)
+        self.columns.copy_values(parent, child)
         self.tables.copy(parent, child)
         for group, count in enumerate(self.tables.num_entries(parent)):
             self.columns.copy_blocks(parent, child, group, count)

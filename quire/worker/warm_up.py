@@ -73,9 +73,9 @@ def warm_up_attention(
     for query_len in backends.attention.query_lengths_to_compile():
         num_tokens = 2 * query_len + 1
         if num_tokens <= max_tokens:
-            batch, token_ids = inputs.padding(2, num_tokens)
+            batch, columns = inputs.padding(2, num_tokens)
             batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
-            model.forward(backends.forward_batch(token_ids, batch, segments=torch.zeros_like(token_ids)))
+            model.forward(backends.forward_batch(columns, batch))
 
 
 def warm_up(

@@ -7,7 +7,7 @@ one after the other. What differs between kinds of devices is the Platform's (qu
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.sizes import format_bytes
 from quire.worker.block_tables import BlockTables, table_shapes
+from quire.worker.columns import STEP_COLUMNS, Column, ColumnValues
 from quire.worker.kv_connector.cache_directory import require_writable
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_connector.offload import offload_worker
@@ -56,8 +57,10 @@ def _computes(
 class Worker:
     """Owns the model, the pools' tensors and the request state."""
 
-    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+    def __init__(self, config: EngineConfig, platform: Platform, columns: Sequence[Column] = STEP_COLUMNS) -> None:
+        """columns: the table of those that a model may read."""
         self.platform = platform
+        self._columns = columns
         self._config = config
         self._model: CausalLM | None = None
         self._offloaded: DeviceWeights | None = None
@@ -103,7 +106,8 @@ class Worker:
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
         tables = BlockTables(table_shapes(layout), num_rows, model.max_model_len)
         sampling = SamplingRows(num_rows)
-        compute = self.platform.make_compute(self._model, layout, pages, tables, sampling)
+        values = ColumnValues(self._columns, self._model.columns, num_rows)
+        compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)
         requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
         self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling)

@@ -11,11 +11,11 @@ from quire.attention import triton_backend
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.attention_tiles import DeviceLimits, SplitPlan, Tiles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
-from quire.layers.operations import HeadWeights
 
 WINDOW = 24
 LAYERS = (
@@ -90,7 +90,7 @@ class Pool:
             rows=column([*(sequence + 1 for sequence, _ in work), 0]),
             query_start=torch.cat((starts, starts[-1:])).int().to(self.device),
             seq_lens=column([*ends, 0]),
-            positions=torch.cat((positions, torch.zeros(1, dtype=torch.int64))).to(self.device),
+            slot_positions=torch.cat((positions, torch.zeros(1, dtype=torch.int64))).to(self.device),
             slot_mapping=tuple(slot.to(self.device) for slot in slots),
             block_tables=tuple(table.to(self.device) for table in self.tables),
         )

@@ -45,7 +45,7 @@ def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalE
     client = start(save_encoder(model, tmp_path), executors, **DEVICE, **BATCH)
     assert_near(pool(client, PROMPTS, "text"), [class_logits(model, prompt) for prompt in PROMPTS])
     if name == "bert":
-        found = pool(client, PROMPTS[2:], "pair", second_segment=7)
+        found = pool(client, PROMPTS[2:], "pair", columns={"segments": 7})
         assert_near(found, [class_logits(model, PROMPTS[2], 7)])
 
 

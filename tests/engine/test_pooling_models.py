@@ -181,7 +181,7 @@ def test_a_classifier_like_transformers(
     assert_near(logits, [class_logits(model, prompt) for prompt in PROMPTS])
     if name == "bert":
         pairs = [prompt for prompt in PROMPTS if len(prompt) > 5]
-        found = pool(client, pairs, "pair", second_segment=5)
+        found = pool(client, pairs, "pair", columns={"segments": 5})
         assert_near(found, [class_logits(model, prompt, 5) for prompt in pairs])
         assert not torch.equal(found[0], logits[2]), "token types matter"
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.layers.operations import HeadWeights, TorchOperations
+from quire.kernels.arguments import HeadWeights
+from quire.layers.operations import TorchOperations
 from quire.layers.rotation import Rotation
 
 
@@ -66,7 +67,7 @@ class TwinStep:
         seen_keys = keys[where].repeat_interleave(repeats, dim=2)
         seen_values = values[where].repeat_interleave(repeats, dim=2)
         scores = torch.einsum("thd,tlhd->thl", query, seen_keys) * shape.scale
-        hidden = torch.arange(where.shape[1])[None, :] > batch.positions[:, None]
+        hidden = torch.arange(where.shape[1])[None, :] > batch.slot_positions[:, None]
         weights = scores.masked_fill(hidden[:, None, :], float("-inf")).softmax(-1)
         # A key that is not seen may be anything, NaN too.
         seen_values = seen_values.masked_fill(hidden[:, :, None, None], 0.0)

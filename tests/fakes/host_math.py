@@ -43,7 +43,7 @@ class HostAttention:
             AttentionBatch(
                 query_start=query_start,
                 start_positions=seq_lens - counts,
-                positions=batch.positions,
+                slot_positions=batch.slot_positions,
                 sequence_index=torch.repeat_interleave(torch.arange(batch.num_seqs), counts),
                 block_tables=tuple(table[rows].contiguous() for table in batch.block_tables),
                 slot_mapping=batch.slot_mapping,

@@ -41,7 +41,7 @@ def test_attention(batch: Batch, device: torch.device) -> None:
         )
         heads = qkv[rows].view(batch.num_new, -1, shape.head_dim)
         query = _normed(heads[:, : shape.num_heads], case.heads.query_norm.weight)
-        own = described.positions[rows]
+        own = described.slot_positions[rows]
         seen = torch.arange(batch.length, device=device) <= own[:, None]
         for head in {0, shape.num_heads - 1}:
             scores = query[:, head] @ keys[:, head // group].T * shape.head_dim**-0.5

@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -19,7 +20,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
-from quire.layers.operations import HeadWeights, NormWeights, Operations, RotaryFrequencies, TorchOperations
+from quire.layers.operations import Operations, TorchOperations
 from quire.worker.kv_tensors import allocate_pages, layer_pages
 from tests.models.test_toy import Planner
 
@@ -86,7 +87,7 @@ def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     backend = NativeAttention(LAYOUT, allocate_pages(LAYOUT), "float32", HEADS, 2)
     operations, recorder = NativeOperations(), Recorder()
     inputs = [recorder.external(WIDTH, WIDTH), recorder.external(WIDTH, WIDTH), recorder.external(KV_WIDTH, KV_WIDTH)]
-    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
+    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.SLOT_POSITIONS))
     first, second, key_value = (recorder.call_torch(torch.clone, each.width, [each]) for each in inputs)
     if compute is apart:
         operations.write_kv(heads(0), key_value, turn, backend)
@@ -99,7 +100,7 @@ def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
         results = [operations.attend(heads(0), qkv, turn, backend) for qkv in joined]
     result = recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), 2 * WIDTH, results)
     program = recorder.finish_program(result, NativeRuntime("auto", 2), TOKENS)
-    program.run(TOKENS, positions=POSITIONS, plans=backend.plan(BATCH).plans, externals=rows())
+    program.run(TOKENS, (None, POSITIONS), plans=backend.plan(BATCH).plans, externals=rows())
     return program.result(TOKENS).clone()
 
 

@@ -59,7 +59,7 @@ def forward_batch(
     tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
     prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
     token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)
-    return ForwardBatch(token_ids, batch.positions, backend.plan(batch), rows)
+    return ForwardBatch(token_ids, batch.slot_positions, backend.plan(batch), rows)
 
 
 def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: NativeModel) -> None:

@@ -105,7 +105,7 @@ def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
     token_ids, batch = dummy_inputs(InputBatch.dummy_prompts(25, 10), layout)
     assert token_ids.tolist() == [0] * 25
     assert batch.query_start.tolist() == [0, 10, 20, 25]
-    assert batch.positions.tolist() == [*range(10), *range(10), *range(5)]
+    assert batch.slot_positions.tolist() == [*range(10), *range(10), *range(5)]
     assert batch.start_positions.tolist() == [0, 0, 0]
     assert len(batch.block_tables) == len(batch.slot_mapping) == 2
     assert batch.block_tables[0].tolist() == [[1, 2, 3]] * 3

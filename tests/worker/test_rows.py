@@ -9,18 +9,20 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables, TableShape
+from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.platform.cpu_inputs import CpuColumns, prepare_inputs
 from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import build_sample_rows
 from tests.worker.driver import GREEDY, sampling_of
 
+NO_VALUES = ColumnValues((), (), 0)
 RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], prompt_logprobs=1))
 
 
 def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
     """That of a CPU, with blocks of 4 tokens."""
-    columns = CpuColumns(num_rows, max_model_len)
+    columns = CpuColumns(num_rows, max_model_len, NO_VALUES)
     tables = BlockTables([TableShape(4)] * num_groups, num_rows, max_model_len)
     return RequestState(tables, SamplingRows(num_rows), columns), columns
 
@@ -39,7 +41,9 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         assert row == min(set(range(8)) - set(live.values()))
         live[seq_id] = row
     assert rows.rows_of(list(live)).tolist() == list(live.values())
-    assert rows.rows_of(list(live)) is rows.rows_of(list(live))
+    version = rows.rows_version
+    assert rows.rows_of(list(live)).tolist() == list(live.values())
+    assert rows.rows_version == version, "the same rows"
     for seq_id in list(live):
         rows.release(seq_id)
         assert seq_id not in rows
@@ -125,7 +129,7 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
             for position in range(start, start + count)
         ]
         assert token_ids.tolist() == [columns.token_ids[row, position] for _, row, position in tokens]
-        assert attention.positions.tolist() == [position for _, _, position in tokens]
+        assert attention.slot_positions.tolist() == [position for _, _, position in tokens]
         assert attention.sequence_index.tolist() == [index for index, _, _ in tokens]
         assert attention.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
         assert batch.query_start[:-1].tolist() == (np.cumsum(counts) - counts).tolist()
@@ -137,7 +141,7 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
             assert attention.slot_mapping[group].tolist() == slots
             width = -(-max(batch.ends.tolist()) // block_size)
             assert attention.block_tables[group].tolist() == table[batch.rows, :width].tolist()
-        assert token_ids.dtype == attention.slot_mapping[0].dtype == attention.positions.dtype
+        assert token_ids.dtype == attention.slot_mapping[0].dtype == attention.slot_positions.dtype
         assert str(token_ids.dtype) == "torch.int64"
         assert str(attention.block_tables[0].dtype) == "torch.int32"
         sampled = build_sample_rows(seq_ids[::-1], list(range(len(seq_ids)))[::-1], batch, rows)
@@ -162,11 +166,12 @@ def test_rows_of_the_same_sequences_are_found_anew_when_a_row_has_changed_hands(
     rows, _ = request_state(3, max_model_len=4)
     for seq_id in (5, 6):
         rows.add_request(seq_id, [1], 1, GREEDY)
-    before = rows.rows_of([6])
+    before, version = rows.rows_of([6]), rows.rows_version
     assert before.tolist() == [1]
     rows.release(5)
     rows.release(6)
     rows.add_request(6, [1], 1, GREEDY)
     assert rows.rows_of([6]).tolist() == [0]
+    assert rows.rows_version != version
     assert before.tolist() == [1]
     assert rows.rows_of([]).tolist() == []

@@ -22,6 +22,7 @@ from quire.attention.interface import AttentionBatch, AttentionStep, LayerAttent
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels import reference
+from quire.kernels.arguments import HeadWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import copy_blocks
@@ -29,7 +30,7 @@ from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
-from quire.layers.operations import HeadWeights, RotaryFrequencies, TorchOperations
+from quire.layers.operations import TorchOperations
 
 CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "bf16a16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -96,7 +97,7 @@ def new_tokens(num_sequences: int, start: int, count: int) -> AttentionBatch:
     return AttentionBatch(
         query_start=torch.arange(num_sequences + 1) * count,
         start_positions=torch.full((num_sequences,), start),
-        positions=places[start:].repeat(num_sequences),
+        slot_positions=places[start:].repeat(num_sequences),
         sequence_index=torch.arange(num_sequences).repeat_interleave(count),
         block_tables=(tables.to(torch.int32),),
         slot_mapping=(slots[:, start:].flatten().contiguous(),),
@@ -170,7 +171,7 @@ class _Native:
         if problem.filled:
             rows, batch = problem.filling()
             self._plans = self._backend.plan(batch).plans
-            self._computation(rows, batch.positions, [layer], None)[0]()
+            self._computation(rows, batch.slot_positions, [layer], None)[0]()
             repeat_blocks(pages[0])
             pages[1:] = pages[0]
         # One plan serves all layers of a step: it is no part of what is timed.
@@ -181,7 +182,7 @@ class _Native:
         calls = calls_per_run(self._copies, self._work.bytes, self._work.operations)
         return in_turn(
             [
-                self._computation(problem.qkv, problem.batch.positions, layers, problem.frequencies)[0]
+                self._computation(problem.qkv, problem.batch.slot_positions, layers, problem.frequencies)[0]
                 for layers in parts(problem.layers(self._copies), calls)
             ]
         )
@@ -189,7 +190,7 @@ class _Native:
     def compute(self) -> torch.Tensor:
         """[T, num_heads * head_dim] of one layer."""
         problem = self._problem
-        run, out = self._computation(problem.qkv, problem.batch.positions, [problem.layer], problem.frequencies)
+        run, out = self._computation(problem.qkv, problem.batch.slot_positions, [problem.layer], problem.frequencies)
         run()
         return out
 
@@ -210,14 +211,14 @@ class _Native:
         target = recorder.external(out.shape[1], out.stride(0))
         rotation = None
         if frequencies is not None:
-            rotation = operations.rotation(frequencies, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
+            rotation = operations.rotation(frequencies, RecordedIndices(recorder, _native.SLOT_POSITIONS))
         for layer in layers:
             result = operations.attend(HeadWeights(layer, None, None), source, rotation, self._backend)
             recorder.redirect(result, target)
         program = recorder.finish_program(result, self._runtime, len(qkv))
 
         def run() -> int:
-            program.run(len(rows), positions=positions, plans=self._plans, externals=[rows, out])
+            program.run(len(rows), (None, positions), plans=self._plans, externals=[rows, out])
             return len(layers)
 
         return run, out
@@ -265,7 +266,7 @@ class _Twin:
     def _attend(self, layer: LayerAttention) -> torch.Tensor:
         rotation = None
         if self._rotation is not None:
-            rotation = self._operations.rotation(self._rotation, self._problem.batch.positions)
+            rotation = self._operations.rotation(self._rotation, self._problem.batch.slot_positions)
         return self._operations.attend(HeadWeights(layer, None, None), self._qkv, rotation, self._step)
 
 

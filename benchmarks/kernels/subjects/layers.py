@@ -13,12 +13,13 @@ from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.linear import STEP, WEIGHT_TYPES, drawn_values
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows, calls_per_run, relative_error
+from quire.kernels.arguments import NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
-from quire.layers.operations import NormWeights, RotaryFrequencies, TorchOperations
+from quire.layers.operations import TorchOperations
 
 MOST_CALLS = 100
 EPSILON = 1e-5
@@ -56,7 +57,7 @@ class _SmallSubject:
         program = recorder.finish_program(result, self._machine.runtime, len(x))
 
         def run() -> int:
-            program.run(len(rows), token_ids=ids, positions=ids, externals=[rows])
+            program.run(len(rows), (ids, ids), externals=[rows])
             return calls
 
         return run, program.result(len(x))
@@ -147,7 +148,7 @@ class RotationSubject(_SmallSubject):
         frequencies = RotaryFrequencies(turns, 1.0, torch.float32)
 
         def record(recorder: Recorder, _: Buffer) -> Buffer:
-            return NativeOperations().rotation(frequencies, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
+            return NativeOperations().rotation(frequencies, RecordedIndices(recorder, _native.SLOT_POSITIONS))
 
         native = self._native(torch.zeros(case.rows, 1), positions, work, record)
         plain = TorchOperations()
@@ -184,7 +185,7 @@ def _lookup(table: PackedMatrix) -> Record:
             table=table.as_native(),
             width=table.in_features,
             shift=0,
-            source=_native.IndexSource.TOKEN_IDS,
+            column=_native.TOKEN_IDS,
             accumulate=False,
         )
 

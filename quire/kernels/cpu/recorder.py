@@ -23,6 +23,8 @@ from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.runtime import NativeRuntime
 
 FLOAT_BYTES = 4
+TOKEN_IDS: int = _native.TOKEN_IDS
+SLOT_POSITIONS: int = _native.SLOT_POSITIONS
 ROW_ALIGNMENT = 16
 """Rows begin at multiples of this many elements: a cache line."""
 ARENA = 0
@@ -50,14 +52,15 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """The step's token ids, positions or segments, plus `shift`."""
+    """A column of the step's tokens, plus `shift`. column: its number, by which a run brings it: TOKEN_IDS,
+    SLOT_POSITIONS, then those that the model reads besides."""
 
     recorder: Recorder
-    source: _native.IndexSource
+    column: int
     shift: int = 0
 
     def __add__(self, shift: int) -> RecordedIndices:
-        return RecordedIndices(self.recorder, self.source, self.shift + shift)
+        return RecordedIndices(self.recorder, self.column, self.shift + shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,35 +368,30 @@ class RecordedProgram:
     def run(
         self,
         num_rows: int,
-        token_ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        columns: Sequence[torch.Tensor | None] = (),
         plans: Sequence[_native.AttentionPlan] | _native.EncoderPlan = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
-        segments: torch.Tensor | None = None,
     ) -> None:
-        """token_ids, positions, segments: [num_rows] int64, contiguous. plans: of the KV groups, or of a step without a
-        KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous, ascending: what
-        gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are none)."""
-        self.bind(num_rows, token_ids, positions, plans, externals, read_rows, states, segments)()
+        """columns: by number, [num_rows] int64, contiguous; None: no kernel reads it. plans: of the KV groups, or of
+        a step without a KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous,
+        ascending: what gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are
+        none)."""
+        self.bind(num_rows, columns, plans, externals, read_rows, states)()
 
     def bind(
         self,
         num_rows: int,
-        token_ids: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        columns: Sequence[torch.Tensor | None] = (),
         plans: Sequence[_native.AttentionPlan] | _native.EncoderPlan = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
-        segments: torch.Tensor | None = None,
     ) -> Callable[[], None]:
         """What runs the program over the memory of these arguments, as often as it is called, asking nothing again.
         Valid while the caller keeps them, and until another program has the working memory that they share grow."""
-        token_address = 0 if token_ids is None else token_ids.data_ptr()
-        position_address = 0 if positions is None else positions.data_ptr()
-        segment_address = 0 if segments is None else segments.data_ptr()
+        addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
         groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
@@ -403,9 +401,8 @@ class RecordedProgram:
             if segment.program is None:
                 calls.append(partial(self._run_torch, segment.call, rows, externals))
                 continue
-            step = (rows, token_address, position_address, groups, areas, self._scratch.address)
-            read = (read_address, num_read, states, segment_address, encoder)
-            calls.append(segment.program.bind(*step, *read))
+            step = (rows, addresses, groups, areas, self._scratch.address)
+            calls.append(segment.program.bind(*step, read_address, num_read, states, encoder))
         return calls[0] if len(calls) == 1 else partial(_run_all, calls)
 
     def result(self, num_rows: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from quire.errors import ConfigError
@@ -38,6 +39,11 @@ class NativeRuntime:
                 self.precision_reason = choice.reason
         self.matmul_precision = matmul_precision
         self.pool = _native.Pool(num_threads, pin=True)
+        self._versions = itertools.count(1)
+
+    def next_version(self) -> int:
+        """A version that no memory of a step's inputs has had (ForwardBatch)."""
+        return next(self._versions)
 
     @property
     def native_precision(self) -> _native.MatmulPrecision:

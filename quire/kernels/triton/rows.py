@@ -54,13 +54,15 @@ def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "slot_stride",
+        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "values_start", "slot_stride",
     ]
 )  # fmt: skip
 def _prepare_kernel(
-    arena, rows, starts, query_start, token_ids, positions, slots, out_rows, out_query_start, out_seq_lens, num_seqs,
-    num_tokens, padded_seqs, padded_tokens, token_width, tables, slot_stride,
-    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    arena, rows, starts, query_start, token_ids, slot_positions, slots, others, out_rows, out_query_start,
+    out_seq_lens, num_seqs, num_tokens, padded_seqs, padded_tokens, token_width, tables, values_start, rules,
+    slot_stride,
+    NUM_GROUPS: tl.constexpr, NUM_OTHERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
@@ -90,13 +92,20 @@ def _prepare_kernel(
     token_id = tl.load(arena + row * token_width + position, mask=is_token, other=0)
     in_batch = index < padded_tokens
     tl.store(token_ids + index, token_id.to(tl.int64), mask=in_batch)
-    tl.store(positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
+    tl.store(slot_positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
     for group in tl.static_range(NUM_GROUPS):
         table = arena + tl.load(tables + 2 * group) + row * tl.load(tables + 2 * group + 1)
         block = tl.load(table + position // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
         slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(slots + index, slot, mask=in_batch)
         slots += slot_stride
+    for number in tl.static_range(NUM_OTHERS):  # by the rules of quire/worker/columns.py
+        value = tl.load(arena + values_start + row * NUM_OTHERS + number, mask=is_token, other=0)
+        rule = tl.load(rules + number)
+        reached = ((value > 0) & (position >= value)).to(tl.int32)
+        value = tl.where(rule == 0, value, tl.where(rule == 1, position + value, reached))
+        tl.store(others + index, tl.where(is_token, value, 0).to(tl.int64), mask=in_batch)
+        others += slot_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +113,14 @@ class RowTables:
     """Where tables lie in the arena, in words: the token table at its beginning, then the block tables.
 
     token_width: words of a row of the token table. blocks: [groups, 2] int32 on the device, for each KV group that
-    keeps tokens where its table begins, and the words of a row.
+    keeps tokens where its table begins, and the words of a row. values: where the rows' values of step columns begin,
+    [num_rows, columns]. rules: [columns] int32 on the device (quire/worker/columns.py).
     """
 
     token_width: int
     blocks: torch.Tensor
+    values: int
+    rules: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +140,14 @@ class StepColumns:
 class InputBuffers:
     """The inputs of any step, at full capacity; a step uses their beginnings. As DeviceBatch describes them.
 
-    token_ids, positions: [T] int64. slots: [groups that keep tokens, T] int64. rows, seq_lens: [S] int32. query_start:
-    [S + 1] int32.
+    token_ids, slot_positions: [T] int64. slots: [groups that keep tokens, T] int64. others: [columns, T] int64, those
+    that the model reads besides. rows, seq_lens: [S] int32. query_start: [S + 1] int32.
     """
 
     token_ids: torch.Tensor
-    positions: torch.Tensor
+    slot_positions: torch.Tensor
     slots: torch.Tensor
+    others: torch.Tensor
     rows: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -161,8 +174,9 @@ def prepare_inputs(
         columns.starts,
         columns.query_start,
         inputs.token_ids,
-        inputs.positions,
+        inputs.slot_positions,
         inputs.slots,
+        inputs.others,
         inputs.rows,
         inputs.query_start,
         inputs.seq_lens,
@@ -172,8 +186,11 @@ def prepare_inputs(
         padded_tokens,
         tables.token_width,
         tables.blocks,
-        inputs.slots.stride(0),
+        tables.values,
+        tables.rules,
+        len(inputs.token_ids),
         NUM_GROUPS=len(inputs.slots),
+        NUM_OTHERS=len(inputs.others),
         BLOCK_SIZE=block_size,
         # The same for all batches: as many halvings as the longest list of sequences takes.
         SEARCH_STEPS=len(inputs.rows).bit_length(),

@@ -27,6 +27,7 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
+from quire.worker.columns import ColumnValues
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
     STORED_DTYPES,
@@ -142,8 +143,9 @@ class CpuPlatform:
         pages: Sequence[torch.Tensor],
         tables: BlockTables,
         sampling: SamplingRows,
+        values: ColumnValues,
     ) -> CpuCompute:
-        columns, inputs = self._make_inputs(tables, self.make_backends(layout, pages))
+        columns, inputs = self._make_inputs(tables, values, self.make_backends(layout, pages))
         return CpuCompute(
             model,
             block_copier(pages, self._runtime),
@@ -153,8 +155,10 @@ class CpuPlatform:
             has_head=self._config.model.has_pooling_head,
         )
 
-    def _make_inputs(self, tables: BlockTables, backends: CacheBackends) -> tuple[CpuColumns, StepInputs]:
-        size = self._config.scheduler.max_num_seqs, self._config.model.max_model_len
+    def _make_inputs(
+        self, tables: BlockTables, values: ColumnValues, backends: CacheBackends
+    ) -> tuple[CpuColumns, StepInputs]:
+        size = self._config.scheduler.max_num_seqs, self._config.model.max_model_len, values
         if self._runtime is not None and not self._config.model.is_encoder:
             from quire.worker.platform.native_columns import NativeColumns  # the native module may not be built
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,8 +10,9 @@ import torch
 
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.attention.states import StateBackend
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import NO_COLUMNS, ForwardBatch
 from quire.worker.block_tables import BlockTables
+from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 
 
@@ -22,7 +23,8 @@ class CpuColumns:
     The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, values: ColumnValues) -> None:
+        self.values = values
         self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
@@ -40,7 +42,15 @@ class CpuColumns:
     def write_sampling(self, row: int) -> None:
         """Kernels read SamplingRows."""
 
-    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+    def write_values(self, row: int, values: Mapping[str, int]) -> None:
+        self.values.set(row, values)
+
+    def copy_values(self, source: int, destination: int) -> None:
+        self.values.copy(source, destination)
+
+    def input_batch(
+        self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
+    ) -> InputBatch:
         return InputBatch.of_plan(rows, starts, counts)
 
 
@@ -63,7 +73,7 @@ def prepare_inputs(
     attention = AttentionBatch(
         query_start=torch.from_numpy(batch.query_start),
         start_positions=torch.from_numpy(batch.starts),
-        positions=torch.from_numpy(positions),
+        slot_positions=torch.from_numpy(positions),
         sequence_index=torch.from_numpy(sequence_index),
         block_tables=tuple(torch.from_numpy(table) for _, table in with_slots),
         slot_mapping=tuple(torch.from_numpy(slot) for slot in slots),
@@ -83,21 +93,19 @@ class CacheBackends(NamedTuple):
         token_ids: torch.Tensor,
         batch: AttentionBatch,
         logits_rows: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
+        columns: Mapping[str, torch.Tensor] = NO_COLUMNS,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows, segments: as those of ForwardBatch."""
+        """The input of a forward pass. token_ids: [T]. logits_rows, columns: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan(batch)
-        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states, segments)
+        return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, columns)
 
 
 class StepInputs(Protocol):
     """Gathers what a forward pass reads."""
 
-    def forward_batch(
-        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
-    ) -> ForwardBatch:
-        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows, segments: as
-        those of ForwardBatch."""
+    def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
+        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows: as those of
+        ForwardBatch."""
         ...
 
 
@@ -108,8 +116,7 @@ class PlainInputs(NamedTuple):
     tables: BlockTables
     backends: CacheBackends
 
-    def forward_batch(
-        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
-    ) -> ForwardBatch:
-        token_ids, attention = prepare_inputs(batch, self.columns.token_ids, self.tables)
-        return self.backends.forward_batch(token_ids, attention, logits_rows, segments)
+    def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
+        columns = self.columns
+        token_ids, attention = prepare_inputs(batch, columns.token_ids, self.tables)
+        return self.backends.forward_batch(token_ids, attention, logits_rows, columns.values.of_tokens(batch))

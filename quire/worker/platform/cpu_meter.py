@@ -10,6 +10,7 @@ import torch
 from quire.attention.interface import AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.batch import dummy_columns
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.kernels import SamplingKernels
@@ -86,8 +87,8 @@ class CpuMeter:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backends = self._make_backends(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
-        segments = torch.zeros_like(token_ids)
-        return lambda: model.forward(backends.forward_batch(token_ids, attention, segments=segments))
+        columns = dummy_columns(model.columns, token_ids)
+        return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

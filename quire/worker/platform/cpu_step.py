@@ -85,8 +85,7 @@ class CpuStep(NamedTuple):
     def forward(self) -> torch.Tensor:
         compute, batch = self.compute, self.batch
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
-        segments = None if batch.second_segments is None else torch.from_numpy(batch.segments)
-        return compute.model.forward(compute.inputs.forward_batch(batch, rows, segments))
+        return compute.model.forward(compute.inputs.forward_batch(batch, rows))
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

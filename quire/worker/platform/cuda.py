@@ -27,6 +27,7 @@ from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables, table_shapes
+from quire.worker.columns import ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
@@ -154,17 +155,18 @@ class CudaPlatform:
         pages: Sequence[torch.Tensor],
         tables: BlockTables,
         sampling: SamplingRows,
+        values: ColumnValues,
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
         num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
-        arena = StateArena(num_rows, longest, table_shapes(layout), NUM_WORDS, self._device)
+        arena = StateArena(num_rows, longest, table_shapes(layout), NUM_WORDS, self._device, values.rules)
         padded_seqs = max((num_rows, *settings.full_sizes))
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
         backends = self.make_backends(layout, pages)
         compute = DeviceCompute(
             passes=self._make_passes(model, backends),
-            columns=StagedColumns(arena, sampling),
-            inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
+            columns=StagedColumns(arena, sampling, values),
+            inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens, values.names),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages) if pages else None,
             streams=self.streams,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch, HostColumns
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
+from quire.layers.batch import TokenColumns
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
@@ -21,24 +24,31 @@ class DeviceInputs:
     """The static buffers, at full capacity: addresses that stay the same for the life of a CUDA graph. A step uses
     their beginnings."""
 
-    def __init__(self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int) -> None:
-        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: of a step, padding included."""
+    def __init__(
+        self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int, names: Sequence[str] = ()
+    ) -> None:
+        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: of a step, padding included. names: of the
+        columns whose rules the arena has."""
         device = arena.words.device
+        self._names = names
         self._arena = arena
         self._block_size = block_size
         self._buffers = InputBuffers(
             token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            slot_positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             slots=torch.full((len(arena.token_tables), max_tokens), -1, dtype=torch.int64, device=device),
+            others=torch.zeros(len(names), max_tokens, dtype=torch.int64, device=device),
             rows=torch.zeros(max_seqs, dtype=torch.int32, device=device),
             query_start=torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_seqs, dtype=torch.int32, device=device),
         )
+        self._columns = TokenColumns(self._buffers.token_ids[:0])
 
     def prepare(
         self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
-    ) -> tuple[DeviceBatch, torch.Tensor]:
-        """Enqueue the kernel; returns the batch and its token ids, [T] int64. num_seqs, num_tokens: with padding."""
+    ) -> tuple[DeviceBatch, TokenColumns]:
+        """Enqueue the kernel; returns the batch and what the model reads of its tokens. num_seqs, num_tokens: with
+        padding."""
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,
@@ -57,15 +67,18 @@ class DeviceInputs:
             rows=buffers.rows[:num_seqs],
             query_start=buffers.query_start[: num_seqs + 1],
             seq_lens=buffers.seq_lens[:num_seqs],
-            positions=buffers.positions[:num_tokens],
+            slot_positions=buffers.slot_positions[:num_tokens],
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
             host=HostColumns(batch.query_start, batch.starts),
         )
-        return on_device_batch, buffers.token_ids[:num_tokens]
+        if len(self._columns.token_ids) != num_tokens:
+            others = dict(zip(self._names, buffers.others[:, :num_tokens], strict=True))
+            self._columns = TokenColumns(buffers.token_ids[:num_tokens], others)
+        return on_device_batch, self._columns
 
-    def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
+    def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, TokenColumns]:
         """The same tensors for a batch that is nothing but padding, to capture graphs with."""
         none = np.zeros(0, np.int64)
         batch = InputBatch.of(none, none, none)

@@ -11,6 +11,7 @@ from quire.attention.device_batch import DeviceBatch, HostColumns
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.batch import TokenColumns, dummy_columns
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import NUM_WORDS
 from quire.worker.cuda_graphs import DeviceBackends
@@ -93,7 +94,9 @@ class DeviceMeter:
             total=total,
             used=context + max(0, free_at_start - available),
             graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens),
-            tables=table_bytes(limits, len(group_layers(model.cache_specs(), limits.block_size)[0])),
+            tables=table_bytes(
+                limits, len(group_layers(model.cache_specs(), limits.block_size)[0]), len(model.columns)
+            ),
             host_available=available_memory(),
         )
 
@@ -105,8 +108,8 @@ class DeviceMeter:
         backends = self._make_backends(layout, pages)
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
-        segments = torch.zeros_like(token_ids)
-        return lambda: model.forward(backends.forward_batch(token_ids, dummy, segments=segments))
+        columns = TokenColumns(token_ids, dummy_columns(model.columns, token_ids))
+        return lambda: model.forward(backends.forward_batch(columns, dummy))
 
 
 def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:
@@ -123,11 +126,11 @@ def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: i
     return len(sizes) * config.num_layers * GRAPH_BYTES_PER_LAYER + shared + results
 
 
-def table_bytes(limits: StepLimits, num_groups: int) -> int:
-    """Rows of token ids and of block tables, and the inputs of a step: words of 4 and of 8 bytes; and the buffers that
-    the inputs are copied to."""
-    row = limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
-    inputs = limits.max_num_tokens * (3 + num_groups)
+def table_bytes(limits: StepLimits, num_groups: int, num_columns: int = 0) -> int:
+    """Rows of token ids, of block tables and of step columns' values, and the inputs of a step: words of 4 and of 8
+    bytes; and the buffers that the inputs are copied to."""
+    row = num_columns + limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
+    inputs = limits.max_num_tokens * (3 + num_groups + num_columns)
     return 4 * limits.max_num_seqs * row + 8 * inputs + upload_bytes(limits, num_groups)
 
 
@@ -162,7 +165,7 @@ def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) 
         rows=column(batch.rows),
         query_start=column(batch.query_start),
         seq_lens=column(batch.ends),
-        positions=column(batch.positions, torch.int64),
+        slot_positions=column(batch.positions, torch.int64),
         slot_mapping=(slots,) * len(layout.token_groups),
         block_tables=(table,) * len(layout.token_groups),
         state_tables=tuple(state_tables),

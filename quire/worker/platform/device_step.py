@@ -3,7 +3,7 @@ device or asks it for a value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,13 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
+from quire.layers.batch import TokenColumns
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
+from quire.worker.columns import ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
@@ -38,9 +40,10 @@ Launch = Callable[[StepPlan], object]
 class StagedColumns:
     """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
 
-    def __init__(self, arena: StateArena, sampling: SamplingRows) -> None:
+    def __init__(self, arena: StateArena, sampling: SamplingRows, values: ColumnValues) -> None:
         self.arena = arena
         self.sampling = sampling
+        self.values = values
         self._writes = RowWrites()
 
     def take_writes(self) -> RowWrites:
@@ -65,7 +68,17 @@ class StagedColumns:
     def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
 
-    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+    def write_values(self, row: int, values: Mapping[str, int]) -> None:
+        self.values.set(row, values)
+        self._writes.write(self.arena.values_offset(row), self.values.rows[row].copy())
+
+    def copy_values(self, source: int, destination: int) -> None:
+        self.values.copy(source, destination)
+        self._writes.write(self.arena.values_offset(destination), self.values.rows[source].copy())
+
+    def input_batch(
+        self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
+    ) -> InputBatch:
         return InputBatch.of_plan(rows, starts, counts)
 
 
@@ -109,11 +122,10 @@ class DeviceCompute:
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
-        segments = None if batch.second_segments is None else upload.add(batch.segments)
         pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, segments, sampled, pooled_rows)
+        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -130,7 +142,7 @@ class DeviceCompute:
     def capture_next(self) -> bool:
         return self.passes.capture_next(self.padding)
 
-    def padding(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+    def padding(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
         """A batch of an execution's size that is nothing but padding."""
         return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
@@ -145,7 +157,6 @@ class DeviceStep:
     copies: Sequence[Section]
     columns: Sequence[Section]
     logits_rows: Section | None
-    segments: Section | None
     sampled: Sequence[Section]
     pooled: tuple[Section, Section] | None
 
@@ -159,10 +170,9 @@ class DeviceStep:
         batch, compute = self.batch, self.compute
         execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.passes.settings)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
-        inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
+        inputs, columns = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
-        segments = None if self.segments is None else compute.upload.view(self.segments)
-        return compute.passes.run(execution, inputs, token_ids, rows, segments)
+        return compute.passes.run(execution, inputs, columns, rows)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute

@@ -6,7 +6,7 @@ model runner tells it what a plan computes, and it knows the kernels, and where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -24,6 +24,7 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
+from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.pooling import PooledRows
@@ -46,7 +47,7 @@ class PendingCopy(Protocol):
 
 
 class RequestColumns(Protocol):
-    """Columns of the request state that kernels read: tokens, block tables, sampling parameters.
+    """Columns of the request state that kernels read: tokens, block tables, sampling parameters, the step's columns.
 
     On a CPU they are the host's columns. On a device each call records a staged write, which the next step sends; no
     word may be written twice in one plan without a copy in between. BlockTables and SamplingRows hold what is written
@@ -71,9 +72,19 @@ class RequestColumns(Protocol):
         """The row's sampling parameters."""
         ...
 
-    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
-        """The batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64,
-        the same array as in the last call only for the same sequences."""
+    def write_values(self, row: int, values: Mapping[str, int]) -> None:
+        """The row's values of the step's columns, as `NewSequence.columns` has them."""
+        ...
+
+    def copy_values(self, source: int, destination: int) -> None:
+        """As `write_values`, those of another row."""
+        ...
+
+    def input_batch(
+        self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
+    ) -> InputBatch:
+        """The batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64.
+        rows_version: as that of InputBatch."""
         ...
 
 
@@ -234,9 +245,10 @@ class Platform(Protocol):
         pages: Sequence[torch.Tensor],
         tables: BlockTables,
         sampling: SamplingRows,
+        values: ColumnValues,
     ) -> StepCompute:
-        """Empty columns, and kernels over them and over `tables` and `sampling`, the host's columns. Raises ConfigError
-        when the columns cannot be addressed."""
+        """Empty columns, and kernels over them and over `tables`, `sampling` and `values`, the host's columns. Raises
+        ConfigError when the columns cannot be addressed."""
         ...
 
     def offload_weights(self, model: CausalLM) -> DeviceWeights | None:

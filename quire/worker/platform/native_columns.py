@@ -13,6 +13,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.batch import ForwardBatch
 from quire.worker.block_tables import BlockTables
+from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns
 
@@ -30,9 +31,16 @@ class NativeColumns(CpuColumns):
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, tables: BlockTables, backends: CacheBackends, runtime: NativeRuntime
+        self,
+        num_rows: int,
+        max_model_len: int,
+        values: ColumnValues,
+        tables: BlockTables,
+        backends: CacheBackends,
+        runtime: NativeRuntime,
     ) -> None:
-        super().__init__(num_rows, max_model_len)
+        super().__init__(num_rows, max_model_len, values)
+        self._runtime = runtime
         attention = backends.attention
         assert isinstance(attention, NativeAttention), "native kernels attend"
         self._shapes, self._attention, self._states = tables.shapes, attention, backends.states
@@ -51,6 +59,8 @@ class NativeColumns(CpuColumns):
             self._tables,
             *columns,
             self._query_start,
+            values.rules.tolist(),
+            values.rows,
         )
         none = np.zeros(0, np.int64)
         self._batch = InputBatch.of(none, none, none)
@@ -58,52 +68,57 @@ class NativeColumns(CpuColumns):
         self._size = (-1, -1)
         self._reserve(FIRST_CAPACITY)
 
-    def input_batch(self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int]) -> InputBatch:
+    def input_batch(
+        self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
+    ) -> InputBatch:
         """Raises ValueError for whatever would be read outside the tables, or read or written outside the pool."""
-        if self._batch.rows is not rows:
+        if self._batch.rows_version != rows_version or not rows_version:
             self._native.set_rows(rows)
             num_seqs = len(rows)
             starts_counts_ends = self._starts[:num_seqs], self._counts[:num_seqs], self._ends[:num_seqs]
             query_start = self._query_start[: num_seqs + 1]
-            self._batch = InputBatch(rows, *starts_counts_ends, query_start, None, query_start)
+            self._batch = InputBatch(rows, *starts_counts_ends, query_start, None, query_start, rows_version)
         self._num_tokens = sum(counts)
         if self._num_tokens > len(self._tokens[0]):
             self._reserve(self._num_tokens)
         self._native.gather(starts, counts)
         return self._batch
 
-    def forward_batch(
-        self, batch: InputBatch, logits_rows: torch.Tensor | None, segments: torch.Tensor | None
-    ) -> ForwardBatch:
+    def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """Of the batch that was gathered last."""
-        assert batch.rows is self._batch.rows, "another batch was gathered meanwhile"
+        assert batch.rows_version == self._batch.rows_version, "another batch was gathered meanwhile"
         size = len(batch.rows), self._num_tokens
         if size != self._size or size[0] != size[1]:  # others of one size may divide their tokens otherwise
             self._size, self._forward_batch = size, self._view(*size)
-        if logits_rows is None and segments is None:
+        if logits_rows is None:
             return self._forward_batch
-        return self._forward_batch._replace(logits_rows=logits_rows, segments=segments)
+        return self._forward_batch._replace(logits_rows=logits_rows, version=0)
 
     def _view(self, num_seqs: int, num_tokens: int) -> ForwardBatch:
-        """Of a step of this size."""
+        """The input of a step of this size, of a new version."""
         token_ids, positions, sequence_index, *slots = (torch.from_numpy(each[:num_tokens]) for each in self._tokens)
+        names = self.values.names
+        slots, others = slots[: len(slots) - len(names)], slots[len(slots) - len(names) :]
         tables = [torch.from_numpy(table[:num_seqs]) for table in self._tables]
         batch = AttentionBatch(
             query_start=torch.from_numpy(self._query_start[: num_seqs + 1]),
             start_positions=torch.from_numpy(self._starts[:num_seqs]),
-            positions=positions,
+            slot_positions=positions,
             sequence_index=sequence_index,
             block_tables=tuple(each for shape, each in zip(self._shapes, tables, strict=True) if shape.has_slots),
             slot_mapping=tuple(slots),
             state_tables=tuple(each for shape, each in zip(self._shapes, tables, strict=True) if not shape.has_slots),
         )
         step = NativeAttentionStep(self._attention, self._attention.plans, batch)
-        return ForwardBatch(token_ids, positions, step, states=self._states.plan(batch))
+        columns = dict(zip(names, others, strict=True))
+        states, version = self._states.plan(batch), self._runtime.next_version()
+        return ForwardBatch(token_ids, positions, step, states=states, columns=columns, version=version)
 
     def _reserve(self, num_tokens: int) -> None:
         """Have memory for a step of `num_tokens`."""
         num_groups = sum(shape.has_slots for shape in self._shapes)
         capacity = 1 << (num_tokens - 1).bit_length()
-        self._tokens = [np.zeros(capacity, np.int64) for _ in range(3 + num_groups)]
-        self._native.place_tokens(*self._tokens[:3], self._tokens[3:])
+        num_columns = 3 + num_groups + len(self.values.names)
+        self._tokens = [np.zeros(capacity, np.int64) for _ in range(num_columns)]
+        self._native.place_tokens(*self._tokens[:3], self._tokens[3 : 3 + num_groups], self._tokens[3 + num_groups :])
         self._size = (-1, -1)

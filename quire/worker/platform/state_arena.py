@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from quire.errors import ConfigError
@@ -19,13 +20,14 @@ ROW_ALIGNMENT = 4
 """Words: rows begin at multiples of 16 bytes, so that kernels can load them by whole vectors."""
 MAX_WORDS = 2**31 - 1
 """Offsets are 32-bit."""
+NO_RULES = np.zeros(0, np.int32)
 
 
 class StateArena:
     """words: [N] int32, zero. token_ids: [num_rows, width] int32 (width >= max_model_len + 1: a sequence that has just
     reached its end may be run once more before the scheduler knows). block_tables: per KV group [num_rows, entries]
     int32; token_tables and state_tables: those of groups that keep tokens, and of those that keep states. parameters:
-    [num_rows, parameter_words] int32. All of these are views of `words`.
+    [num_rows, parameter_words] int32. All of these are views of `words`, where rows' values of step columns lie too.
 
     Raises ConfigError when the tables are too large to be addressed.
     """
@@ -37,13 +39,16 @@ class StateArena:
         shapes: Sequence[TableShape],
         parameter_words: int,
         device: torch.device,
+        rules: np.ndarray = NO_RULES,
     ) -> None:
+        """rules: [columns] int32, of the step columns that a model reads."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
         ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))
         *self._starts, self._parameters = ends
-        num_words = self._parameters + num_rows * parameter_width
+        values = self._parameters + num_rows * parameter_width
+        num_words = values + num_rows * len(rules)
         if num_words > MAX_WORDS:
             raise ConfigError(
                 f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens need tables of "
@@ -60,8 +65,9 @@ class StateArena:
         self.token_tables = tuple(table for shape, table in pairs if shape.has_slots)
         self.state_tables = tuple(table for shape, table in pairs if not shape.has_slots)
         places = [place for shape, *place in zip(shapes, self._starts, self._widths, strict=True) if shape.has_slots]
-        self.tables = RowTables(token_width, torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2))
-        self.parameters = self.words[self._parameters :].view(num_rows, parameter_width)[:, :parameter_words]
+        blocks = torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
+        self.tables = RowTables(token_width, blocks, values, torch.from_numpy(rules).to(device))
+        self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
 
     def token_offset(self, row: int, position: int = 0) -> int:
         """Where in `words` a token of a row lies."""
@@ -74,6 +80,10 @@ class StateArena:
     def parameters_offset(self, row: int) -> int:
         """Where in `words` the sampling parameters of a row start."""
         return self._parameters + row * self.parameters.stride(0)
+
+    def values_offset(self, row: int) -> int:
+        """Where in `words` the values of a row's step columns start."""
+        return self.tables.values + row * len(self.tables.rules)
 
 
 def _aligned(words: int) -> int:

@@ -46,7 +46,7 @@ def test_tables_are_scattered_over_distinct_blocks() -> None:
     assert sorted(tables.flatten().tolist()) == list(range(1, 10))
     assert num_blocks == 10
     batch = device_batch(Batch(3, 2, 40), tables, 16, CPU)
-    assert batch.positions.tolist() == [38, 39] * 3
+    assert batch.slot_positions.tolist() == [38, 39] * 3
     assert batch.query_start.tolist() == [0, 2, 4, 6]
     assert batch.slot_mapping[0].tolist() == [int(tables[s, 2]) * 16 + offset for s in range(3) for offset in (6, 7)]
 

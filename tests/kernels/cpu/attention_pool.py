@@ -153,10 +153,11 @@ class NativePool:
         qkv = torch.full((count, self.qkv_stride), float("nan"))
         qkv[:, : rows.shape[1]] = rows
         out = torch.full((count, self.out_stride), float("nan"))
-        rotation = rotations(batch.positions, self.options.rotary_dim)
+        rotation = rotations(batch.slot_positions, self.options.rotary_dim)
         areas = [qkv.data_ptr(), out.data_ptr(), rotation.data_ptr()]
         plans = self.plans.set(batch)
-        self.program.bind(count, 0, batch.positions.data_ptr(), plans, areas, -(-self.scratch.data_ptr() // 64) * 64)()
+        columns, scratch = [0, batch.slot_positions.data_ptr()], -(-self.scratch.data_ptr() // 64) * 64
+        self.program.bind(count, columns, plans, areas, scratch)()
         width = layer.num_heads * layer.head_dim
         assert out[:, width:].isnan().all(), "written beyond a row"
         return out[:, :width].reshape(count, layer.num_heads, layer.head_dim)

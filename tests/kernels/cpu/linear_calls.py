@@ -176,7 +176,7 @@ def run_linear(
     )
     scratch = torch.full((program.scratch_bytes + 128,), 99, dtype=torch.uint8)
     start = -scratch.data_ptr() % 64
-    program.bind(rows, 0, 0, [], [given.address(), out.address(), beside.address()], scratch.data_ptr() + start)()
+    program.bind(rows, [], [], [given.address(), out.address(), beside.address()], scratch.data_ptr() + start)()
     for guarded in (given, out, beside):
         guarded.check()
     assert bool((scratch[:start] == 99).all())
@@ -194,5 +194,5 @@ def row_norm(
     given, out = GuardedRows(rows, width, x), GuardedRows(rows, width)
     places = (_native.Ref(0, 0, given.stride), _native.Ref(1, 0, out.stride))
     program.norm(weight.data_ptr(), 0 if bias is None else bias.data_ptr(), 1e-5, centred, width, *places)
-    program.bind(rows, 0, 0, [], [given.address(), out.address()], 0)()
+    program.bind(rows, [], [], [given.address(), out.address()], 0)()
     return out.values.clone()

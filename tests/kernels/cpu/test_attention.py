@@ -341,20 +341,20 @@ def test_fuzzed_tables_and_slots_are_refused() -> None:
         pool = NativePool(GROUPED, [200, 90], Setting("auto", 2))
         pool.computed = [draw.randint(0, 150), draw.randint(0, 60)]
         batch = pool.batch([(0, draw.randint(1, 50)), (1, draw.randint(1, 30))])
-        rows = history.rows(0, len(batch.positions))
+        rows = history.rows(0, len(batch.slot_positions))
         table, slots = batch.block_tables[0].clone(), batch.slot_mapping[0].clone()
         what = draw.choice(["block", "slot", "start", "width", "rows"])
         bad = draw.choice([-1, -(2**31), pool.num_blocks, 2**31 - 1])
         if what == "block":
             sequence = draw.randint(0, 1)
-            last = int(batch.positions[batch.sequence_index == sequence].max()) // 16
+            last = int(batch.slot_positions[batch.sequence_index == sequence].max()) // 16
             table[sequence, draw.randint(0, last)] = bad
         elif what == "slot":
             slots[draw.randrange(len(slots))] = bad if bad < 0 else pool.num_blocks * 16 + draw.randint(0, 9)
         elif what == "start":
             batch.start_positions[1] = draw.choice([-1, 2**40, 2**63 - 1, 16 * table.shape[1]])
         elif what == "width":
-            table = table[:, : int(batch.positions.max()) // 16].contiguous()
+            table = table[:, : int(batch.slot_positions.max()) // 16].contiguous()
         else:
             batch.query_start[draw.randint(0, 1)] = draw.choice([-1, 1000, -(2**63), 2**63 - 1])
         batch = replace(batch, block_tables=(table,), slot_mapping=(slots,))
@@ -378,7 +378,7 @@ def test_a_program_refuses_a_plan_that_is_not_its_own() -> None:
     batch = pool.batch([(0, 20)])
     for plans in ([], other.plans.set(other.batch([(0, 20)])), pool.plans.set(pool.batch([(0, 19)]))):
         with pytest.raises(ValueError, match="plan"):
-            pool.program.bind(20, 0, 0, plans, [0, 0, 0], 0)()
+            pool.program.bind(20, [], plans, [0, 0, 0], 0)()
     assert pool.run(batch, history.rows(0, 20)).isfinite().all()
 
 

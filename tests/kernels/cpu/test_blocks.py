@@ -96,8 +96,8 @@ def embedded(matrix: PackedMatrix, isa: str) -> torch.Tensor:
     out, ids = GuardedRows(matrix.out_features, width), torch.arange(matrix.out_features)
     program = _native.Program(isa, pool(1), len(ids), MatmulPrecision.FLOAT32)
     place = _native.Ref(0, 0, out.stride)
-    program.embed(matrix.as_native(), width, 0, _native.IndexSource.TOKEN_IDS, False, place)
-    program.bind(len(ids), ids.data_ptr(), ids.data_ptr(), [], [out.address()], 0)()
+    program.embed(matrix.as_native(), width, 0, _native.TOKEN_IDS, False, place)
+    program.bind(len(ids), [ids.data_ptr(), ids.data_ptr()], [], [out.address()], 0)()
     out.check()
     return out.values.clone()
 

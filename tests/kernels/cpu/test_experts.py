@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from quire.kernels.arguments import Gating, Routing
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation
 from quire.kernels.cpu.packing import PackedMatrix
-from quire.layers.experts import Gating, Routing, gate_rows, gated, route
+from quire.kernels.experts import gate_rows, gated, route
 from tests.kernels.cpu.linear_calls import CASES, ISAS, GuardedRows, pool, precision_of, random_matrix, run_linear
 
 SIZE, INTERMEDIATE, EXPERTS = 72, 40, 6
@@ -82,7 +83,7 @@ def run_experts(
     )
     scratch = torch.full((program.scratch_bytes + 128,), 99, dtype=torch.uint8)
     start = -scratch.data_ptr() % 64
-    program.bind(rows, 0, 0, [], [area.address() for area in areas], scratch.data_ptr() + start)()
+    program.bind(rows, [], [], [area.address() for area in areas], scratch.data_ptr() + start)()
     for area in areas:
         area.check()
     assert bool((scratch[start + program.scratch_bytes :] == 99).all()), "the scratch that was asked for is enough"
@@ -181,7 +182,7 @@ def run_route(routing: Routing, logits: torch.Tensor, isa: str) -> torch.Tensor:
         logits=_native.Ref(0, 0, areas[0].stride),
         out=_native.Ref(1, 0, areas[1].stride),
     )
-    program.bind(len(logits), 0, 0, [], [area.address() for area in areas], 0)()
+    program.bind(len(logits), [], [], [area.address() for area in areas], 0)()
     for area in areas:
         area.check()
     return areas[1].values.clone()
@@ -215,7 +216,7 @@ def test_gated_rows(isa: str) -> None:
     areas = [GuardedRows(7, 41, x), GuardedRows(7, 1, gate), GuardedRows(7, 41)]
     refs = [_native.Ref(index, 0, area.stride) for index, area in enumerate(areas)]
     program.elementwise(_native.Elementwise.GATE_ROWS, 1.0, 41, *refs)
-    program.bind(7, 0, 0, [], [area.address() for area in areas], 0)()
+    program.bind(7, [], [], [area.address() for area in areas], 0)()
     for area in areas:
         area.check()
     torch.testing.assert_close(areas[2].values, gate_rows(x, gate))

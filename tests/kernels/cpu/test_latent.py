@@ -9,13 +9,13 @@ from quire.attention.interface import AttentionBatch
 from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
 from quire.errors import ConfigError
+from quire.kernels.arguments import RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.native import NativeOperations
-from quire.layers.operations import RotaryFrequencies
 from quire.quantization.interface import LinearShape
 from quire.quantization.packed import PackedLinear
 from quire.quantization.weight_format import WeightFormat
@@ -46,7 +46,7 @@ class Pool:
         operations, recorder = NativeOperations(), Recorder()
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
         inputs = tuple(recorder.external(width, width) for width in widths)
-        positions = RecordedIndices(recorder, _native.IndexSource.POSITIONS)
+        positions = RecordedIndices(recorder, _native.SLOT_POSITIONS)
         self.frequencies = 3.0 ** -torch.arange(shape.rope_dim // 2).float()
         turn = operations.rotation(RotaryFrequencies(self.frequencies, 1.0, torch.float32), positions)
         result = operations.attend_latent(shape, inputs, turn, self._backend)
@@ -65,7 +65,7 @@ class Pool:
         batch = AttentionBatch(query_start, starts, positions, index, (tables,), (slots,))
         rows = [torch.cat([own[each] for _, _, own in work]).clone() for each in range(4)]
         plans = self._backend.plan(batch).plans
-        self._program.run(len(positions), positions=positions, plans=plans, externals=rows)
+        self._program.run(len(positions), (None, positions), plans=plans, externals=rows)
         return [part.clone() for part in self._program.result(len(positions)).split(counts.tolist())]
 
 

@@ -65,7 +65,7 @@ class Pool:
         query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         batch = AttentionBatch(query_start, starts, positions, index, (tables,), (slots,))
         rows = [torch.cat([own[each] for _, _, own in work]).clone() for each in range(7)]
-        self._program.run(len(positions), positions=positions, plans=self._backend.plan(batch).plans, externals=rows)
+        self._program.run(len(positions), (None, positions), plans=self._backend.plan(batch).plans, externals=rows)
         return [part.clone() for part in self._program.result(len(positions)).split(counts.tolist())]
 
     def exact(self, rows: Rows, cache: str) -> torch.Tensor:
@@ -134,9 +134,7 @@ def test_where_all_keys_are_read_the_bits_are_those_of_dense_attention(isa: str)
     slots = table[0, positions // 16].long() * 16 + positions % 16
     starts = torch.tensor([0, 300]), torch.tensor([0])
     batch = AttentionBatch(*starts, positions, torch.zeros(300, dtype=torch.int64), (table,), (slots,))
-    program.run(
-        300, positions=positions, plans=backend.plan(batch).plans, externals=[each.clone() for each in rows[3:]]
-    )
+    program.run(300, (None, positions), plans=backend.plan(batch).plans, externals=[each.clone() for each in rows[3:]])
     assert torch.equal(program.result(300), sparse.step([(0, 0, rows)])[0])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,8 +38,7 @@ def run(
     threads: int,
     record: Callable[[Any, list[Any]], None],
     matrices: list[torch.Tensor],
-    token_ids: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    columns: Sequence[torch.Tensor | None] = (),
     encoder: Any = None,
 ) -> None:
     """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
@@ -48,8 +47,7 @@ def run(
     record(program, [_native.Ref(area, 0, matrix.stride(0)) for area, matrix in enumerate(matrices)])
     program.bind(
         num_rows,
-        0 if token_ids is None else token_ids.data_ptr(),
-        0 if positions is None else positions.data_ptr(),
+        [0 if column is None else column.data_ptr() for column in columns],
         [],
         [matrix.data_ptr() for matrix in matrices],
         0,
@@ -265,16 +263,15 @@ def embed(
     threads: int = 2,
     shift: int = 0,
     onto: torch.Tensor | None = None,
-    source: str = "TOKEN_IDS",
+    column: int = _native.TOKEN_IDS,
 ) -> torch.Tensor:
     out = strided(torch.full((len(ids), table.width), torch.nan) if onto is None else onto)
 
     def record(program: Any, refs: list[Any]) -> None:
-        kind = getattr(_native.IndexSource, source)
-        program.embed(table.weight, table.width, shift, kind, onto is not None, refs[0])
+        program.embed(table.weight, table.width, shift, column, onto is not None, refs[0])
 
     other = torch.full_like(ids, 10**9)
-    run(isa, threads, record, [out], *((other, ids) if source == "POSITIONS" else (ids, other)))
+    run(isa, threads, record, [out], [ids if number == column else other for number in range(_native.MAX_COLUMNS)])
     return out
 
 
@@ -294,8 +291,9 @@ def test_embedding(isa: str, kind: str, width: int, group: int, ordered: bool) -
         assert same_bits(embed(isa, table, ids, threads=threads), actual)
     before = randn(41, table.width, seed=8)
     # A position's vector is added to the token's, two rows further on in the table.
-    added = embed(isa, table, (ids - 2).clamp(min=0), shift=2, onto=before, source="POSITIONS")
+    added = embed(isa, table, (ids - 2).clamp(min=0), shift=2, onto=before, column=_native.SLOT_POSITIONS)
     assert same_bits(added, before + embed(isa, table, (ids - 2).clamp(min=0) + 2))
+    assert same_bits(embed(isa, table, ids, column=_native.MAX_COLUMNS - 1), actual)
 
 
 @each_isa
@@ -312,9 +310,9 @@ def rotation(
     out = strided(torch.full((len(positions), 2 * len(frequencies)), torch.nan))
 
     def record(program: Any, refs: list[Any]) -> None:
-        program.rotation(frequencies.data_ptr(), 2 * len(frequencies), magnitude, refs[0])
+        program.rotation(frequencies.data_ptr(), 2 * len(frequencies), magnitude, 2, refs[0])
 
-    run(isa, threads, record, [out], positions=positions)
+    run(isa, threads, record, [out], [None, None, positions])
     return out
 
 
@@ -339,19 +337,35 @@ OUTSIDE = [70, -1, 2**31, -(2**31), 2**63 - 1, -(2**63)]
 
 @each_isa
 @pytest.mark.parametrize("outside", OUTSIDE)
-@pytest.mark.parametrize("source", ["TOKEN_IDS", "POSITIONS"])
-def test_an_id_outside_the_table_is_refused(isa: str, outside: int, source: str) -> None:
+@pytest.mark.parametrize("column", [_native.TOKEN_IDS, _native.SLOT_POSITIONS, 2])
+def test_an_id_outside_the_table_is_refused(isa: str, outside: int, column: int) -> None:
     """A run with one such row computes nothing: the memory beside the table is not read."""
     table, ids = Table("F32", 70, 16), torch.arange(20)
     ids[13] = outside
     out = strided(torch.full((20, 16), 3.0))
 
     def record(program: Any, refs: list[Any]) -> None:
-        program.embed(table.weight, 16, 0, getattr(_native.IndexSource, source), False, refs[0])
+        program.embed(table.weight, 16, 0, column, False, refs[0])
 
-    with pytest.raises(ValueError, match=r"lies outside the (embedding|table of positions)"):
-        run(isa, 2, record, [out], *((None, ids) if source == "POSITIONS" else (ids, None)))
+    with pytest.raises(ValueError, match=r"lies outside the (embedding|table of positions|column's table)"):
+        run(isa, 2, record, [out], [*[None] * column, ids])
     assert (out == 3.0).all()
+
+
+def test_a_column_that_no_step_has_is_refused() -> None:
+    program, table = _native.Program(ISAS[0], _native.Pool(1, False), 1), Table("F32", 70, 16)
+    ref, no_rotation = _native.Ref(0, 0, 16), (torch.ones(1).data_ptr(), 2, 1.0)
+    for column in (-1, _native.MAX_COLUMNS):
+        with pytest.raises(ValueError, match="a column of a number"):
+            program.embed(table.weight, 16, 0, column, False, ref)
+        with pytest.raises(ValueError, match="a column of a number"):
+            program.rotation(*no_rotation, column, ref)
+    with pytest.raises(ValueError, match="too many columns"):
+        program.bind(1, [0] * (_native.MAX_COLUMNS + 1), [], [], 0)
+    frequencies = torch.ones(1)
+    program.rotation(frequencies.data_ptr(), 2, 1.0, 2, ref)
+    with pytest.raises(ValueError, match="rotations are of positions"):
+        program.bind(1, [0, 0], [], [torch.zeros(16).data_ptr()], 0)()
 
 
 def test_the_shift_counts_when_ids_are_checked() -> None:

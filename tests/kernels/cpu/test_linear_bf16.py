@@ -195,7 +195,7 @@ def run_pair(isa: str, rows: int, inner: int, *, feeds_next: bool) -> tuple[torc
     program.linear(down.as_native(), 0, between, _native.Ref(), out, Activation.NONE)
     scratch = torch.zeros(program.scratch_bytes + 64, dtype=torch.uint8)
     start = scratch.data_ptr() + -scratch.data_ptr() % 64
-    program.bind(rows, 0, 0, [], [area.data_ptr() for area in areas], start)()
+    program.bind(rows, [], [], [area.data_ptr() for area in areas], start)()
     return areas[2][:, :33].clone(), areas[1]
 
 

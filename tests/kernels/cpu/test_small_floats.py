@@ -69,7 +69,7 @@ def test_rows_are_looked_up(isa: str, kind: str) -> None:
     out = GuardedRows(4, 100)
     program = _native.Program(isa, pool(1), 4)
     program.embed(table.as_native(), 100, 0, False, False, _native.Ref(0, 0, out.stride))
-    program.bind(4, ids.data_ptr(), 0, [], [out.address()], 0)()
+    program.bind(4, [ids.data_ptr()], [], [out.address()], 0)()
     assert torch.equal(out.values, table.dequantize()[ids])
     out.check()
 

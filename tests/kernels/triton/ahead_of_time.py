@@ -50,6 +50,7 @@ from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import CacheScale, LayerAttention
 from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, HeadWeights, NormWeights
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
@@ -67,8 +68,6 @@ from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
-from quire.layers.operations import HeadWeights, NormWeights
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
 from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for
@@ -202,9 +201,9 @@ def layer_calls() -> Calls:
 def row_calls() -> Calls:
     """What a step changes in the rows, and its inputs, of two KV groups."""
     int64 = partial(empty, dtype=torch.int64)
-    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
+    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int64(2, 8192), int32(256), int32(257), int32(256))
     columns = StepColumns(int32(5), int32(5), int32(6))
-    tables = RowTables(40964, int32(2, 2))
+    tables = RowTables(40964, int32(2, 2), 10**5, int32(2))
     return [
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),

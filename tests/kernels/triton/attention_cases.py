@@ -72,7 +72,7 @@ class Case:
             rows=torch.cat((rows, padding)),
             query_start=torch.cat((starts, starts[-1:], starts[-1:])).int(),
             seq_lens=torch.cat((torch.tensor(lengths, dtype=torch.int32), padding)),
-            positions=torch.zeros(real + 2, dtype=torch.int64),
+            slot_positions=torch.zeros(real + 2, dtype=torch.int64),
             slot_mapping=(torch.full((real + 2,), -1),),
             block_tables=(table,),
         )

@@ -67,7 +67,7 @@ class Sequences:
             rows=rows.int(),
             query_start=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
             seq_lens=lengths.int(),
-            positions=positions,
+            slot_positions=positions,
             slot_mapping=(tables * BLOCK_SIZE + positions % BLOCK_SIZE,),
             block_tables=(self.tables,),
         )

@@ -49,6 +49,7 @@ def test_copies_of_different_lengths(device: torch.device) -> None:
 NUM_ROWS, TOKEN_WIDTH, BLOCK_WIDTH, NUM_GROUPS, BLOCK_SIZE = 9, 44, 12, 2, 4
 GROUP_WORDS = NUM_ROWS * BLOCK_WIDTH
 BLOCKS = NUM_ROWS * TOKEN_WIDTH
+VALUES, RULES = BLOCKS + NUM_GROUPS * GROUP_WORDS, (2, 0, 1, 2)
 CAPACITY = (16, 300)
 """More tokens than one program prepares."""
 
@@ -56,7 +57,7 @@ CAPACITY = (16, 300)
 def tables(device: torch.device) -> RowTables:
     """Of groups one behind the other."""
     places = [(BLOCKS + group * GROUP_WORDS, BLOCK_WIDTH) for group in range(NUM_GROUPS)]
-    return RowTables(TOKEN_WIDTH, torch.tensor(places, dtype=torch.int32, device=device))
+    return RowTables(TOKEN_WIDTH, torch.tensor(places, dtype=torch.int32, device=device), VALUES, words(RULES, device))
 
 
 def buffers(device: torch.device) -> InputBuffers:
@@ -66,8 +67,9 @@ def buffers(device: torch.device) -> InputBuffers:
     narrow = {"dtype": torch.int32, "device": device}
     return InputBuffers(
         token_ids=torch.full((max_tokens,), -7, **wide),
-        positions=torch.full((max_tokens,), -7, **wide),
+        slot_positions=torch.full((max_tokens,), -7, **wide),
         slots=torch.full((NUM_GROUPS, max_tokens), -7, **wide),
+        others=torch.full((len(RULES), max_tokens), -7, **wide),
         rows=torch.full((max_seqs,), -7, **narrow),
         query_start=torch.full((max_seqs + 1,), -7, **narrow),
         seq_lens=torch.full((max_seqs,), -7, **narrow),
@@ -88,9 +90,10 @@ def buffers(device: torch.device) -> InputBuffers:
 )
 def test_inputs_against_a_loop(counts: list[int], padded: tuple[int, int], device: torch.device) -> None:
     rng = np.random.default_rng(len(counts))
-    arena = rng.integers(0, 1000, BLOCKS + NUM_GROUPS * GROUP_WORDS)
+    arena = rng.integers(0, 1000, VALUES + NUM_ROWS * len(RULES))
+    arena[VALUES:] = rng.integers(0, 30, NUM_ROWS * len(RULES))
     tokens = arena[:BLOCKS].reshape(NUM_ROWS, TOKEN_WIDTH)
-    blocks = arena[BLOCKS:].reshape(NUM_GROUPS, NUM_ROWS, BLOCK_WIDTH)
+    blocks = arena[BLOCKS:VALUES].reshape(NUM_GROUPS, NUM_ROWS, BLOCK_WIDTH)
     rows = rng.permutation(NUM_ROWS)[: len(counts)]
     starts = np.array([rng.integers(0, 42 - count) for count in counts], np.int64)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
@@ -106,7 +109,11 @@ def test_inputs_against_a_loop(counts: list[int], padded: tuple[int, int], devic
         assert found.tolist() == [*map(int, values), *[padding] * spare, *untouched]
 
     expect(inputs.token_ids, [tokens[place] for place in places], 0, spare_tokens)
-    expect(inputs.positions, [position for _, position in places], 0, spare_tokens)
+    expect(inputs.slot_positions, [position for _, position in places], 0, spare_tokens)
+    for number, rule in enumerate(RULES):
+        values = [(arena[VALUES + row * len(RULES) + number], at) for row, at in places]
+        by_rule = [(value, at + value, int(0 < value <= at))[rule] for value, at in values]
+        expect(inputs.others[number], by_rule, 0, spare_tokens)
     for group in range(NUM_GROUPS):
         slots = [blocks[group, row, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in places]
         expect(inputs.slots[group], slots, -1, spare_tokens)

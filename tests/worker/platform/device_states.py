@@ -16,13 +16,13 @@ def device_batch(batch: AttentionBatch) -> DeviceBatch:
     lengths = batch.start_positions + counts
     return DeviceBatch(
         num_seqs=len(counts),
-        num_tokens=len(batch.positions),
+        num_tokens=len(batch.slot_positions),
         max_query_len=int(counts.max()),
         max_seq_len=int(lengths.max()),
         rows=torch.arange(len(counts), dtype=torch.int32),
         query_start=batch.query_start.int(),
         seq_lens=lengths.int(),
-        positions=batch.positions,
+        slot_positions=batch.slot_positions,
         slot_mapping=batch.slot_mapping,
         block_tables=batch.block_tables,
         state_tables=batch.state_tables,
@@ -64,7 +64,7 @@ def on_device(states: StateStep, *, num_seqs: int, num_tokens: int) -> DeviceSta
         rows=torch.cat((torch.arange(count - 1, -1, -1), torch.zeros(num_seqs, dtype=torch.int64))).int(),
         query_start=torch.cat((starts, starts[-1:].expand(num_seqs))).int(),
         seq_lens=torch.cat((lengths, torch.zeros(num_seqs, dtype=torch.int64))).int(),
-        positions=torch.zeros(int(starts[-1]) + num_tokens, dtype=torch.int64),
+        slot_positions=torch.zeros(int(starts[-1]) + num_tokens, dtype=torch.int64),
         slot_mapping=(),
         block_tables=(),
     )

@@ -17,6 +17,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.batch import TokenColumns
 from quire.layers.context import LayerContext
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
@@ -61,7 +62,7 @@ class Buffers:
 
     def fill(
         self, execution: Execution, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> tuple[DeviceBatch, torch.Tensor]:
+    ) -> tuple[DeviceBatch, TokenColumns]:
         """The inputs of one step, padded to the execution's sizes; what padding may hold is anything."""
         counts = [len(each) for each in tokens]
         num_tokens, num_seqs = sum(counts), len(rows)
@@ -82,8 +83,8 @@ class Buffers:
         self.seq_lens[:num_seqs] = torch.tensor(starts, dtype=torch.int32) + torch.tensor(counts, dtype=torch.int32)
         return self.batch(execution, max(counts, default=1), int(self.seq_lens.max())), self.tokens(execution)
 
-    def tokens(self, execution: Execution) -> torch.Tensor:
-        return self.token_ids[: execution.num_tokens]
+    def tokens(self, execution: Execution) -> TokenColumns:
+        return TokenColumns(self.token_ids[: execution.num_tokens])
 
     def batch(self, execution: Execution, max_query_len: int, max_seq_len: int) -> DeviceBatch:
         return DeviceBatch(
@@ -94,12 +95,12 @@ class Buffers:
             rows=self.rows[: execution.num_seqs],
             query_start=self.query_start[: execution.num_seqs + 1],
             seq_lens=self.seq_lens[: execution.num_seqs],
-            positions=self.positions[: execution.num_tokens],
+            slot_positions=self.positions[: execution.num_tokens],
             slot_mapping=(self.slots[: execution.num_tokens],),
             block_tables=(self.tables,),
         )
 
-    def padded(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+    def padded(self, execution: Execution) -> tuple[DeviceBatch, TokenColumns]:
         return self.fill(execution, (), (), ())
 
 

@@ -17,6 +17,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.worker.block_tables import BlockTables, table_shapes
+from quire.worker.columns import Column, ColumnValues, Rule
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages, state_pages
 from quire.worker.platform.cpu_inputs import CacheBackends, PlainInputs
@@ -25,6 +26,7 @@ from quire.worker.platform.native_columns import FIRST_CAPACITY, NativeColumns
 NUM_ROWS, MAX_MODEL_LEN, NUM_BLOCKS = 5, 300, 40
 FULL, WINDOWED = AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=20)
 RUNTIME = NativeRuntime("auto", 2)
+TABLE = [Column(rule.name, rule) for rule in Rule] + [Column("again", Rule.ROW)]
 
 
 class World:
@@ -36,9 +38,11 @@ class World:
         self.layout = KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group)
         self.pages = allocate_pages(self.layout)
         self.tables = BlockTables(table_shapes(self.layout), NUM_ROWS, MAX_MODEL_LEN)
-        self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.tables, self.backends(), RUNTIME)
+        self.values = ColumnValues(TABLE, [column.name for column in TABLE], NUM_ROWS)
+        self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.values, self.tables, self.backends(), RUNTIME)
         self.plain = PlainInputs(self.columns, self.tables, self.backends())
         for row in range(NUM_ROWS):
+            self.columns.write_values(row, dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True)))
             self.columns.write_tokens(row, 0, rng.integers(0, 1000, MAX_MODEL_LEN).tolist())
             sizes = [-(-MAX_MODEL_LEN // group.block_size) for group in groups]
             self.tables.append(row, [rng.integers(1, NUM_BLOCKS, size).tolist() for size in sizes])
@@ -49,16 +53,18 @@ class World:
 
     def check(self, rows: np.ndarray, starts: list[int], counts: list[int]) -> None:
         batch, expected = (
-            self.columns.input_batch(rows, starts, counts),
+            self.columns.input_batch(rows, starts, counts, 0),
             InputBatch.of_plan(rows, starts, counts),
         )
-        for column, wanted in zip(batch, expected, strict=True):
+        for column, wanted in zip(batch[:-1], expected[:-1], strict=True):
             assert (column is None) == (wanted is None)
             assert wanted is None or (column.dtype, column.tolist()) == (wanted.dtype, wanted.tolist())
-        found = self.columns.forward_batch(batch, None, None)
-        wanted = self.plain.forward_batch(expected, None, None)
+        found = self.columns.forward_batch(batch, None)
+        wanted = self.plain.forward_batch(expected, None)
         assert torch.equal(found.token_ids, wanted.token_ids)
-        assert torch.equal(found.positions, wanted.positions)
+        assert torch.equal(found.slot_positions, wanted.slot_positions)
+        assert found.columns.keys() == wanted.columns.keys() == set(self.values.names)
+        assert all(torch.equal(found.columns[name], wanted.columns[name]) for name in self.values.names)
         step, wanted_step = found.attention, wanted.attention
         assert isinstance(step, NativeAttentionStep)
         self._check_attention(step.batch, wanted_step.batch, expected.ends)
@@ -71,7 +77,7 @@ class World:
             assert found.states.starts.tolist() == starts
 
     def _check_attention(self, found: AttentionBatch, wanted: AttentionBatch, ends: np.ndarray) -> None:
-        for name in ("query_start", "start_positions", "positions", "sequence_index"):
+        for name in ("query_start", "start_positions", "slot_positions", "sequence_index"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
         assert len(found.slot_mapping) == len(wanted.slot_mapping)
         assert all(map(torch.equal, found.slot_mapping, wanted.slot_mapping))
@@ -130,11 +136,22 @@ def test_the_same_as_in_numpy(specs: Sequence[LayerSpec]) -> None:
 
 def test_steps_of_one_size_have_the_same_input() -> None:
     columns, rows = World([FULL]).columns, np.array([3, 1])
-    first, second = (
-        columns.forward_batch(columns.input_batch(rows, [start, 9], [1, 1]), None, None) for start in (5, 6)
-    )
+    first, second = (columns.forward_batch(columns.input_batch(rows, [start, 9], [1, 1], 1), None) for start in (5, 6))
     assert first is second
-    assert first.positions.tolist() == [6, 9]
+    assert first.slot_positions.tolist() == [6, 9]
+    others = columns.forward_batch(columns.input_batch(rows, [6, 9], [2, 2], 1), None)
+    assert others.version != first.version, "they lie elsewhere"
+    read = columns.forward_batch(columns.input_batch(rows, [6, 9], [2, 2], 1), torch.tensor([1, 3]))
+    assert read.version == 0, "the rows that are read may lie anywhere"
+
+
+def test_rows_of_another_version_are_gathered_anew() -> None:
+    """In the array that held the rows before: it is the version that counts, not the object."""
+    columns, rows = World([FULL]).columns, np.array([3, 1])
+    before = columns.forward_batch(columns.input_batch(rows, [5, 9], [1, 1], 1), None).token_ids.tolist()
+    rows[:] = rows[::-1].copy()
+    after = columns.forward_batch(columns.input_batch(rows, [9, 5], [1, 1], 2), None).token_ids.tolist()
+    assert after == before[::-1]
 
 
 @pytest.mark.parametrize(
@@ -155,4 +172,4 @@ def test_what_lies_outside_is_refused(rows: list[int], starts: list[int], counts
     world = World([FULL])
     world.tables.replace(2, group=0, logical_index=1, block_id=NUM_BLOCKS)
     with pytest.raises(ValueError, match=reason):
-        world.columns.input_batch(np.array(rows), starts, counts)
+        world.columns.input_batch(np.array(rows), starts, counts, 0)

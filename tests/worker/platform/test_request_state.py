@@ -14,6 +14,7 @@ from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.block_tables import BlockTables, TableShape
+from quire.worker.columns import Column, ColumnValues, Rule
 from quire.worker.input_batch import build_input_batch
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.device_step import StagedColumns
@@ -25,6 +26,7 @@ from tests.worker.driver import sampling_of
 
 NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS = 7, 60, 4, 2
 PARAMETERS = 3
+TABLE = [Column(rule.name, rule) for rule in Rule]
 GREEDY = sampling_of(SamplingParams(temperature=0))
 
 
@@ -55,6 +57,7 @@ class Expected:
     blocks: list[list[int]]
     seed: int
     computed: int = 0
+    columns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,9 +104,12 @@ class World:
         tokens = [self.token() for _ in range(self.rng.randint(1, 30))]
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         blocks = [[self.block() for _ in range(num_blocks)] for _ in range(NUM_GROUPS)]
-        seq_id = self._add(Expected(tokens, self.rng.randint(1, len(tokens)), blocks, self.token()))
+        columns = {column.name: self.rng.randrange(20) for column in TABLE if self.rng.random() < 0.7}
+        seq_id = self._add(Expected(tokens, self.rng.randint(1, len(tokens)), blocks, self.token(), columns=columns))
         sampling = sampling_of(GREEDY.params, self.sequences[seq_id].seed)
-        new = NewSequence(seq_id, list(tokens), self.sequences[seq_id].num_prompt, [list(b) for b in blocks], sampling)
+        new = NewSequence(
+            seq_id, list(tokens), self.sequences[seq_id].num_prompt, list(map(list, blocks)), sampling, columns
+        )
         plan.new_sequences.append(new)
 
     def _add(self, sequence: Expected) -> int:
@@ -113,7 +119,8 @@ class World:
 
     def _child(self, parent: Expected, tokens: list[int]) -> int:
         blocks = [list(table) for table in parent.blocks]
-        return self._add(Expected(tokens, parent.num_prompt, blocks, self.token(), min(parent.computed, len(tokens))))
+        computed = min(parent.computed, len(tokens))
+        return self._add(Expected(tokens, parent.num_prompt, blocks, self.token(), computed, parent.columns))
 
     def _branch(self, plan: StepPlan, parent: int) -> None:
         child = self._child(self.sequences[parent], list(self.sequences[parent].tokens))
@@ -166,13 +173,15 @@ class Rows:
     """The parts of a runner that keep rows."""
 
     def __init__(self, device: torch.device) -> None:
-        self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, [TableShape(BLOCK_SIZE)] * NUM_GROUPS, PARAMETERS, device)
-        tables = BlockTables([TableShape(BLOCK_SIZE)] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
+        values = ColumnValues(TABLE, [column.name for column in TABLE], NUM_ROWS)
+        shapes = [TableShape(BLOCK_SIZE)] * NUM_GROUPS
+        self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, shapes, PARAMETERS, device, values.rules)
+        tables = BlockTables(shapes, NUM_ROWS, MAX_MODEL_LEN)
         sampling = SamplingRows()
-        self.columns = StagedColumns(self.arena, sampling)  # type: ignore[arg-type]
+        self.columns = StagedColumns(self.arena, sampling, values)  # type: ignore[arg-type]
         self.requests = RequestState(tables, sampling, self.columns)  # type: ignore[arg-type]
         self.upload = Upload(make_streams(device), 2)
-        self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)
+        self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400, values.names)
         self.writes = RowWrites()
 
     def run(self, plan: StepPlan):  # type: ignore[no-untyped-def]
@@ -223,7 +232,7 @@ def test_random_plans(seed: int, device: torch.device) -> None:
     }
     for step in range(30):
         plan = world.plan(step)
-        columns, (batch, token_ids) = rows.run(plan)
+        columns, (batch, (token_ids, others)) = rows.run(plan)
         for name in seen:
             seen[name] += len(getattr(plan, name))
         places = [
@@ -232,7 +241,15 @@ def test_random_plans(seed: int, device: torch.device) -> None:
             for i in range(count)
         ]
         assert token_ids.tolist() == [*(world.sequences[s].tokens[at] for s, at in places), 0, 0, 0]
-        assert batch.positions.tolist() == [*(at for _, at in places), 0, 0, 0]
+        assert batch.slot_positions.tolist() == [*(at for _, at in places), 0, 0, 0]
+        for name, found in others.items():
+            rule = Rule[name]
+            values = [world.sequences[s].columns.get(name, 0) for s, _ in places]
+            wanted = [
+                value if rule == Rule.ROW else at + value if rule == Rule.SHIFTED else int(0 < value <= at)
+                for value, (_, at) in zip(values, places, strict=True)
+            ]
+            assert found.tolist() == [*wanted, 0, 0, 0], name
         for group in range(NUM_GROUPS):
             tables = {seq_id: world.sequences[seq_id].blocks[group] for seq_id in plan.seq_ids}
             slots = [tables[s][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for s, at in places]
@@ -258,8 +275,9 @@ def test_what_graphs_read_stays_where_it_is_and_is_no_upload(device: torch.devic
     plans += [StepPlan(step, [5], [step], [1], [], []) for step in (1, 2)]
     addresses, uploads = [], set()
     for plan in plans:
-        _, (batch, token_ids) = rows.run(plan)
-        inputs = [batch.rows, batch.query_start, batch.seq_lens, batch.positions, *batch.slot_mapping, token_ids]
+        _, (batch, (token_ids, others)) = rows.run(plan)
+        inputs = [batch.rows, batch.query_start, batch.seq_lens, batch.slot_positions, *batch.slot_mapping, token_ids]
+        inputs += others.values()
         addresses.append([tensor.data_ptr() for tensor in (*inputs, *batch.block_tables)])
         memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         uploads |= {buffer.untyped_storage().data_ptr() for buffer in rows.upload._devices}
@@ -273,7 +291,7 @@ def test_a_plain_decode_step_sends_no_writes(device: torch.device) -> None:
     blocks = [[1], [2]]
     rows.run(StepPlan(0, [5], [0], [2], [5], [0], new_sequences=[NewSequence(5, [1, 2], 2, blocks, GREEDY)]))
     rows.sample(StepPlan(0, [5], [0], [2], [5], [0]), [3])
-    _, (_, token_ids) = rows.run(StepPlan(1, [5], [2], [1], [5], [0]))
+    _, (_, (token_ids, _)) = rows.run(StepPlan(1, [5], [2], [1], [5], [0]))
     assert [(s.destinations, s.values, s.copies) for s in rows.writes._sections] == [(None, None, None)]
     assert token_ids[0] == 3
 

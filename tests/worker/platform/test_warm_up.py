@@ -70,8 +70,8 @@ class Lengths(HostAttention):
 
 class NoModel:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        assert len(batch.token_ids) == len(batch.positions)
-        return batch.positions
+        assert len(batch.token_ids) == len(batch.slot_positions)
+        return batch.slot_positions
 
 
 def test_attention_is_compiled_for_every_length_that_a_step_can_have(

@@ -1,0 +1,80 @@
+"""The table of step columns: integers of a step's tokens that a model reads beside token ids and positions.
+
+A column is one entry of `STEP_COLUMNS`, and a model that reads it names it (`CausalLM.columns`). The worker compiles
+the columns of its model once: gathering (NumPy, native or on a device), upload, memory, warm-up, graphs and recorded
+programs follow `ColumnValues`, and none of them names a column. A model that reads none pays nothing.
+
+A request brings one 32-bit integer for each column that concerns it (`EngineRequest.columns`), which its row keeps; a
+rule makes the values of its tokens from it. Requests of equal values alone share blocks of the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from quire.layers.batch import NO_COLUMNS
+from quire.worker.input_batch import InputBatch
+
+
+class Rule(IntEnum):
+    """How a token's value follows from its row's value and its position. csrc/step_inputs.h and kernels/triton/rows.py
+    have the same numbers."""
+
+    ROW = 0
+    """The row's value."""
+    SHIFTED = 1
+    """The position plus the row's value."""
+    REACHED = 2
+    """1 from the position on that the row's value names, before it 0; 0 throughout where that value is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One entry. name: the one by which requests bring values and models read tokens' values."""
+
+    name: str
+    rule: Rule
+
+
+STEP_COLUMNS = (Column("segments", Rule.REACHED), Column("rotary_positions", Rule.SHIFTED))
+"""`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
+`rotary_positions`: positions for rotations alone, where they differ from those of the KV cache's slots."""
+
+
+class ColumnValues:
+    """The columns that one model reads, C of them, and what rows hold of them.
+
+    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64.
+    """
+
+    def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
+        """table: at least the columns in `names`, those that the model reads."""
+        entries = {column.name: column for column in table}
+        self.names = tuple(names)
+        self.rules = np.array([entries[name].rule for name in names], np.int32)
+        self.rows = np.zeros((num_rows, len(names)), np.int64)
+
+    def set(self, row: int, values: Mapping[str, int]) -> None:
+        """Set the values of a row; 0 for a column that `values` does not name."""
+        if self.names:
+            self.rows[row] = [values.get(name, 0) for name in self.names]
+
+    def copy(self, source: int, destination: int) -> None:
+        self.rows[destination] = self.rows[source]
+
+    def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
+        """The values of a batch's tokens, [T] int64 each."""
+        if not self.names:
+            return NO_COLUMNS
+        positions, values = batch.positions, np.repeat(self.rows[batch.rows], batch.counts, axis=0)
+        found: dict[str, torch.Tensor] = {}
+        for name, rule, value in zip(self.names, self.rules, values.T, strict=True):
+            if rule == Rule.REACHED:
+                value = ((value > 0) & (positions >= value)).astype(np.int64)
+            found[name] = torch.from_numpy(value + positions if rule == Rule.SHIFTED else value.copy())
+        return found
