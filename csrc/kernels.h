@@ -74,9 +74,10 @@ inline constexpr int64_t kPanel = 32;
 //   nl4              as i4, of places in a table of 16 whole numbers (packed.h)
 //   i2, i3, i6       [panel][k / 16][plane]         planes of some bits of 16 values of k, one behind the other:
 //   i5               [panel][k / 32][plane]         or of 32
-// A plane of four bits is as i4. One of two is [32][4] bytes: of value k of 16, bits 2 * (k / 4) of byte k % 4. One of a bit
-// is [k / 4][2] words of 64 bits, of 16 columns each: bit 4 * column + k % 4. i3 and i5 have a plane of two and four bits
-// and one of a bit, i6 one of four and one of two. i6 are 32 too large, i3 4, and i5 without offsets 16.
+// A plane of four bits is as i4. One of two is [32][4] bytes: of value k of 16, bits 2 * (k / 4) of byte k % 4. i3 and i5
+// have a plane of two and four bits and one of a bit, i6 one of four and one of two. The bit of i5 is bit k / 4 of byte k % 4
+// of [32][4]; that of i3 lies in [k / 4][2] words of 64 bits, of 16 columns each: bit 4 * column + k % 4. i6 are 32 too
+// large, i3 4, and i5 without offsets 16.
 // Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; integers
 // alone have some). Integers may have both in float16 instead (scale_halves, offset_halves), and offsets that are all
 // -centre * scale instead of stored ones: numbers that are the same in float32, in fewer bytes. The scales of mxfp4 and

@@ -57,8 +57,10 @@ struct DigitE2M1 {
     alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     return looked_up(kTable, Quads<WeightType::kI4>::get(panel, q, column));
   }
-  static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    return {Scales::scales(tile, group, column).scale * (1.0f / kE2M1Factor), vf{}};
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    PairOfScales found = Scales::scales(tile, group, column);
+    found.low.scale *= 1.0f / kE2M1Factor, found.high.scale *= 1.0f / kE2M1Factor;
+    return found;
   }
 };
 
@@ -105,7 +107,7 @@ template <class Weight, int kDigits, int kRows, bool kHasOffsets>
 QUIRE_INLINE void add_block(const Tile& tile, int64_t group, int part, const RowBlock<kDigits>* rows,
                             const vi (&low)[kRows][kDigits], const vi (&high)[kRows][kDigits]) {
   const int64_t column = part * kLanes;
-  const GroupScales of_low = Weight::scales(tile, group, column), of_high = Weight::scales(tile, group, column + 16);
+  const auto [of_low, of_high] = Weight::scales(tile, group, column);
   float* out = tile.out + column;
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r, out += kPanel) {
@@ -146,6 +148,8 @@ void digit_tile(const Tile& tile) {
             for (int digit = 0; digit < kDigits; ++digit)
               low[chain][r][digit] = high[chain][r][digit] =
                   Weight::kBiased && chain == 0 ? broadcast_int(rows[r].starts[digit]) : vi{};
+        // What is asked for may lie a block beyond the panel's end: no more is lost than asking.
+        if (soon_end && soon >= soon_end) soon = tile.prefetch_next, soon_end = nullptr;
         for (int64_t k = 0; k < count; k += kQuads * 4, panel += Weight::kBytes, x += kStep) {
 #pragma GCC unroll 8
           for (int quad = 0; quad < kQuads; ++quad) {
@@ -161,7 +165,6 @@ void digit_tile(const Tile& tile) {
                 high_sum = add_products(high_sum, high_quad, four);
               }
           }
-          if (soon_end && soon >= soon_end) soon = tile.prefetch_next, soon_end = nullptr;
 #pragma GCC unroll 10
           for (int64_t line = 0; line < Weight::kBytes / 64; ++line, soon += tile.prefetch_step) prefetch_line(tile, soon);
         }

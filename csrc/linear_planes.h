@@ -73,7 +73,11 @@ struct Quads {
     }
     if constexpr (kType == WeightType::kNL4) words = looked_up(kNonlinearTable, words);
     const std::byte* high = panel + kLowBytes;
-    if constexpr (kHighBits == 1) words = with_bits<kLowBits>(words, high + quad * 16 + column / 2);
+    if constexpr (kType == WeightType::kI3) words = with_bits<kLowBits>(words, high + quad * 16 + column / 2);
+    if constexpr (kType == WeightType::kI5) {
+      const vi upper = load_as<vi>(high + column * 4);
+      words = words | ((quad < 4 ? upper << (4 - quad) : upper >> (quad - 4)) & 0x10101010);
+    }
     if constexpr (kHighBits == 2) {
       const vi upper = load_as<vi>(high + column * 4);
       words = words | ((quad < 2 ? upper << (4 - 2 * quad) : upper >> (2 * quad - 4)) & 0x30303030);

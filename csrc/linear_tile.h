@@ -60,7 +60,7 @@ QUIRE_INLINE GroupCodes group_codes(const Tile& tile, WeightType type, int64_t g
       return {(low & 15) | ((high & 3) << 4), (low >> 4) | ((high & 12) << 2)};
     }
     case WeightType::kI6: {
-      return {((load_bytes(rows + own * kPanel) ^ 128) - 128), vi{}};
+      return {(load_bytes(rows + own * kPanel) ^ 128) - 128, vi{}};
     }
     case WeightType::kI2: {
       const vi pair = load_bytes(rows + own * kPanel);
@@ -96,6 +96,67 @@ QUIRE_INLINE GroupScales group_scales(const Tile& tile, WeightType type, int64_t
   else
     found.offset = tile.offsets ? load(tile.offsets + at) : found.scale * broadcast(-tile.weight->centre);
   return found;
+}
+
+// The same of columns `column` on and of those 16 further.
+struct PairOfScales {
+  GroupScales low, high;
+};
+
+#if defined(__AVX512F__)
+// The codes of all 32 columns of a group, in bytes; offsets where there are some.
+struct PanelCodes {
+  __m256i scale, offset;
+};
+
+QUIRE_INLINE PanelCodes panel_codes(const Tile& tile, WeightType type, int64_t group) {
+  const int64_t per = super_groups(type), own = group % per;
+  const uint8_t* rows = tile.scale_codes + group / per * code_rows(type) * kPanel;
+  const auto row = [&](int64_t index) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + index * kPanel)); };
+  const auto count = [](int64_t bits) { return _mm_cvtsi32_si128(static_cast<int>(bits)); };
+  const __m256i four = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);
+  switch (type) {
+    case WeightType::kI4:
+    case WeightType::kI5: {
+      const __m256i low = row(own), high = _mm256_srl_epi16(row(8 + own / 2), count(own % 2 * 4));
+      return {(low & four) | (_mm256_slli_epi16(high, 4) & upper),
+              (_mm256_srli_epi16(low, 4) & four) | (_mm256_slli_epi16(high, 2) & upper)};
+    }
+    case WeightType::kI6:
+      return {row(own), __m256i{}};
+    case WeightType::kI2:
+      return {row(own) & four, _mm256_srli_epi16(row(own), 4) & four};
+    default: {
+      const __m256i low = _mm256_srl_epi16(row(own / 2), count(own % 2 * 4));
+      const __m256i high = _mm256_srl_epi16(row(per / 2 + own / 4), count(own % 4 * 2));
+      const __m256i both = (low & four) | (_mm256_slli_epi16(high, 4) & upper);
+      return {_mm256_sub_epi8(both, _mm256_set1_epi8(32)), __m256i{}};
+    }
+  }
+}
+
+template <int kHalf>
+QUIRE_INLINE vf widened_codes(__m256i codes) {
+  return to_float((vi)_mm512_maskz_cvtepi8_epi32(0xffff, _mm256_extracti128_si256(codes, kHalf)));
+}
+#endif
+
+QUIRE_INLINE PairOfScales pair_of_scales(const Tile& tile, WeightType type, int64_t group, int64_t column) {
+#if defined(__AVX512F__)
+  if (is_whole(type) && tile.weight->super_blocks) {
+    const PanelCodes codes = panel_codes(tile, type, group);
+    const int64_t at = group / super_groups(type) * kPanel;
+    PairOfScales found{};
+    found.low.scale = load_f16(tile.scale_halves + at) * widened_codes<0>(codes.scale);
+    found.high.scale = load_f16(tile.scale_halves + at + 16) * widened_codes<1>(codes.scale);
+    if (tile.offset_halves) {
+      found.low.offset = -load_f16(tile.offset_halves + at) * widened_codes<0>(codes.offset);
+      found.high.offset = -load_f16(tile.offset_halves + at + 16) * widened_codes<1>(codes.offset);
+    }
+    return found;
+  }
+#endif
+  return {group_scales(tile, type, group, column), group_scales(tile, type, group, column + 16)};
 }
 
 QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {

@@ -99,10 +99,16 @@ struct Words {
 
 template <WeightType kType>
 struct StoredScales {
-  static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    return group_scales(tile, kType, group, column);
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return pair_of_scales(tile, kType, group, column);
   }
 };
+
+// Scales that are made column by column, without offsets.
+template <class Make>
+QUIRE_INLINE PairOfScales scales_of(int64_t column, const Make& make) {
+  return {{make(column), vf{}}, {make(column + 16), vf{}}};
+}
 
 // Values as float32 times 2^(their place) where kScaledPlaces.
 template <class Integer, WeightType kType>
@@ -168,8 +174,8 @@ struct E4M3 {
   static QUIRE_INLINE PairOfVectors pair(const Lines& lines) {
     return load_e4m3_pair<j % 2>(lines.at + j / 2 * 64, lines.part);
   }
-  static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    return {group_scales(tile, WeightType::kE4M3, group, column).scale * kE4M3Factor, vf{}};
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) { return group_scales(tile, WeightType::kE4M3, group, at).scale * kE4M3Factor; });
   }
 };
 
@@ -183,15 +189,17 @@ struct E2M1 : Words {
 };
 
 struct MXFP4 : E2M1 {
-  static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    return {load_e8m0(tile.scale_codes + group * kPanel + column) * kE2M1Factor, vf{}};
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) { return load_e8m0(tile.scale_codes + group * kPanel + at) * kE2M1Factor; });
   }
 };
 
 struct NVFP4 : E2M1 {
-  static QUIRE_INLINE GroupScales scales(const Tile& tile, int64_t group, int64_t column) {
-    const vf of_column = quire::QUIRE_ISA::load(tile.scales + column) * (kE4M3Factor * kE2M1Factor);
-    return {load_e4m3(tile.scale_codes + group * kPanel + column) * of_column, vf{}};
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) {
+      const vf of_column = quire::QUIRE_ISA::load(tile.scales + at) * (kE4M3Factor * kE2M1Factor);
+      return load_e4m3(tile.scale_codes + group * kPanel + at) * of_column;
+    });
   }
 };
 
@@ -223,7 +231,7 @@ template <class Scales, int kRows, bool kHasOffsets>
 QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   constexpr int64_t kPitch = pitch_of(kRows);
   const int64_t column = part * kLanes;
-  const GroupScales of_low = Scales::scales(tile, group, column), of_high = Scales::scales(tile, group, column + 16);
+  const auto [of_low, of_high] = Scales::scales(tile, group, column);
   float* out = tile.out + column;
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r, out += kPanel) {

@@ -189,6 +189,7 @@ QUIRE_LAYOUT int plane_code(WeightType type, const uint8_t* panel, int64_t k, in
   const int64_t own = k % span, quad = own / 4, byte = column * 4 + own % 4, bit = column % 16 * 4 + own % 4;
   const int value = low_bits == 4 ? low[quad / 2 * kPanel * 4 + byte] >> quad % 2 * 4 & 15 : low[byte] >> quad * 2 & 3;
   if (high_bits == 2) return value | (high[byte] >> quad * 2 & 3) << low_bits;
+  if (type == WeightType::kI5) return value | (high[byte] >> quad & 1) << low_bits;
   return high_bits == 0 ? value : value | (high[quad * 16 + column / 16 * 8 + bit / 8] >> bit % 8 & 1) << low_bits;
 }
 

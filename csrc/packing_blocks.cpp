@@ -179,6 +179,13 @@ void place_quarters(const uint8_t* values, int first, uint8_t* out) {
   std::memcpy(out, &word, 4);
 }
 
+// The fifth bits of 32 values.
+void place_fifths(const uint8_t* values, uint8_t* out) {
+  uint32_t word = 0;
+  for (int quad = 0; quad < 8; ++quad) word |= (word_at(values + quad * 4) >> 4 & 0x01010101u) << quad;
+  std::memcpy(out, &word, 4);
+}
+
 // Bit `bit` of `count` values.
 void place_bits(const uint8_t* values, int64_t count, int bit, int64_t column, uint8_t* plane) {
   uint8_t* out = plane + column / 16 * 8 + column % 16 / 2;
@@ -206,7 +213,10 @@ void place_values(const PackedWeight& weight, const uint8_t* values, int64_t cou
     else
       place_quarters(values + i, 0, low + column * 4);
     if (high_bits == 2) place_quarters(values + i, static_cast<int>(low_bits), high + column * 4);
-    if (high_bits == 1) place_bits(values + i, span, static_cast<int>(low_bits), column, high);
+    if (type == WeightType::kI5)
+      place_fifths(values + i, high + column * 4);
+    else if (high_bits == 1)
+      place_bits(values + i, span, static_cast<int>(low_bits), column, high);
   }
 }
 
