@@ -71,6 +71,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_dtype: str = "auto"
     mla_prompt: str = "auto"
     matmul_precision: str = "auto"
+    activation_bits: str = "auto"
     num_threads: int | None = None
     enforce_eager: bool = False
     cuda_graphs: str = "auto"
@@ -94,7 +95,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if name not in cls.__struct_fields__:
                 nearest = nearest_name(name, cls.__struct_fields__)
                 raise ConfigError(f"unknown engine option {name!r}{nearest}", param=name)
-        values = {name: str(v) if name in _PATHS and v is not None else v for name, v in keywords.items()}
+        values = {name: str(v) if name in _TEXTS and v is not None else v for name, v in keywords.items()}
         for name, parse in _NUMBERS.items():
             if isinstance(values.get(name), int | str):
                 values[name] = parse(values[name], param=name)
@@ -104,7 +105,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"engine option: {error}") from None
 
 
-_PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir")
+_TEXTS = ("model", "tokenizer", "kv_offload_dir", "step_log", "download_dir", "activation_bits")
 _NUMBERS: dict[str, Any] = {
     "max_model_len": parse_length,
     "max_num_seqs": parse_count,
@@ -159,6 +160,7 @@ HELP: dict[str, str] = {
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",
     "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",
     "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
+    "activation_bits": "auto, 8, 16 or 32: what activations keep as they meet integers and 4-bit floats on a CPU",
     "num_threads": "compute threads of a process (default: cores, or the CPU quota, shared by all ranks and replicas)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",

@@ -49,6 +49,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
+ACTIVATION_BITS = ("auto", "8", "16", "32")
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8")
 QUANTIZATIONS: dict[str, int | None] = {
     "int8": None,
@@ -107,6 +108,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_replicas(options, is_accelerated)
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
+    model = replace(model, activation_bits=_activation_bits(options, model, backend))
     is_invariant = options.batch_invariant or not is_accelerated
     attention = model.shape.attention if model.impl == "quire" else None
     expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
@@ -254,6 +256,25 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
             param="quantization",
         )
     return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
+
+
+def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
+    """As ModelConfig has them."""
+    asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
+    if asked == "auto":
+        return 0
+    reason = None
+    if backend != "native":
+        reason = f"they are bits that the native CPU kernels keep, and {backend} computes the model"
+    elif model.quantization is None and not model.is_gguf:
+        reason = "weights are floating point, which matmul_precision is about"
+    elif model.quantization is not None and model.quantization.method == "fp8":
+        reason = "FP8 weights are multiplied in float32 or bfloat16, which matmul_precision is about"
+    elif model.quantization is not None and model.quantization.rounds_activations:
+        reason = f"quantization={model.quantization.method!r} rounds activations by itself"
+    if reason is not None:
+        raise ConfigError(f"activation_bits={asked} is not possible: {reason}", param="activation_bits")
+    return int(asked)
 
 
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
