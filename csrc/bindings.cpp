@@ -117,10 +117,10 @@ void bind_program(nb::module_& module) {
       .def(
           "embed",
           [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, int64_t column,
-             bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, width, shift, column, accumulate, out});
+             bool accumulate, const Ref& out, int64_t start, int64_t shared_rows) {
+            program.add(EmbedArgs{table, width, shift, column, accumulate, out, start, shared_rows});
           },
-          "table"_a, "width"_a, "shift"_a, "column"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "column"_a, "accumulate"_a, "out"_a, "start"_a = 0, "shared_rows"_a = 0)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -267,6 +267,17 @@ void bind_program(nb::module_& module) {
             program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out});
           },
           "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+      .def(
+          "outside",
+          [](Program& program, nb::callable function, std::vector<Ref> rows) {
+            program.add([function = std::move(function), rows = std::move(rows)](const Step& step) {
+              nb::gil_scoped_acquire held;
+              nb::list addresses;
+              for (const Ref& ref : rows) addresses.append(reinterpret_cast<uintptr_t>(step.at(ref)));
+              function(step.rows, addresses);
+            });
+          },
+          "function"_a, "rows"_a)
       .def(
           "bind",
           [](Program& program, int64_t rows, const std::vector<uintptr_t>& columns,

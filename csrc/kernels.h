@@ -173,7 +173,8 @@ struct LinearKernels {
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
-// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's column of this number.
+// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's column of this number. A table may be one rank's share,
+// the rows from `start` on of `shared_rows`: other rows of those are zeros here.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
@@ -181,6 +182,8 @@ struct EmbedArgs {
   int64_t column = kTokenIds;
   bool accumulate = false;
   Ref out;
+  int64_t start = 0;
+  int64_t shared_rows = 0;  // 0: the table is whole
 };
 
 // RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias.

@@ -151,7 +151,7 @@ HELP: dict[str, str] = {
     "swap_space": "host memory for swapped requests and offloaded blocks (default where it is used: 4GiB, if free)",
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
-    "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU, with attention_backend torch)",
+    "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",

@@ -66,11 +66,6 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
         )
     if is_accelerated:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
-    if options.kv_offload_dir is not None:
-        raise _refused(options, "does not go together with kv_offload_dir yet", "kv_offload_dir")
-    if options.preemption_mode != "recompute":
-        mode = f"preemption_mode={options.preemption_mode!r}"
-        raise _refused(options, f"does not go together with {mode} yet: choose recompute", "preemption_mode")
 
 
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:

@@ -134,6 +134,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graphs=cuda_graphs,
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
+            platform="cuda" if is_accelerated else "cpu",
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
@@ -182,8 +183,6 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
             param="kv_cache_dtype",
         )
     reason = _why_not_native(model)
-    if options.tensor_parallel_size > 1:
-        reason = f"tensor_parallel_size={options.tensor_parallel_size} runs on plain torch operators so far"
     if asked == "native" and reason:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
     if asked != "torch" and not reason:

@@ -105,19 +105,12 @@ class PackedLinear:
         )
 
     def lookup(self, parameters: PackedParameters, indices: RecordedIndices, onto: Buffer | None = None) -> Buffer:
-        matrix = _loaded(parameters)
-        indices.recorder.keep.append(parameters)
-        return indices.recorder.call(
-            "embed",
-            parameters.shape.in_features,
-            over=onto,
-            in_place=onto is not None,
-            table=matrix.as_native(),
-            width=parameters.shape.in_features,
-            shift=indices.shift,
-            column=indices.column,
-            accumulate=onto is not None,
-        )
+        return _embed(parameters, indices, onto)
+
+    def lookup_share(
+        self, parameters: PackedParameters, indices: RecordedIndices, first_row: int, num_rows: int
+    ) -> Buffer:
+        return _embed(parameters, indices, None, start=first_row, shared_rows=num_rows)
 
     def apply_heads(self, stack: Sequence[PackedParameters], x: Buffer) -> Buffer:
         matrices = [_loaded(parameters) for parameters in stack]
@@ -192,6 +185,31 @@ class PackedLinear:
             for row, part in parameters.pending.items():
                 matrix.load_dense(part.dequantize(), row)
         parameters.pending.clear()
+
+
+def _embed(
+    parameters: PackedParameters,
+    indices: RecordedIndices,
+    onto: Buffer | None,
+    start: int = 0,
+    shared_rows: int = 0,
+) -> Buffer:
+    """start, shared_rows: of a table that is one rank's share, its first row and the rows of all."""
+    matrix = _loaded(parameters)
+    indices.recorder.keep.append(parameters)
+    return indices.recorder.call(
+        "embed",
+        parameters.shape.in_features,
+        over=onto,
+        in_place=onto is not None,
+        table=matrix.as_native(),
+        width=parameters.shape.in_features,
+        shift=indices.shift,
+        column=indices.column,
+        accumulate=onto is not None,
+        start=start,
+        shared_rows=shared_rows,
+    )
 
 
 def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
