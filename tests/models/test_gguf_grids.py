@@ -10,6 +10,7 @@ import pytest
 
 from quire.errors import ModelLoadError
 from quire.models.gguf import weights
+from quire.quantization.block_weight import BlockWeight
 from quire.quantization.integer_weight import IntegerWeight
 from tests.fakes.gguf import GRID_BLOCKS, TYPE_NUMBERS, StoredTensor, grid_blocks
 from tests.fakes.gguf_model import WIDE, save_stored, to_gguf
@@ -49,6 +50,7 @@ def some_blocks(type_name: str) -> bytes:
 def found_weights(type_name: str, path: Path) -> IntegerWeight:
     tensor = StoredTensor(TYPE_NUMBERS[type_name], (NUM_BLOCKS // 3, 3 * 256), some_blocks(type_name))
     weight = read(file_of({"output.weight": tensor}, path / "model.gguf"))["lm_head.weight"]
+    weight = weight.unpacked() if isinstance(weight, BlockWeight) else weight
     assert isinstance(weight, IntegerWeight)
     return weight
 
