@@ -32,7 +32,12 @@ void bind_weight(nb::module_& module) {
       .value("I4", WeightType::kI4)
       .value("E4M3", WeightType::kE4M3)
       .value("MXFP4", WeightType::kMXFP4)
-      .value("NVFP4", WeightType::kNVFP4);
+      .value("NVFP4", WeightType::kNVFP4)
+      .value("I2", WeightType::kI2)
+      .value("I3", WeightType::kI3)
+      .value("I5", WeightType::kI5)
+      .value("I6", WeightType::kI6)
+      .value("NL4", WeightType::kNL4);
   nb::enum_<Activation>(module, "Activation")
       .value("NONE", Activation::kNone)
       .value("RELU", Activation::kRelu)
@@ -61,16 +66,19 @@ void bind_weight(nb::module_& module) {
           [](PackedWeight* self, WeightType type, int64_t in_features, int64_t out_features, int64_t group_size,
              bool gated, bool integer_activations, uintptr_t data, uintptr_t scales, uintptr_t offsets,
              uintptr_t column_sums, uintptr_t column_order, uintptr_t scale_codes, uintptr_t scale_halves,
-             uintptr_t offset_halves, float centre) {
+             uintptr_t offset_halves, float centre, bool super_blocks,
+             int32_t activation_bits) {
             new (self) PackedWeight{at<void>(data),           at<float>(scales),         at<float>(offsets),
                                     at<int32_t>(column_sums), at<int32_t>(column_order), at<uint8_t>(scale_codes),
                                     at<uint16_t>(scale_halves), at<uint16_t>(offset_halves), in_features,
                                     out_features,             group_size,                type,
-                                    gated,                    integer_activations,       centre};
+                                    gated,                    integer_activations,       centre,
+                                    super_blocks,             activation_bits};
           },
           "type"_a, "in_features"_a, "out_features"_a, "group_size"_a, "gated"_a, "integer_activations"_a, "data"_a,
           "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0, "scale_codes"_a = 0,
-          "scale_halves"_a = 0, "offset_halves"_a = 0, "centre"_a = 0.0f);
+          "scale_halves"_a = 0, "offset_halves"_a = 0, "centre"_a = 0.0f, "super_blocks"_a = false,
+          "activation_bits"_a = 0);
   nb::class_<Ref>(module, "Ref").def(
       "__init__",
       [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },
@@ -356,5 +364,6 @@ NB_MODULE(_native, module) {
   quire::bind_step_inputs(module);
   quire::bind_limits(module);
   quire::bind_packing(module);
+  quire::bind_block_packing(module);
   quire::bind_sampling(module);
 }

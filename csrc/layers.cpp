@@ -77,7 +77,7 @@ void embed_small(const EmbedArgs& args, int64_t id, float* row) {
     const float scale = stored_scale(table, panel, group, column);
     const float offset = stored_offset(table, panel, group, column, scale);
     for (int64_t i = 0; i < count; ++i)
-      piece[i] = fma(scale, stored_value(table.type, data, index_in_panel(table.type, start + i, column)), offset);
+      piece[i] = fma(scale, stored_value(table, data, start + i, column), offset);
   });
 }
 

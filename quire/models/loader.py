@@ -25,7 +25,7 @@ from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
 from quire.models.tied_head import as_embedding, with_head_of
-from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
+from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
@@ -203,12 +203,7 @@ def _load_from(
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
             model.load_weights(files.stream(report))
             return
-        tensors = files.stream(report)
-        if config.is_multimodal:
-            tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
-        if files.head_holds:
-            tensors = as_embedding(tensors, files.head_holds)
-        tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
+        tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)
         else:
@@ -217,6 +212,14 @@ def _load_from(
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"
         raise ModelLoadError(message) from None
+
+
+def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
+    """The tensors of a directory's files that make up the language model, under the names that it has for them."""
+    tensors = files.stream(report)
+    if config.is_multimodal:
+        tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
+    return as_embedding(tensors, files.head_holds) if files.head_holds else tensors
 
 
 def dummy_weights(

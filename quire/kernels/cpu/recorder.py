@@ -77,7 +77,8 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees. out_column:
+    of its output and its residual, the first that it writes and reads."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -87,7 +88,12 @@ class Call:
     in_place: bool = False
     output: str = "out"
     first_column: int = 0
+    out_column: int = 0
     function: TorchFunction | None = None
+
+    def column_of(self, buffer: str) -> int:
+        """The first column that it sees of one of its buffers, by the kernel's name of it."""
+        return self.first_column + (self.out_column if buffer in (self.output, "residual") else 0)
 
 
 @dataclass(slots=True)
@@ -126,14 +132,14 @@ class Recorder:
         in_place: bool = False,
         output: str = "out",
         first_column: int = 0,
+        out_column: int = 0,
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may). output: the kernel's name of it. first_column: of all its buffers that
-        the kernel sees."""
+        (in_place: always; no later kernel may). The others are as Call has them."""
         out = self._output(width, buffers)
-        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column=first_column)
+        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
         return call.out
 
@@ -170,10 +176,10 @@ class Recorder:
         program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
         for call in calls:
             refs = {
-                name: absent if buffer is None else _ref(buffer, max_rows, call.first_column)
+                name: absent if buffer is None else _ref(buffer, max_rows, call.column_of(name))
                 for name, buffer in call.buffers.items()
             }
-            refs[call.output] = _ref(call.out, max_rows, call.first_column)
+            refs[call.output] = _ref(call.out, max_rows, call.column_of(call.output))
             if call.function is None:
                 getattr(program, call.kernel)(**call.constants, **refs)
             else:
