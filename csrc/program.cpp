@@ -136,6 +136,16 @@ void Program::add(const GatedNormArgs& args) {
   ops_.emplace_back(Call<GatedNormArgs>{kernels_.states.gated_norm, args});
 }
 
+void Program::add(AllReduceArgs args) {
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<AllReduceArgs>{all_reduce, std::move(args)});
+}
+
+void Program::add(AllGatherArgs args) {
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<AllGatherArgs>{all_gather, std::move(args)});
+}
+
 void Program::add(Outside call) { outside_.emplace_back(ops_.size(), std::move(call)); }
 
 void Program::add(AttentionArgs args) {
@@ -220,6 +230,7 @@ void Program::run(const Step& step) {
     first = place;
   }
   run_kernels(first, ops_.size(), step, reading);
+  if (ranks_ != nullptr) ranks_->check();
 }
 
 void Program::run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading) {

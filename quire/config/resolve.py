@@ -138,6 +138,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
             platform="cuda" if is_accelerated else "cpu",
+            collectives="shared_memory" if backend == "native" else "gloo",
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),

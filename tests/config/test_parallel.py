@@ -30,7 +30,7 @@ def test_ranks_run_on_the_native_kernels_and_share_the_threads(model: str, monke
     assert config.parallel == ParallelConfig(tp=4)
     assert config.parallel.num_devices == 4
     assert (config.device.device, config.device.attention_backend) == ("cpu", "native")
-    assert (config.device.platform, config.device.collectives) == ("cpu", "gloo")
+    assert (config.device.platform, config.device.collectives) == ("cpu", "shared_memory")
     assert config.device.num_threads == 1
     assert resolved(model, tensor_parallel_size=2).device.num_threads == 3
     assert resolved(model, tensor_parallel_size=2, num_threads=5).device.num_threads == 5
