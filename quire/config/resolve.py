@@ -35,6 +35,8 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import OPTION as SPECULATION
+from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
@@ -141,8 +143,18 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        speculation=_speculation(options, model),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
+
+
+def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
+    speculation = SpeculationConfig.of(options.speculative_config)
+    if speculation.max_drafts and model.pooling is not None:
+        raise ConfigError(
+            f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
+        )
+    return speculation
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
