@@ -26,11 +26,12 @@ import torch
 
 from benchmarks.kernels.run import READ
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows
+from quire.kernels.arguments import Routing
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, WeightType
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.packing import Arena, BlockMatrix, PackedMatrix
-from quire.layers.experts import Routing, route
+from quire.kernels.experts import route
 
 PROMPT = 1024
 Rates = tuple[int, int]

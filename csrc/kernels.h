@@ -206,7 +206,7 @@ struct GatherArgs {
   Ref x;
 };
 
-// How experts are chosen: Routing of quire/layers/experts.py.
+// How experts are chosen: Routing of quire/kernels/arguments.py.
 struct RouteArgs {
   int64_t num_experts = 0;
   int64_t top_k = 0;

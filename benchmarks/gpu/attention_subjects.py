@@ -16,13 +16,13 @@ from benchmarks.gpu.timing import Call
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
+from quire.kernels.arguments import HeadWeights, NormWeights
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device_cache import DeviceRotation
-from quire.layers.operations import HeadWeights, NormWeights
 
 
 @dataclass(frozen=True, slots=True)

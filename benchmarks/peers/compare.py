@@ -17,7 +17,9 @@ A workload is a name in `workloads.json` or NxINPUT/OUTPUT (say 32x128/64), and 
   :prefill   one output token for each request
   :decode    the time of the whole less the time of `:prefill`, that is of all output tokens but the first
 
-A model that make_gguf.py knows is one file which both sides read (llama.cpp, mistral.rs): --bits is that of the file.
+llama.cpp at 8 and 4 bits is compared on the same file: Q8_0; Q4_K_M, and Q4_0 beside it (--formats names others), one
+comparison each. --file takes any GGUF file, and a model that make_gguf.py knows is one. Quire reads a file as it does
+by default, unless --quire-options says more. By default decoding is timed apart from prompts.
 `python -m benchmarks.peers.report a.json ...` makes tables of what --json wrote.
 """
 
@@ -30,7 +32,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -40,9 +42,22 @@ from typing import Any
 from benchmarks.peers.engine import HERE, SCRIPTS, Engine, Places, machine, prepare, rooms, start
 from benchmarks.peers.make_gguf import FILES
 from benchmarks.peers.report import as_text
-from benchmarks.peers.settings import BITS, QUIRE, Settings, Trial, axes_of, fastest, search, settings_of_file
+from benchmarks.peers.settings import (
+    BITS,
+    FILE_FORMATS,
+    QUIRE,
+    Settings,
+    Trial,
+    axes_of,
+    fastest,
+    search,
+    settings_of_file,
+)
 from benchmarks.peers.workload import Workload, parse_workload
+from quire.cli.checkpoint import read_checkpoint
 
+READERS = {"llama.cpp", "quire"}
+"""Engines that read GGUF files."""
 TRIAL_SHARE = 0.5
 """Of the time that --minutes gives: no more trials are begun after it."""
 Chosen = Mapping[str, Mapping[str, Engine]]
@@ -172,10 +187,12 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("peers", metavar="PEER,...", help=", ".join(SCRIPTS))
     add("--model", default="smollm2-135m", help="one that make_models.py or make_gguf.py knows")
+    add("--file", type=Path, metavar="F.gguf", help="a GGUF file in the model's place")
     add("--bits", type=int, choices=BITS, default=16, help="of the weights, on both sides")
-    add("--workloads", default="single,prefill1k,fixed16,batch32", metavar="WORKLOAD,...")
+    add("--formats", metavar="NAME,...", help="of the files for llama.cpp, such as q5_k_m,q6_k (default: by --bits)")
+    add("--workloads", default="single:decode,prefill1k,fixed16:decode", metavar="WORKLOAD,...")
     add("--repeats", type=int, default=3, help="rounds that count")
-    add("--minutes", type=float, default=60.0, help="no round is begun after it, and no trial after half of it")
+    add("--minutes", type=float, default=60.0, help="for each model: no round begins after it, no trial after half")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine (default: one per core)")
     add("--quire-options", nargs="+", default=[], metavar="NAME=VALUE", help="of quire.LLM, beside what --bits says")
     add("--peer-options", nargs="+", default=[], metavar="NAME=VALUE", help="the peers' setting, instead of a search")
@@ -193,9 +210,28 @@ def parse_arguments() -> argparse.Namespace:
     arguments.peers = arguments.peers.split(",")
     if unknown := [peer for peer in arguments.peers if peer not in SCRIPTS]:
         parser.error(f"no peer is called {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
-    if arguments.model in FILES and (bad := set(arguments.peers) - {"llama.cpp", "quire"}):
-        parser.error(f"{', '.join(sorted(bad))}: {arguments.model} is a GGUF file, for llama.cpp")
+    if arguments.file is not None and not arguments.file.is_file():
+        parser.error(f"--file: {arguments.file} is not a file")
+    is_file = arguments.file is not None or arguments.model in FILES
+    if is_file and (bad := set(arguments.peers) - READERS):
+        parser.error(f"{', '.join(sorted(bad))}: {arguments.file or arguments.model} is a GGUF file, for llama.cpp")
+    if is_file and arguments.formats:
+        parser.error("--formats is for models that are not a GGUF file yet")
+    arguments.formats = arguments.formats.split(",") if arguments.formats else FILE_FORMATS.get(arguments.bits, ())
     return arguments
+
+
+def subjects(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[Path, list[str]]]:
+    """The models that are compared, folders and GGUF files, each with its peers. A file that is not there is made when
+    its turn has come."""
+    model = make_model(arguments.model, places.models) if arguments.file is None else arguments.file.resolve()
+    on_files = "llama.cpp" in arguments.peers and bool(arguments.formats) and not model.is_file()
+    others = [peer for peer in arguments.peers if not on_files or peer not in READERS]
+    if others:
+        yield model, others
+    for kind in arguments.formats if on_files else ():
+        _, file = prepare("llama.cpp", model, {"format": kind}, places)
+        yield file, [peer for peer in arguments.peers if peer in READERS]
 
 
 def make_model(name: str, models: Path) -> Path:
@@ -209,20 +245,34 @@ def make_model(name: str, models: Path) -> Path:
     return model
 
 
-class Comparison:
-    """One run of the command: what is known so far is `result`, ready for JSON."""
+def types_of(file: Path) -> dict[str, int]:
+    """Bytes of a GGUF file's tensors by their types."""
+    checkpoint = read_checkpoint(file)
+    assert checkpoint is not None, "it is a file"
+    return dict(checkpoint.bytes)
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._places = Places(arguments.venvs.resolve(), arguments.models.resolve(), arguments.pip_args)
+
+class Comparison:
+    """One model beside its peers. What is known so far is `result`, ready for JSON; write: stores it."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        places: Places,
+        model: Path,
+        peers: Sequence[str],
+        write: Callable[[], None],
+    ) -> None:
+        self._arguments, self._places, self._model, self._peers = arguments, places, model, peers
+        self._write = write
         self._began = time.perf_counter()
-        self._model = make_model(arguments.model, self._places.models)
         self.result: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             **machine(),
             "limits": limits_of_machine(arguments.threads),
-            "model": arguments.model,
+            "model": model.stem if model.is_file() else model.name,
             "bits": arguments.bits,
+            "types": types_of(model) if model.is_file() else {},
             "threads": arguments.threads,
             "engines": {},
             "units": {workload.name: workload.unit for workload in arguments.workloads},
@@ -239,10 +289,10 @@ class Comparison:
         chosen: dict[str, dict[str, Engine]] = {"quire": dict.fromkeys((each.name for each in workloads), quire)}
         settings = dict.fromkeys(chosen["quire"], options)
         self.result["engines"]["quire"] = self._facts([quire]) | {"settings": settings}
-        for number, peer in enumerate(self._arguments.peers):
+        for number, peer in enumerate(self._peers):
             name = "quire, other options" if peer == "quire" else peer
             try:
-                chosen[name] = self._search(peer, name, stack, (number + 1) / len(self._arguments.peers))
+                chosen[name] = self._search(peer, name, stack, (number + 1) / len(self._peers))
             except (ValueError, RuntimeError, subprocess.CalledProcessError) as error:
                 self.result["engines"][name] = {"error": str(error)}
                 print(f"{name} is left out: {error}", file=sys.stderr)
@@ -251,13 +301,9 @@ class Comparison:
             self.result["samples"] = samples
             for name, engines in chosen.items():
                 self.result["engines"][name] |= self._facts(list(engines.values()))
-            self.write()
+            self._write()
 
         take_turns(chosen, workloads, self._arguments.repeats, lambda: self._within(1.0), keep)
-
-    def write(self) -> None:
-        if self._arguments.json:
-            self._arguments.json.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def _search(self, peer: str, name: str, stack: ExitStack, share: float) -> dict[str, Engine]:
         """The fastest engine of a peer for each workload. share: of the time for trials that may be over after it."""
@@ -308,11 +354,20 @@ class Comparison:
 def main() -> None:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that engines are closed
-    comparison = Comparison(arguments)
-    with ExitStack() as stack:
-        comparison.run(stack)
-    comparison.write()
-    print(as_text(comparison.result))
+    places = Places(arguments.venvs.resolve(), arguments.models.resolve(), arguments.pip_args)
+    results: list[dict[str, Any]] = []
+
+    def write() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    for model, peers in subjects(arguments, places):
+        comparison = Comparison(arguments, places, model, peers, write)
+        results.append(comparison.result)
+        with ExitStack() as stack:
+            comparison.run(stack)
+        write()
+        print(as_text(comparison.result))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.peers.settings import Settings
 from benchmarks.peers.workload import Request, Workload, shifted, speed
+from quire.config.gguf import read_gguf_config
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -150,18 +151,15 @@ def machine() -> dict[str, Any]:
 def rooms(peer: str, model: Path, workloads: Sequence[Workload]) -> Settings:
     """What the peer must be told so that all requests of a workload fit in at once.
 
-    model: folder with config.json, or a GGUF file, for which 64 KiB a token are taken.
+    model: folder with config.json, or a GGUF file.
     """
     longest = max(workload.longest for workload in workloads)
-    longest = max(LONGEST, longest)
     num_tokens = max(workload.num_tokens + 128 * len(workload.requests) for workload in workloads)
-    token_bytes = 64 << 10
-    if model.is_dir():
-        config = json.loads((model / "config.json").read_text())
-        longest = min(longest, config["max_position_embeddings"])
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        token_bytes = 2 * 4 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size
+    config = read_gguf_config(model) if model.is_file() else json.loads((model / "config.json").read_text())
+    longest = min(max(LONGEST, longest), config["max_position_embeddings"])
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    token_bytes = 2 * 4 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size
     gib = max(1, math.ceil(1.1 * num_tokens * token_bytes / (1 << 30)))
     return {
         "quire": {"max_model_len": longest, "kv_cache_memory": f"{gib}GiB"},

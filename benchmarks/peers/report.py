@@ -1,7 +1,8 @@
-"""Tables in Markdown of what `compare.py --json` wrote: python -m benchmarks.peers.report FILE ...
+"""Tables in Markdown of what `compare.py --json` wrote: python -m benchmarks.peers.report [--rows] FILE ...
 
 One section for each processor and model, in the order of the files. Ratios are Quire over the peer, the median of the
-pairs of one round; what is below 1 is bold.
+pairs of one round; what is below 1 is bold. --rows: one line of ratios for each model and peer alone, such as the table
+of the README has, in the columns of the first result's workloads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Result = Mapping[str, Any]
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def ratios(samples: Mapping[str, Sequence[float]], peer: str) -> list[float]:
@@ -27,6 +28,13 @@ def machine_line(result: Result) -> str:
     limits = ", ".join(f"{name} {value:,.0f}" for name, value in result["limits"].items())
     sets = " ".join(result["instruction_sets"])
     return f"{result['cpu']} ({result['cpu_model']}; {sets}), {result['threads']} threads; {limits}; {result['date']}"
+
+
+def types_text(result: Result) -> str:
+    """What a GGUF file holds; nothing for other models."""
+    types = sorted(result["types"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size / MIB:,.1f} MiB" for name, size in types)
+    return f" ({shown})" if shown else ""
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -81,7 +89,7 @@ def memory_rows(result: Result) -> list[str]:
 
 def section(results: Sequence[Result]) -> str:
     """Of results with the same processor and model."""
-    lines = [f"**{results[0]['model']}** on {machine_line(results[0])}.", ""]
+    lines = [f"**{results[0]['model']}**{types_text(results[0])} on {machine_line(results[0])}.", ""]
     by_workloads: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         by_workloads.setdefault(tuple(result["units"]), []).append(result)
@@ -102,6 +110,21 @@ def section(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def ratio_rows(results: Sequence[Result]) -> list[str]:
+    """A table with nothing but ratios: a line for each model and peer."""
+    workloads = list(results[0]["units"])
+    lines = [f"| model | peer | {' | '.join(f'`{name}`' for name in workloads)} |", "|---" * (len(workloads) + 2) + "|"]
+    for result in results:
+        for name, facts in result["engines"].items():
+            if name == "quire" or "error" in facts:
+                continue
+            samples = [result["samples"].get(workload, {}) for workload in workloads]
+            found = [f"{statistics.median(ratios(each, name)):.2f}" if each.get(name) else "–" for each in samples]
+            title = result["model"] if result["types"] else f"{result['model']}, {result['bits']} bits"
+            lines.append(f"| {title} | {name} {facts['version']} | {' | '.join(found)} |")
+    return lines
+
+
 def as_markdown(results: Sequence[Result]) -> str:
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
@@ -112,7 +135,8 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 def as_text(result: Result) -> str:
     """The result of one run for a terminal: settings, medians, ratios with the least and the greatest, memory."""
-    lines = [f"{result['model']}, {result['bits']} bits, {machine_line(result)}"]
+    weights = types_text(result) or f", {result['bits']} bits"
+    lines = [f"{result['model']}{weights}, {machine_line(result)}"]
     for name, facts in result["engines"].items():
         if "error" in facts:
             lines.append(f"{name}: left out: {facts['error']}")
@@ -140,9 +164,12 @@ def as_text(result: Result) -> str:
 
 
 def main() -> None:
-    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+    has_rows = sys.argv[1:2] == ["--rows"]
+    names = sys.argv[2:] if has_rows else sys.argv[1:]
+    if not names or names[0].startswith("-"):
         sys.exit(__doc__)
-    print(as_markdown([json.loads(Path(name).read_text()) for name in sys.argv[1:]]))
+    results = [result for name in names for result in json.loads(Path(name).read_text())]
+    print("\n".join(ratio_rows(results)) if has_rows else as_markdown(results))
 
 
 if __name__ == "__main__":

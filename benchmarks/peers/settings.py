@@ -13,6 +13,8 @@ Axes = dict[str, tuple[Any, ...]]
 BITS = (16, 8, 4)
 QUIRE: dict[int, Settings] = {16: {"dtype": "bfloat16"}, 8: {"quantization": "w8a8"}, 4: {"quantization": "w4a8"}}
 """What is compared with the peers at each number of bits; everything else is as Quire chooses it."""
+FILE_FORMATS: dict[int, tuple[str, ...]] = {8: ("q8_0",), 4: ("q4_k_m", "q4_0")}
+"""The GGUF files in which Quire and llama.cpp are compared with each other, those that most people have first."""
 
 
 def axes_of(peer: str, bits: int, threads: int, instruction_sets: Sequence[str]) -> Axes:
@@ -24,7 +26,10 @@ def axes_of(peer: str, bits: int, threads: int, instruction_sets: Sequence[str])
     formats: dict[str, dict[int, Axes]] = {
         "vllm": {16: {"dtype": ("bfloat16", "float32")}},
         "openvino": {16: {"format": ("fp16",)}, 8: {"format": ("int8",)}, 4: {"format": ("int4",)}},
-        "llama.cpp": {16: {"format": ("f16", "bf16")}, 8: {"format": ("q8_0",)}, 4: {"format": ("q4_0",)}},
+        "llama.cpp": {
+            16: {"format": ("f16", "bf16")},
+            **{bits: {"format": kinds} for bits, kinds in FILE_FORMATS.items()},
+        },
         "ctranslate2": {16: {"compute_type": ("float32",)}, 8: {"compute_type": ("int8_float32",)}},
         "mistral.rs": {
             16: {"dtype": ("F32", "BF16", "F16")},

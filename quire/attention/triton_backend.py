@@ -11,6 +11,7 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.triton_expanded import DeviceExpansion
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -32,7 +33,6 @@ from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.operations import HeadWeights
 
 
 class TritonAttention:

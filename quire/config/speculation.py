@@ -19,8 +19,9 @@ OPTION = "speculative_config"
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: numbers of a sequence's
-    last tokens that are looked up in what comes before them; what followed there are the drafts."""
+    """max_drafts: most drafts of a sequence in a step; 0: none are made. lookup_min, lookup_max: how many of a
+    sequence's last tokens are looked up in what comes before them, at least and at most; what followed there are the
+    drafts."""
 
     max_drafts: int = 0
     lookup_min: int = USUAL_LOOKUP

@@ -8,12 +8,13 @@ import torch
 
 from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LayerSpec, SlidingWindowSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import HeadWeights, RotationTable
+from quire.layers.operations import RotationTable
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 

@@ -11,7 +11,7 @@ from quire.attention.interface import AttentionStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 
 if TYPE_CHECKING:
-    from quire.layers.operations import HeadWeights, NormWeights
+    from quire.kernels.arguments import HeadWeights, NormWeights
     from quire.layers.rotation import Rotation
 
 ValueT = TypeVar("ValueT")

@@ -9,13 +9,13 @@ import torch
 
 from quire.attention.device_batch import StepStates
 from quire.errors import ConfigError
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.layers.interleaved import shared_slot
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.moe import unquantized
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 

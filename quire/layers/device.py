@@ -9,14 +9,21 @@ import torch
 
 from quire.attention.device_batch import DeviceStates, StepStates
 from quire.attention.interface import StateStep
+from quire.kernels.arguments import (
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    HeadWeights,
+    NormWeights,
+    RotaryFrequencies,
+)
 from quire.kernels.triton.encoder_attention import attend
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
 from quire.layers.encoder_operations import EncoderHeads
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
+from quire.layers.operations import SharedOperations, require_equal_widths
 
 if TYPE_CHECKING:
     from quire.attention.triton_backend import TritonEncoderStep

@@ -10,7 +10,7 @@ import torch
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 
 if TYPE_CHECKING:
-    from quire.layers.operations import HeadWeights
+    from quire.kernels.arguments import HeadWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import ExpertWeights, Gating, Routing
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
-from quire.layers.experts import ExpertWeights, Gating, Routing
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
 from quire.quantization.integer_weight import WeightSource, WeightTensor, copy_into
 from quire.quantization.interface import LinearShape

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from quire.attention.native_encoder import NativeEncoder
+from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows
 from quire.layers.encoder_operations import EncoderHeads
-from quire.layers.experts import Routing
 from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.native_states import NativeStates
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
+from quire.layers.operations import require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 

@@ -13,7 +13,7 @@ from quire.kernels.cpu.paged_attention import check_index, check_latent
 from quire.kernels.cpu.recorder import Buffer
 
 if TYPE_CHECKING:
-    from quire.layers.operations import HeadWeights
+    from quire.kernels.arguments import HeadWeights
 
 
 class NativeCacheOperations:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from quire.attention.device_batch import StepStates
+from quire.kernels.arguments import NORM_EPSILON, ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer
-from quire.layers.states import NORM_EPSILON, ConvolutionWeights, DeltaRule, GatedNormWeights
 
 ACTIVATIONS = {None: _native.Activation.NONE, "silu": _native.Activation.SILU, "swish": _native.Activation.SILU}
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
+from quire.kernels.arguments import NormWeights
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
-from quire.layers.operations import NormWeights
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 

@@ -3,14 +3,14 @@ kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
+from quire.attention.interface import AttentionStep, PlannedStep
 from quire.errors import ConfigError
+from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
@@ -24,27 +24,6 @@ if TYPE_CHECKING:
     from quire.layers.device_cache import DeviceRotation
 
 
-@dataclass(frozen=True, slots=True)
-class NormWeights:
-    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once), or None for ones and
-    zeros. centred: LayerNorm, which subtracts the mean; else RMSNorm."""
-
-    size: int
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    epsilon: float
-    centred: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """One layer's attention between its two projections. query_norm, key_norm: RMSNorms over each head, or None."""
-
-    shape: LayerAttention
-    query_norm: NormWeights | None
-    key_norm: NormWeights | None
-
-
 def require_equal_widths(heads: HeadWeights, backend: str) -> None:
     """Raise ConfigError for values of another width than the keys', which `backend` does not compute."""
     shape = heads.shape
@@ -54,15 +33,6 @@ def require_equal_widths(heads: HeadWeights, backend: str) -> None:
             f"{shape.value_width}; attention_backend='torch' computes both",
             param="attention_backend",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryFrequencies:
-    """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin."""
-
-    inverse_frequencies: torch.Tensor
-    magnitude: float
-    dtype: torch.dtype
 
 
 ValueT = TypeVar("ValueT")

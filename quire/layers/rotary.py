@@ -16,9 +16,10 @@ import torch
 
 from quire.config.rope import RopeConfig
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import RotaryFrequencies
 from quire.kernels.value import Indices
 from quire.layers.context import LayerContext
-from quire.layers.operations import RotaryFrequencies, RotationTable
+from quire.layers.operations import RotationTable
 
 
 class RotaryEmbedding:

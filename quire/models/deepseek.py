@@ -15,12 +15,12 @@ from quire.config.model import ModelConfig
 from quire.config.model_shape import Experts
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import Gating, Routing
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.experts import Gating, Routing
 from quire.layers.latent_attention import LatentAttention, LatentHeads
 from quire.layers.latent_index import IndexHeads
 from quire.layers.mlp import GatedMLP

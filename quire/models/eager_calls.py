@@ -8,9 +8,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from quire.attention.interface import PlannedStep
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext
-from quire.layers.operations import HeadWeights
 from quire.quantization.interface import LayerLinear
 
 Layer = Callable[[Value], Value]

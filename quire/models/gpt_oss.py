@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import Gating, Routing
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.experts import Gating, Routing
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
 

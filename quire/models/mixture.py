@@ -10,8 +10,8 @@ from typing import Literal
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import Gating, Routing
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.experts import Gating, Routing
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike, read_activation
 

@@ -10,6 +10,7 @@ import torch
 
 from quire.attention.interface import PlannedStep
 from quire.attention.native_backend import NativeAttentionStep
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu.recorder import (
     ROW_ALIGNMENT,
     TOKEN_IDS,
@@ -22,7 +23,6 @@ from quire.kernels.cpu.recorder import (
 )
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.context import LayerContext
-from quire.layers.operations import HeadWeights
 from quire.models.eager_calls import Attend, Compute, Layer, Lookup
 from quire.quantization.interface import LayerLinear
 

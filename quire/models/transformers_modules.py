@@ -14,9 +14,9 @@ from torch import nn
 from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import HeadWeights
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear
-from quire.layers.operations import HeadWeights
 from quire.models.eager_calls import Attend, EagerCalls, Layer, Lookup
 from quire.models.recognized_code import Rotate, own_mlp, own_norm, replace_rotation
 from quire.models.shared_inputs import Columns, Producer, SharedInput, Taker

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.arguments import ExpertWeights
+from quire.kernels.experts import count_rows
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.weight_formats import StoredMatrix
-from quire.layers.experts import ExpertWeights, count_rows
 from quire.quantization.unquantized import PlainParameters, PlainStack, UnquantizedLinear
 
 

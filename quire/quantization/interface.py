@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from quire.kernels.arguments import ExpertWeights
 from quire.kernels.value import Indices, Value
-from quire.layers.experts import ExpertWeights
 from quire.quantization.integer_weight import WeightTensor
 
 Parameters: TypeAlias = Any

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.config.model import DTYPE_BYTES
+from quire.kernels.arguments import ExpertWeights
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import Arena, PackedMatrix
 from quire.kernels.cpu.quantize import fit_int4
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
-from quire.layers.experts import ExpertWeights
 from quire.logging import get_logger
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape

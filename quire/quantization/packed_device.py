@@ -11,12 +11,13 @@ from typing import overload
 import torch
 
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import ExpertWeights
+from quire.kernels.experts import count_rows
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.quantized_product import quantized_matmul
 from quire.kernels.triton.weight_formats import PLAIN, StoredMatrix
-from quire.layers.experts import ExpertWeights, count_rows
 from quire.logging import get_logger
 from quire.quantization.device import DeviceLinear
 from quire.quantization.integer_weight import WeightTensor, copy_into

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import ExpertWeights
+from quire.kernels.experts import experts
 from quire.kernels.matmul import row_head_linear, row_linear
-from quire.layers.experts import ExpertWeights, experts
 from quire.quantization.integer_weight import WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 

@@ -17,8 +17,8 @@ from quire.attention.device_batch import DeviceBatch, StateKernels
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
+from quire.kernels.arguments import HeadWeights
 from quire.layers.batch import ForwardBatch, TokenColumns
-from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind

@@ -82,3 +82,21 @@ def test_no_import_cycles() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_folders_that_import_each_other() -> None:
+    """Few, and for types too: kernels take the shapes that attention and sampling lay out, and are called by both."""
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    edges = {
+        (module.name.split(".")[1], found.target.split(".")[1])
+        for module in modules()
+        for found in imports(module)
+        if found.target.count(".") > 1 and module.name.count(".") > 1
+    }
+    circles = {(a, b) for a, b in edges if (b, a) in edges and a < b and {a, b} <= folders}
+    assert circles == {("attention", "kernels"), ("kernels", "sampling")}
+    graph = {a: {b for x, b in edges if x == a and (min(a, b), max(a, b)) not in circles and a != b} for a in folders}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"folders in a circle: {' -> '.join(error.args[1])}")

@@ -11,11 +11,11 @@ from quire.attention import triton_backend
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.attention_tiles import DeviceLimits, SplitPlan, Tiles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
-from quire.layers.operations import HeadWeights
 
 WINDOW = 24
 LAYERS = (

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import compare
 from benchmarks.peers.compare import Trials
-from benchmarks.peers.engine import peak_of, rooms
+from benchmarks.peers.engine import Places, peak_of, rooms
 from benchmarks.peers.make_gguf import Cut, write
-from benchmarks.peers.report import as_markdown, as_text
+from benchmarks.peers.report import as_markdown, as_text, ratio_rows
 from benchmarks.peers.settings import BITS, Settings, Trial, axes_of, fastest, search, settings_of_file
 from benchmarks.peers.workload import Workload, parse_workload
 from quire.config.gguf import read_gguf_config
@@ -150,6 +151,7 @@ RESULT: dict[str, Any] = {
     "limits": {"read GB/s": 20.4},
     "model": "a-model",
     "bits": 8,
+    "types": {},
     "units": {"single": "output tok/s", "late": "output tok/s"},
     "engines": {
         "quire": {
@@ -173,6 +175,81 @@ def test_tables_have_losses_in_bold_and_the_processor_beside_them() -> None:
     assert "| absent | 8 | – | – | install |" in text
     assert "| quire 1 | 8 | 1.00 | 1.50 | 1.0 |" in text
     assert "8 bits: quantization=w8a8" in text
+
+
+def test_a_file_is_named_with_the_types_in_it() -> None:
+    of_file = {**RESULT, "model": "m-q4_k_m", "types": {"F32": 1 << 20, "Q4_K": 200 << 20}}
+    assert "**m-q4_k_m** (Q4_K 200.0 MiB, F32 1.0 MiB) on Some CPU" in as_markdown([of_file])
+    assert as_text(of_file).startswith("m-q4_k_m (Q4_K 200.0 MiB, F32 1.0 MiB), Some CPU")
+    assert as_text(RESULT).startswith("a-model, 8 bits, Some CPU")
+
+
+def test_rows_are_ratios_alone() -> None:
+    of_file = {**RESULT, "model": "m-q4_k_m", "types": {"Q4_K": 1}}
+    assert ratio_rows([RESULT, of_file]) == [
+        "| model | peer | `single` | `late` |",
+        "|---|---|---|---|",
+        "| a-model, 8 bits | fast 2 | 0.75 | – |",
+        "| m-q4_k_m | fast 2 | 0.75 | – |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("peers", "bits", "formats", "expected"),
+    [
+        ("llama.cpp", "4", None, [("m-q4_k_m.gguf", "llama.cpp"), ("m-q4_0.gguf", "llama.cpp")]),
+        ("llama.cpp", "4", "q6_k", [("m-q6_k.gguf", "llama.cpp")]),
+        ("openvino,llama.cpp", "8", None, [("m", "openvino"), ("m-q8_0.gguf", "llama.cpp")]),
+        ("llama.cpp,vllm", "16", None, [("m", "llama.cpp,vllm")]),
+        ("llama.cpp,quire", "8", None, [("m-q8_0.gguf", "llama.cpp,quire")]),
+        ("quire", "4", None, [("m", "quire")]),
+    ],
+)
+def test_llama_cpp_is_compared_on_the_same_file(
+    peers: str, bits: str, formats: str | None, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(peer: str, model: Path, settings: Settings, _places: Places) -> tuple[Path, Path]:
+        assert peer == "llama.cpp"
+        return Path("python"), model.with_name(f"{model.name}-{settings['format']}.gguf")
+
+    monkeypatch.setattr(compare, "prepare", made)
+    monkeypatch.setattr(compare, "make_model", lambda name, models: models / "m")
+    line = ["compare", peers, "--bits", bits, *(("--formats", formats) if formats else ())]
+    monkeypatch.setattr("sys.argv", line)
+    found = compare.subjects(compare.parse_arguments(), Places(Path("venvs"), Path("models")))
+    assert [(model.name, ",".join(names)) for model, names in found] == expected
+
+
+def test_any_gguf_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "any-Q5_K_M.gguf"
+    cut = Cut("qwen3moe", "Q4_0", "Q8_0", 1, 256, 256, 4, 2, 64, 4, 2, 256, {"rope.freq_base": 1e6})
+    write(cut, path)
+    monkeypatch.setattr("sys.argv", ["compare", "llama.cpp", "--file", str(path)])
+    arguments = compare.parse_arguments()
+    assert list(compare.subjects(arguments, Places(tmp_path, tmp_path))) == [(path, ["llama.cpp"])]
+    assert compare.types_of(path).keys() == {"F32", "Q4_0", "Q8_0"}
+    # 2 x 4 bytes x a layer x 2 heads x 64 for each of 1,024 x 1,152 tokens, and a tenth
+    workloads = [parse_workload(text, {}) for text in ("1x300/1", "1024x896/128")]
+    assert rooms("quire", path, workloads) == {"max_model_len": 8_192, "kv_cache_memory": "2GiB"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["vllm", "--file", "F"], "vllm: F is a GGUF file, for llama.cpp"),
+        (["llama.cpp", "--file", "none.gguf"], "none.gguf is not a file"),
+        (["llama.cpp", "--file", "F", "--formats", "q6_k"], "--formats is for models"),
+    ],
+)
+def test_lines_that_do_not_fit_a_file(
+    line: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "F").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["compare", *line])
+    with pytest.raises(SystemExit):
+        compare.parse_arguments()
+    assert message in capsys.readouterr().err
 
 
 def test_the_text_of_a_run_has_the_settings_and_names_what_was_not_reached() -> None:

@@ -19,12 +19,12 @@ from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.context import LayerContext, layer_context
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.layers.operations import TorchOperations
-from quire.layers.states import ConvolutionWeights, DeltaRule
 from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
 from quire.parallel.single import SINGLE_RANK

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.layers.operations import HeadWeights, TorchOperations
+from quire.kernels.arguments import HeadWeights
+from quire.layers.operations import TorchOperations
 from quire.layers.rotation import Rotation
 
 

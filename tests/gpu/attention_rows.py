@@ -9,10 +9,10 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.operations import HeadWeights
 from tests.kernels.triton.helpers import random
 
 BLOCK_SIZE = 16

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention.interface import StateStep
-from quire.layers.states import ConvolutionWeights, DeltaRule, gated_delta_rule, short_convolution
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule
+from quire.layers.states import gated_delta_rule, short_convolution
 
 LAYER, INTERVAL, LENGTHS = 3, 128, [200, 1, 70]
 CUTS = [[200, 1, 70], [7, 1, 64], [64, 1, 1], [128, 1, 3], [65, 1, 63]]

@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -19,7 +20,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
-from quire.layers.operations import HeadWeights, NormWeights, Operations, RotaryFrequencies, TorchOperations
+from quire.layers.operations import Operations, TorchOperations
 from quire.worker.kv_tensors import allocate_pages, layer_pages
 from tests.models.test_toy import Planner
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.experts import ExpertCounters, Gating, Routing, count_rows, gate_rows, gated, route
+from quire.kernels.arguments import Gating, Routing
+from quire.kernels.experts import count_rows, gate_rows, gated, route
+from quire.layers.experts import ExpertCounters
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from tests.layers.helpers import torch_context
 

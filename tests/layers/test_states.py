@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights, TorchStates
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
+from quire.layers.states import TorchStates
 from tests.layers.state_steps import (
     CHANNELS,
     CUTS,

@@ -14,9 +14,10 @@ from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import HeadWeights
 from quire.layers.device import DeviceLayers
 from quire.layers.device_cache import DeviceRotation
-from quire.layers.operations import HeadWeights, TorchOperations
+from quire.layers.operations import TorchOperations
 from quire.layers.rotation import Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model

@@ -9,18 +9,17 @@ from functools import partial
 import torch
 
 from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, RotaryFrequencies, Routing
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.experts import Gating, Routing
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotaryFrequencies, RotationTable
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
+from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import copy_into

@@ -22,6 +22,7 @@ from quire.attention.interface import AttentionBatch, AttentionStep, LayerAttent
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels import reference
+from quire.kernels.arguments import HeadWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import copy_blocks
@@ -29,7 +30,7 @@ from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
-from quire.layers.operations import HeadWeights, RotaryFrequencies, TorchOperations
+from quire.layers.operations import TorchOperations
 
 CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "bf16a16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}

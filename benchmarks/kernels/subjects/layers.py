@@ -13,12 +13,13 @@ from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.linear import STEP, WEIGHT_TYPES, drawn_values
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows, calls_per_run, relative_error
+from quire.kernels.arguments import NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
-from quire.layers.operations import NormWeights, RotaryFrequencies, TorchOperations
+from quire.layers.operations import TorchOperations
 
 MOST_CALLS = 100
 EPSILON = 1e-5

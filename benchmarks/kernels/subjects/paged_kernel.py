@@ -6,6 +6,7 @@ import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import block_bytes
 from quire.kernels.cpu.recorder import Recorder
@@ -13,7 +14,6 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
-from quire.layers.operations import HeadWeights
 
 NUM_HEADS, HEAD_DIM = 40, 128
 CACHE_DTYPE, CACHE_BYTES = "bfloat16", 2

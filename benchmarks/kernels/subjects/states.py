@@ -11,11 +11,12 @@ from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows, relative_error
 from quire.attention.interface import StateStep
+from quire.kernels.arguments import DeltaRule
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import Recorder
 from quire.layers.native import NativeOperations
-from quire.layers.states import DeltaRule, gated_delta_rule
+from quire.layers.states import gated_delta_rule
 
 TOLERANCE = 1e-4
 COMPUTED = 96

@@ -38,7 +38,7 @@ class ExpertTiles:
 
 
 def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """routing: [T, 2 * top_k] float32, of `layers/experts.py:route`. block_m: pairs of a tile."""
+    """routing: [T, 2 * top_k] float32, of `kernels/experts.py:route`. block_m: pairs of a tile."""
     top_k = routing.shape[1] // 2
     ordered, pairs = routing[:, :top_k].flatten().long().sort(stable=True)
     experts = torch.arange(num_experts + 1, device=routing.device)
@@ -177,7 +177,7 @@ def apply_experts(
     weighs_input: bool,
 ) -> torch.Tensor:
     """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] of one dtype, in which
-    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `layers/experts.py` has
+    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `kernels/arguments.py` has
     them."""
     num_rows, size = x.shape
     if num_rows == 0:

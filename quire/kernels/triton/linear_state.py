@@ -21,10 +21,10 @@ import triton.language as tl
 
 from quire.attention.device_batch import DeviceStateStep
 from quire.config.model_shape import STATE_BORDER
+from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 from quire.kernels.triton.activation import KINDS, SILU, activate
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_of_token
 from quire.kernels.triton.runtime import INTERPRETED, blocks_of, bound, interpreted_dot, launch, narrow, next_power_of_2
-from quire.layers.states import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 
 CHANNELS = 1024
 """Channels of a program of the convolution."""

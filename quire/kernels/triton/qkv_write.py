@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from quire.attention.interface import CacheScale
+from quire.kernels.arguments import HeadWeights, NormWeights
 from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
-from quire.layers.operations import HeadWeights, NormWeights
 
 HEADS = 8
 """Heads of one program, at most."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from quire.kernels.arguments import Gating, Routing
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation
 from quire.kernels.cpu.packing import PackedMatrix
-from quire.layers.experts import Gating, Routing, gate_rows, gated, route
+from quire.kernels.experts import gate_rows, gated, route
 from tests.kernels.cpu.linear_calls import CASES, ISAS, GuardedRows, pool, precision_of, random_matrix, run_linear
 
 SIZE, INTERMEDIATE, EXPERTS = 72, 40, 6

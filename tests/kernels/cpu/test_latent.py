@@ -9,13 +9,13 @@ from quire.attention.interface import AttentionBatch
 from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
 from quire.errors import ConfigError
+from quire.kernels.arguments import RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.native import NativeOperations
-from quire.layers.operations import RotaryFrequencies
 from quire.quantization.interface import LinearShape
 from quire.quantization.packed import PackedLinear
 from quire.quantization.weight_format import WeightFormat

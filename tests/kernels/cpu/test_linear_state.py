@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from quire.attention.interface import StateStep
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native_states import NativeStates
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights, TorchStates
+from quire.layers.states import TorchStates
 from tests.layers.state_steps import (
     CUTS,
     HEADS,

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.kernels.arguments import NormWeights
 from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, fuse_norms, hand_over_rows, place_buffers
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
-from quire.layers.operations import NormWeights, TorchOperations
+from quire.layers.operations import TorchOperations
 
 
 @dataclass

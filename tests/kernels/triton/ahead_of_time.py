@@ -50,6 +50,7 @@ from quire.attention.device_batch import DeviceBatch, DeviceStateStep
 from quire.attention.interface import CacheScale, LayerAttention
 from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, HeadWeights, NormWeights
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
@@ -67,8 +68,6 @@ from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
-from quire.layers.operations import HeadWeights, NormWeights
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
 from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for

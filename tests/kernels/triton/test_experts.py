@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels.arguments import ExpertWeights, Gating, Routing
+from quire.kernels.experts import experts, route
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts, sort_by_expert
 from quire.kernels.triton.weight_formats import StoredMatrix
-from quire.layers.experts import ExpertWeights, Gating, Routing, experts, route
 from tests.kernels.triton.helpers import random
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from quire.attention.device_batch import DeviceStateStep, StateKernels
 from quire.attention.interface import StateStep
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from tests.layers.state_steps import (
     CHANNELS,
     HEADS,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels.arguments import NormWeights
 from quire.kernels.triton.norm import norm
-from quire.layers.operations import NormWeights, TorchOperations
+from quire.layers.operations import TorchOperations
 from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 
 SIZES = [1, 48, 64, 576, 1000]

@@ -9,8 +9,8 @@ import torch
 
 from quire.attention.interface import CacheScale, LayerAttention
 from quire.kernels import reference
+from quire.kernels.arguments import HeadWeights, NormWeights
 from quire.kernels.triton.qkv_write import prepare_heads, write_kv
-from quire.layers.operations import HeadWeights, NormWeights
 from tests.kernels.triton.attention_cases import NAN, TOLERANCE
 
 SLOTS = torch.tensor([17, -1, 3, 40, 8])

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.arguments import ExpertWeights, Gating, Routing
+from quire.kernels.experts import experts, route
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.quantize_rows import round_rows, round_to_e4m3
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kernels.triton.weight_formats import StoredMatrix
-from quire.layers.experts import ExpertWeights, Gating, Routing, experts, route
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.quantize import quantize_rows

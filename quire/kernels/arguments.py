@@ -1,0 +1,197 @@
+"""The arguments of kernels beside tensors: weights and shapes of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from quire.attention.interface import LayerAttention, StateStep
+from quire.config.model_shape import KEPT_ROWS, line_elements
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once), or None for ones and
+    zeros. centred: LayerNorm, which subtracts the mean; else RMSNorm."""
+
+    size: int
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    epsilon: float
+    centred: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """One layer's attention between its two projections. query_norm, key_norm: RMSNorms over each head, or None."""
+
+    shape: LayerAttention
+    query_norm: NormWeights | None
+    key_norm: NormWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryFrequencies:
+    """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin."""
+
+    inverse_frequencies: torch.Tensor
+    magnitude: float
+    dtype: torch.dtype
+
+
+TILE = 16
+"""Rows of a product: torch's products add in an order that depends on their number (`kernels/matmul.py`)."""
+
+
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys of the delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A float32 tensor of `shape` in the pages of `layer`, `offset` bytes from a page's beginning."""
+
+    layer: int
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Bytes of a page up to the part's end."""
+        return self.offset + 4 * torch.Size(self.shape).numel()
+
+    def blocks(self, states: StateStep) -> torch.Tensor:
+        """[num_blocks, *shape], the pool's memory."""
+        return states.pages[self.layer][:, self.offset : self.end].view(torch.float32).unflatten(1, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionWeights:
+    """A causal convolution of each channel by itself. kernel: [width, channels] float32, the last row for the token
+    itself; bias: [channels] float32 or None. activation: a name of `kernels/activation.py`, or None. layer, offset: the
+    place of the last width - 1 inputs in a page."""
+
+    kernel: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str | None
+    layer: int
+    offset: int
+
+    @property
+    def inputs(self) -> StatePart:
+        """[width - 1, channels], the earliest input first; rows are filled up to whole cache lines."""
+        width, channels = self.kernel.shape
+        return StatePart(self.layer, self.offset, (width - 1, line_elements(channels)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Heads of a gated delta rule. A key head serves num_value_heads / num_key_heads successive value heads.
+
+    rate, time_bias: [num_value_heads] float32: exp(-rate * softplus(gate + time_bias)) of the state is left by a token.
+    layer, offset: the place of what is kept in a page. Rows there are filled up to whole cache lines.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    rate: torch.Tensor
+    time_bias: torch.Tensor
+    layer: int
+    offset: int
+
+    @property
+    def state(self) -> StatePart:
+        """After the last border."""
+        shape = (self.num_value_heads, self.key_dim, line_elements(self.value_dim))
+        return StatePart(self.layer, self.offset, shape)
+
+    @property
+    def updates(self) -> StatePart:
+        """Of the tokens behind the border: u of `gated_delta_rule`."""
+        shape = (self.num_value_heads, KEPT_ROWS, line_elements(self.value_dim))
+        return StatePart(self.layer, self.state.end, shape)
+
+    @property
+    def keys(self) -> StatePart:
+        """Of the tokens behind the border."""
+        shape = (self.num_key_heads, KEPT_ROWS, line_elements(self.key_dim))
+        return StatePart(self.layer, self.updates.end, shape)
+
+    @property
+    def decays(self) -> StatePart:
+        """Logarithms, of the tokens behind the border."""
+        return StatePart(self.layer, self.keys.end, (self.num_value_heads, line_elements(KEPT_ROWS)))
+
+    @property
+    def end(self) -> int:
+        """Bytes of a page up to the last that the rule keeps."""
+        return self.decays.end
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNormWeights:
+    """RMSNorm of each head, then a product with the SiLU of a gate. weight: [size] in the activations' dtype."""
+
+    size: int
+    weight: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen for a token.
+
+    scoring: softmax over all experts, or the sigmoid of each score. renormalise: the weights of the chosen add up to 1
+    (after a softmax: the softmax over the chosen). factor: of the weights. bias: [num_experts] float32, added to the
+    scores for the choice alone, or None. num_groups: experts lie in that many groups of neighbours, of which the
+    `top_groups` best are open to a token; a group is as good as the sum of its `group_best` best scores (DeepSeek V2:
+    1, V3: 2).
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    factor: float = 1.0
+    bias: torch.Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """activation(gate) * up. activation: a name of `kernels/activation.py`. limit: the gate is cut off at it and up at
+    both its signs, and 1 is added to up (GPT-OSS); None: none of these."""
+
+    activation: str
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """by_expert: [num_experts] int64, to which the rows that each expert computes are added. num_rows: [1] of integers,
+    how many rows of a batch, its first ones, are no padding; None: all."""
+
+    by_expert: torch.Tensor
+    num_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Gated feed-forward blocks, one for each expert: their matrices as `LinearMethod.create_stack` made them.
+
+    gate_up: [2 * intermediate, size] each, gate above up; down: [size, intermediate] each. weighs_input: a token's
+    weight for an expert multiplies the expert's input, else its result. counts: None: nothing is counted.
+    """
+
+    gate_up: Sequence[Any]
+    down: Sequence[Any]
+    gating: Gating
+    weighs_input: bool = False
+    counts: RowCounts | None = None

@@ -1,0 +1,109 @@
+"""Mixtures of experts in torch: what routing and experts mean, and what computes them where there is no kernel. A
+row's bits do not depend on what else is in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import ExpertWeights, Gating, Routing, RowCounts
+
+Product = Callable[[Any, torch.Tensor], torch.Tensor]
+"""One expert's matrix (as the linear method keeps it) and x: [T, K] -> [T, N], with its bias; a row depends on its own
+x alone."""
+
+
+def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+    """[T, num_experts] -> [T, 2 * top_k] float32, as `ExpertOperations.route`. Of equal scores, the expert with the
+    lower number is chosen."""
+    wide = logits.float()
+    scores = torch.softmax(wide, dim=-1) if routing.scoring == "softmax" else _sigmoid(wide)
+    # Scores round to equal numbers where logits still differ: only what scores decide is left to them.
+    preference = wide if routing.bias is None and routing.num_groups == 1 else scores
+    if routing.bias is not None:
+        preference = preference + routing.bias
+    if routing.num_groups > 1:
+        preference = _open_groups(routing, preference)
+    chosen = preference.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k].sort(dim=-1).values
+    weights = scores.gather(1, chosen)
+    if routing.renormalise:
+        total = weights[:, :1]
+        for column in range(1, routing.top_k):
+            total = total + weights[:, column : column + 1]
+        weights = weights / total
+    return torch.cat((chosen.float(), weights * routing.factor), dim=1)
+
+
+def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `ExpertOperations.gate_rows`, in x's dtype, computed in float32."""
+    return (x.float() * _sigmoid(gate.float())).to(x.dtype)
+
+
+def experts(
+    weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None, product: Product
+) -> torch.Tensor:
+    """x: [T, size]. routing: [T, 2 * top_k], as `route` gives it. residual: [T, size] or None. Returns [T, size]:
+    residual + the weighted sum of the chosen experts' results, added in float32 in the order of their numbers. An
+    expert computes the tokens that chose it."""
+    count_rows(weights.counts, routing)
+    top_k = routing.shape[1] // 2
+    chosen, shares = routing[:, :top_k].long(), routing[:, top_k:]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        share = shares[rows, places, None]
+        result = _expert(weights, expert, x.index_select(0, rows), share, product)
+        out.index_copy_(0, rows, out.index_select(0, rows) + result)
+    return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
+
+
+def count_rows(counts: RowCounts | None, routing: torch.Tensor) -> None:
+    """Add the rows that chose each expert; nothing waits for the device. routing: [T, 2 * top_k]."""
+    if counts is None:
+        return
+    chosen = routing[:, : routing.shape[1] // 2].long()
+    counted = torch.ones_like(chosen)
+    if counts.num_rows is not None:
+        is_real = torch.arange(len(chosen), device=chosen.device) < counts.num_rows
+        counted = is_real[:, None].expand_as(chosen).long()
+        # What padding holds may be any number.
+        chosen = torch.where(is_real[:, None], chosen, 0)
+    counts.by_expert.scatter_add_(0, chosen.flatten(), counted.flatten())
+
+
+def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[T, width] each -> [T, width]."""
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit) + 1.0
+    return ACTIVATIONS[gating.activation](gate) * up
+
+
+def _expert(
+    weights: ExpertWeights, expert: int, x: torch.Tensor, share: torch.Tensor, product: Product
+) -> torch.Tensor:
+    """One expert's weighted result: [N, size] -> [N, size] float32. share: [N, 1] float32."""
+    if weights.weighs_input:
+        x = (x.float() * share).to(x.dtype)
+    gate, up = product(weights.gate_up[expert], x).chunk(2, dim=-1)
+    result = product(weights.down[expert], gated(weights.gating, gate, up)).float()
+    return result if weights.weighs_input else result * share
+
+
+def _open_groups(routing: Routing, preference: torch.Tensor) -> torch.Tensor:
+    """Minus infinity for the experts of all groups but the best."""
+    members = preference.unflatten(1, (routing.num_groups, -1))
+    best = members.sort(dim=-1, descending=True).values[..., : routing.group_best]
+    worth = best[..., 0]
+    for place in range(1, best.shape[-1]):
+        worth = worth + best[..., place]
+    order = worth.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    is_open = torch.zeros_like(worth, dtype=torch.bool).scatter(1, order, True)
+    return torch.where(is_open[:, :, None], members, -torch.inf).flatten(1)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The same bits wherever in a tensor an element lies (see `kernels/activation.py`)."""
+    return 1.0 / (torch.exp(-x) + 1.0)
