@@ -21,6 +21,7 @@ from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
 from quire.worker.columns import ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
+from quire.worker.drafts import Accepted, Placed
 from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
@@ -30,6 +31,7 @@ from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.streams import DeviceStreams
 from quire.worker.platform.upload import RowWrites, Section, Upload
 from quire.worker.pooling import PooledRows
+from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**26
@@ -76,6 +78,9 @@ class StagedColumns:
         self.values.copy(source, destination)
         self._writes.write(self.arena.values_offset(destination), self.values.rows[source].copy())
 
+    def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
+        raise NotImplementedError
+
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
@@ -100,6 +105,7 @@ class DeviceCompute:
         """pages: of the pool on the device (None: there is none). has_head: pooled samples go through the model's own
         projection (`CausalLM.compute_logits`)."""
         self.prepare: Callable[[Launch], None] | None = None
+        self.has_drafts = False
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model
@@ -180,6 +186,9 @@ class DeviceStep:
         logits = compute.model.compute_logits(hidden.index_select(0, last_index))
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch, masks)
+
+    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
+        raise NotImplementedError
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         assert self.pooled is not None, "staged with the plan"
