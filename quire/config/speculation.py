@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from quire.config.checks import choice
 from quire.errors import ConfigError, nearest_name
 
 METHODS = ("ngram",)
@@ -40,7 +39,10 @@ class SpeculationConfig:
             fields = msgspec.convert(given, _Given)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{OPTION}: {error}", param=OPTION) from None
-        choice(f"{OPTION}.method", fields.method, METHODS)
+        if fields.method not in METHODS:
+            nearest = nearest_name(fields.method, METHODS)
+            known = ", ".join(METHODS)
+            raise ConfigError(f"{OPTION}.method must be one of {known}, not {fields.method!r}{nearest}", param=OPTION)
         least, most = fields.prompt_lookup_min, fields.prompt_lookup_max
         most = (least or USUAL_LOOKUP) if most is None else most
         least = most if least is None else least
