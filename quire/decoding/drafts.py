@@ -102,6 +102,7 @@ def take_back_rejected(
             continue
         sequence.num_pending_tokens -= num_drafts
         sequence.num_pending_drafts -= num_drafts
+        sequence.fast_path_until = 0
         num_rejected = num_drafts + 1 - len(accepted)
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:
