@@ -115,6 +115,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.tp > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
+    speculation = _speculation(options, model)
+    if speculation.max_drafts:
+        model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
@@ -143,17 +146,13 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
-        speculation=_speculation(options, model, device),
+        speculation=speculation,
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
 
 
-def _speculation(options: EngineOptions, model: ModelConfig, device: str) -> SpeculationConfig:
+def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
     speculation = SpeculationConfig.of(options.speculative_config)
-    if speculation.max_drafts and (device != "cpu" or options.attention_backend == "triton"):
-        raise ConfigError(f"{SPECULATION} is available on a CPU so far", param=SPECULATION)
-    if speculation.max_drafts and any(layer.attention.kind == "state" for layer in model.shape.layers):
-        raise ConfigError(f"{SPECULATION} is not available for models with states so far", param=SPECULATION)
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
