@@ -62,7 +62,7 @@ SHAPES = {
 def random_matrix(shape: Shape, inputs: int, outputs: int, *, gated: bool, arena: Arena) -> PackedMatrix:
     """Random bytes for values and scales: what they say does not matter, but that they are finite."""
     if shape.blocks:
-        matrix: PackedMatrix = BlockMatrix(shape.type, inputs, outputs, gated=gated, memory=arena.allocate)
+        matrix: PackedMatrix = BlockMatrix("Q4_0", inputs, outputs, gated=gated, memory=arena.allocate)
     else:
         options = {"group_size": 128, "with_offsets": True} if shape.type == WeightType.I4 else {}
         matrix = PackedMatrix(shape.type, inputs, outputs, gated=gated, memory=arena.allocate, **options)

@@ -32,7 +32,12 @@ void bind_weight(nb::module_& module) {
       .value("I4", WeightType::kI4)
       .value("E4M3", WeightType::kE4M3)
       .value("MXFP4", WeightType::kMXFP4)
-      .value("NVFP4", WeightType::kNVFP4);
+      .value("NVFP4", WeightType::kNVFP4)
+      .value("I2", WeightType::kI2)
+      .value("I3", WeightType::kI3)
+      .value("I5", WeightType::kI5)
+      .value("I6", WeightType::kI6)
+      .value("NL4", WeightType::kNL4);
   nb::enum_<Activation>(module, "Activation")
       .value("NONE", Activation::kNone)
       .value("RELU", Activation::kRelu)
@@ -61,16 +66,19 @@ void bind_weight(nb::module_& module) {
           [](PackedWeight* self, WeightType type, int64_t in_features, int64_t out_features, int64_t group_size,
              bool gated, bool integer_activations, uintptr_t data, uintptr_t scales, uintptr_t offsets,
              uintptr_t column_sums, uintptr_t column_order, uintptr_t scale_codes, uintptr_t scale_halves,
-             uintptr_t offset_halves, float centre) {
+             uintptr_t offset_halves, float centre, bool super_blocks,
+             int32_t activation_bits) {
             new (self) PackedWeight{at<void>(data),           at<float>(scales),         at<float>(offsets),
                                     at<int32_t>(column_sums), at<int32_t>(column_order), at<uint8_t>(scale_codes),
                                     at<uint16_t>(scale_halves), at<uint16_t>(offset_halves), in_features,
                                     out_features,             group_size,                type,
-                                    gated,                    integer_activations,       centre};
+                                    gated,                    integer_activations,       centre,
+                                    super_blocks,             activation_bits};
           },
           "type"_a, "in_features"_a, "out_features"_a, "group_size"_a, "gated"_a, "integer_activations"_a, "data"_a,
           "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0, "scale_codes"_a = 0,
-          "scale_halves"_a = 0, "offset_halves"_a = 0, "centre"_a = 0.0f);
+          "scale_halves"_a = 0, "offset_halves"_a = 0, "centre"_a = 0.0f, "super_blocks"_a = false,
+          "activation_bits"_a = 0);
   nb::class_<Ref>(module, "Ref").def(
       "__init__",
       [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },
@@ -117,10 +125,10 @@ void bind_program(nb::module_& module) {
       .def(
           "embed",
           [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, int64_t column,
-             bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, width, shift, column, accumulate, out});
+             bool accumulate, const Ref& out, int64_t start, int64_t shared_rows) {
+            program.add(EmbedArgs{table, width, shift, column, accumulate, out, start, shared_rows});
           },
-          "table"_a, "width"_a, "shift"_a, "column"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "column"_a, "accumulate"_a, "out"_a, "start"_a = 0, "shared_rows"_a = 0)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -268,6 +276,17 @@ void bind_program(nb::module_& module) {
           },
           "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
       .def(
+          "outside",
+          [](Program& program, nb::callable function, std::vector<Ref> rows) {
+            program.add([function = std::move(function), rows = std::move(rows)](const Step& step) {
+              nb::gil_scoped_acquire held;
+              nb::list addresses;
+              for (const Ref& ref : rows) addresses.append(reinterpret_cast<uintptr_t>(step.at(ref)));
+              function(step.rows, addresses);
+            });
+          },
+          "function"_a, "rows"_a)
+      .def(
           "bind",
           [](Program& program, int64_t rows, const std::vector<uintptr_t>& columns,
              std::vector<const AttentionPlan*> attention, const std::vector<uintptr_t>& areas, uintptr_t scratch,
@@ -313,5 +332,6 @@ NB_MODULE(_native, module) {
   quire::bind_step_inputs(module);
   quire::bind_limits(module);
   quire::bind_packing(module);
+  quire::bind_block_packing(module);
   quire::bind_sampling(module);
 }

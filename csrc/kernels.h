@@ -58,7 +58,7 @@ enum class MatmulPrecision : int32_t { kFloat32 = 0, kBFloat16 };
 
 // -- linear (linear.cpp) --------------------------------------------------------------------------------------------
 
-enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4, kE4M3, kMXFP4, kNVFP4 };
+enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4, kE4M3, kMXFP4, kNVFP4, kI2, kI3, kI5, kI6, kNL4 };
 
 inline constexpr int64_t kPanel = 32;
 
@@ -71,11 +71,20 @@ inline constexpr int64_t kPanel = 32;
 //                    in_features padded to a multiple of 8 inside each group
 //   e4m3             [panel][k / 2][32][2]          8-bit floats; in_features padded to a multiple of 4 inside each group
 //   mxfp4, nvfp4     as i4, of e2m1 codes           4-bit floats (small_floats.h says what codes stand for)
+//   nl4              as i4, of places in a table of 16 whole numbers (packed.h)
+//   i2, i3, i6       [panel][k / 16][plane]         planes of some bits of 16 values of k, one behind the other:
+//   i5               [panel][k / 32][plane]         or of 32
+// A plane of four bits is as i4. One of two is [32][4] bytes: of value k of 16, bits 2 * (k / 4) of byte k % 4. i3 and i5
+// have a plane of two and four bits and one of a bit, i6 one of four and one of two. The bit of i5 is bit k / 4 of byte k % 4
+// of [32][4]; that of i3 lies in [k / 4][2] words of 64 bits, of 16 columns each: bit 4 * column + k % 4. i6 are 32 too
+// large, i3 4, and i5 without offsets 16.
 // Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; integers
 // alone have some). Integers may have both in float16 instead (scale_halves, offset_halves), and offsets that are all
 // -centre * scale instead of stored ones: numbers that are the same in float32, in fewer bytes. The scales of mxfp4 and
 // nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that `scales`, then [panel][32] float32, is multiplied
-// with.
+// with. Integers in super-blocks of 256 values of k have scales that are products: scale_halves, and offset_halves where
+// there are offsets, are [panel][super-block][32], and what multiplies them for each group are codes of some bits,
+// [panel][super-block][row of codes][32] bytes in `scale_codes` (packed.h has their rows).
 // Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
 // 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
@@ -85,7 +94,7 @@ struct PackedWeight {
   const float* offsets = nullptr;
   const int32_t* column_sums = nullptr;   // i8 with integer activations: [panel][group][32], sum of values
   const int32_t* column_order = nullptr;  // [in_features]: value k belongs to input column_order[k]; null: k
-  const uint8_t* scale_codes = nullptr;   // of mxfp4 and nvfp4
+  const uint8_t* scale_codes = nullptr;   // of mxfp4, nvfp4 and super-blocks
   const uint16_t* scale_halves = nullptr;
   const uint16_t* offset_halves = nullptr;
   int64_t in_features = 0;
@@ -95,6 +104,9 @@ struct PackedWeight {
   bool gated = false;
   bool integer_activations = false;  // activations are rounded to 8 bits, one scale for each row
   float centre = 0;  // the value that stands for zero, where there are no stored offsets
+  bool super_blocks = false;
+  int32_t activation_bits = 0;  // of integers and 4-bit floats, least bits that activations keep: 8, one scale for each group;
+                                // 16; 32; 0: 32, or 16 where the program's precision is bfloat16
 };
 
 // A norm of each row: what it is multiplied with and moved by.
@@ -173,7 +185,8 @@ struct LinearKernels {
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
-// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's column of this number.
+// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's column of this number. A table may be one rank's share,
+// the rows from `start` on of `shared_rows`: other rows of those are zeros here.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
@@ -181,6 +194,8 @@ struct EmbedArgs {
   int64_t column = kTokenIds;
   bool accumulate = false;
   Ref out;
+  int64_t start = 0;
+  int64_t shared_rows = 0;  // 0: the table is whole
 };
 
 // RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias.

@@ -77,7 +77,7 @@ void embed_small(const EmbedArgs& args, int64_t id, float* row) {
     const float scale = stored_scale(table, panel, group, column);
     const float offset = stored_offset(table, panel, group, column, scale);
     for (int64_t i = 0; i < count; ++i)
-      piece[i] = fma(scale, stored_value(table.type, data, index_in_panel(table.type, start + i, column)), offset);
+      piece[i] = fma(scale, stored_value(table, data, start + i, column), offset);
   });
 }
 
@@ -88,7 +88,11 @@ void embed(const EmbedArgs& args, const Step& step, Team& team) {
   for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain)) {
     for (int64_t t = first; t < step.rows && t < first + grain; ++t) {
       float* row = out + t * args.out.stride;
-      const int64_t id = ids[t] + args.shift;
+      const int64_t id = ids[t] + args.shift - args.start;
+      if (args.shared_rows > 0 && (id < 0 || id >= args.table.out_features)) {
+        if (!args.accumulate) std::memset(row, 0, static_cast<std::size_t>(args.width) * sizeof(float));
+        continue;
+      }
       switch (args.table.type) {
         case WeightType::kF32:
           embed_floats<float, WeightType::kF32>(args, id, row);

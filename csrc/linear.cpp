@@ -40,9 +40,11 @@ QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[may
 #if defined(QUIRE_BF16_DOT)
   if (multiplies_bf16(weight, precision)) return use(Bf16Pairs{});
 #endif
+  const int digits = num_digits(weight, precision);
+  if (digits == 1) return use(DigitRows<1>{});
 #if defined(QUIRE_DOT_BYTES)
-  if (multiplies_digits(weight))
-    return precision == MatmulPrecision::kBFloat16 ? use(DigitRows<2>{}) : use(DigitRows<3>{});
+  if (digits == 2) return use(DigitRows<2>{});
+  if (digits == 3) return use(DigitRows<3>{});
   if (weight.integer_activations) return use(IntegerPanels{});
 #endif
   return use(Panels{});

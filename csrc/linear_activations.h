@@ -222,6 +222,11 @@ inline bool multiplies_bf16(const PackedWeight& weight, MatmulPrecision precisio
   return precision == MatmulPrecision::kBFloat16 && weight.type == WeightType::kBF16;
 }
 
+// Whether activations may be rounded to 16 bits for this weight.
+inline bool keeps_16_bits(const PackedWeight& weight, MatmulPrecision precision) {
+  return weight.activation_bits == 16 || (weight.activation_bits == 0 && precision == MatmulPrecision::kBFloat16);
+}
+
 #if defined(QUIRE_DOT_BYTES)
 
 // vpdpbusd takes one side unsigned: with int8 weights that is x, moved up by 128 (the tile takes it off again).

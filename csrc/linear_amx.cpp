@@ -122,13 +122,12 @@ struct AmxMethod {
   static void add_group(const Tile& tile, int64_t group, int64_t rows, const int32_t* products) {
     for (int64_t column = 0; column < kPanel; column += kLanes) {
       const bool has_any = has_offsets(*tile.weight);
-      const vf scale = group_scales(tile, group, column);
-      const vf offset = has_any ? group_offsets(tile, group, column, scale) : zero();
+      const GroupScales of = group_scales(tile, tile.weight->type, group, column);
       for (int64_t row = 0; row < rows; ++row) {
         float* out = tile.out + row * kPanel + column;
         const vf product = to_float(load_as<vi>(products + row * kPanel + column));
-        vf total = fma(product, scale, group ? load(out) : zero());
-        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
+        vf total = fma(product, of.scale, group ? load(out) : zero());
+        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), of.offset, total);
         store(out, total);
       }
     }

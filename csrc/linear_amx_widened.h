@@ -30,14 +30,14 @@ QUIRE_INLINE void store_pairs(std::byte* out, int64_t pair, int half, __m512i va
 // A table of 16 bfloat16 for vpermw, twice: bit 4 of an index has no say.
 QUIRE_INLINE __m512i sixteen_words(__m256i table) { return _mm512_broadcast_i64x4(table); }
 
-// Each type: kLine is how many values of k lie in 128 bytes (of 32 columns), widen(tile, k, panel, lines, out) widens
-// `lines` of them, of which the first has value k. kFolded: with their scales. scale(tile, group, column) is what the sums
-// are then multiplied with.
+// Each type: kLine is how many values of k lie in kLineBytes (of 32 columns), widen(tile, k, panel, lines, out) widens
+// `lines` of them, of which the first has value k. kFolded: with their scales. The others' sums are then multiplied with the
+// group's scale and kFactor.
 
 // Nibbles: of the words of 16 columns and 8 values each, nibble s of both halves is a pair.
 template <class Format>
 struct WidenedNibbles {
-  static constexpr int64_t kLine = 8;
+  static constexpr int64_t kLine = 8, kLineBytes = 128;
   static constexpr bool kPermuted = true;
   static QUIRE_INLINE void widen(const Tile& tile, int64_t k, const std::byte* panel, int64_t lines, std::byte* out) {
     for (int64_t first = 0; first < lines; first += Format::kScaledLines) {
@@ -68,9 +68,7 @@ struct WidenedI4 : WidenedNibbles<WidenedI4> {
                                            0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0x0000);  // 15 .. 0
     return _mm512_permutexvar_epi16(words, sixteen_words(table));
   }
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return group_scales(tile, group, column);
-  }
+  static constexpr float kFactor = 1.0f;
 };
 
 // The largest e8m0 code whose product with every e2m1 is finite in bfloat16, and how far below it all are normal. Scales
@@ -119,28 +117,42 @@ struct WidenedNVFP4 : WidenedNibbles<WidenedNVFP4> {
 };
 
 struct WidenedI8 {
-  static constexpr int64_t kLine = 4;
+  static constexpr int64_t kLine = 4, kLineBytes = 128;
   static constexpr bool kFolded = false, kPermuted = false;
+  static constexpr float kFactor = 0x1p-24f;
   static QUIRE_INLINE void widen(const Tile&, int64_t, const std::byte* panel, int64_t lines, std::byte* out) {
     for (int64_t line = 0; line < lines; ++line)
-      for (int half = 0; half < 2; ++half) {
-        const vi words = load_as<vi>(panel + line * 128 + half * 64);
-        store_pairs(out, line * 2, half, pair(i8_of_word<0>(words), i8_of_word<1>(words)));
-        store_pairs(out, line * 2 + 1, half, pair(i8_of_word<2>(words), i8_of_word<3>(words)));
-      }
+      for (int half = 0; half < 2; ++half) put(load_as<vi>(panel + line * 128 + half * 64), out, line * 2, half);
+  }
+  // Words of four values: two pairs.
+  static QUIRE_INLINE void put(vi words, std::byte* out, int64_t first, int half) {
+    store_pairs(out, first, half, pair(i8_of_word<0>(words), i8_of_word<1>(words)));
+    store_pairs(out, first + 1, half, pair(i8_of_word<2>(words), i8_of_word<3>(words)));
   }
   // Values times 2^24 have eight digits: what is cut off is zero.
   static QUIRE_INLINE __m512i pair(vf first, vf second) {
     return (__m512i)((bit_cast<vu>(first) >> 16) | (bit_cast<vu>(second) & 0xffff0000u));
   }
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return group_scales(tile, group, column) * 0x1p-24f;
+};
+
+// Integers in planes, and those of a table.
+template <WeightType kType>
+struct WidenedQuads : WidenedI8 {
+  static constexpr int64_t kLine = Quads<kType>::kQuads * 4, kLineBytes = Quads<kType>::kBytes;
+  static QUIRE_INLINE void widen(const Tile& tile, int64_t, const std::byte* panel, int64_t lines, std::byte* out) {
+    const int bias = stored_bias(*tile.weight);
+    for (int64_t line = 0; line < lines; ++line, panel += kLineBytes, out += kLine / 2 * 128)
+#pragma GCC unroll 8
+      for (int quad = 0; quad < Quads<kType>::kQuads; ++quad)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) put(Quads<kType>::get_signed(panel, quad, half * 16, bias), out, quad * 2, half);
   }
 };
 
 struct WidenedE4M3 {
-  static constexpr int64_t kLine = 4;
+  static constexpr int64_t kLine = 4, kLineBytes = 128;
   static constexpr bool kFolded = false, kPermuted = false;
+  static constexpr float kFactor = 256.0f;
   static QUIRE_INLINE void widen(const Tile&, int64_t, const std::byte* panel, int64_t lines, std::byte* out) {
     for (int64_t pair = 0; pair < lines * 2; ++pair)
       for (int half = 0; half < 2; ++half)
@@ -156,9 +168,6 @@ struct WidenedE4M3 {
     const __m512i size = _mm512_mask_permutexvar_epi16(bits, subnormal, words, table);
     return size | (words & _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
   }
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return group_scales(tile, group, column) * 256.0f;
-  }
 };
 
 // Calls use(type) with the type that widens this weight.
@@ -173,6 +182,16 @@ QUIRE_INLINE void with_widened(WeightType type, const Use& use) {
       return use(WidenedE4M3{});
     case WeightType::kMXFP4:
       return use(WidenedMXFP4{});
+    case WeightType::kI2:
+      return use(WidenedQuads<WeightType::kI2>{});
+    case WeightType::kI3:
+      return use(WidenedQuads<WeightType::kI3>{});
+    case WeightType::kI5:
+      return use(WidenedQuads<WeightType::kI5>{});
+    case WeightType::kI6:
+      return use(WidenedQuads<WeightType::kI6>{});
+    case WeightType::kNL4:
+      return use(WidenedQuads<WeightType::kNL4>{});
     default:
       return use(WidenedNVFP4{});
   }
@@ -205,7 +224,8 @@ class PanelSteps {
   // Widens the next step, where that was not done for the tile before.
   void widen_next() {
     const int64_t count = left_ < kWideningStep ? left_ : kWideningStep, lines = count / Weight::kLine;
-    for (int64_t line = 0; line < lines * 2; ++line, soon_ += tile_.prefetch_step) prefetch_line(tile_, soon_);
+    for (int64_t line = 0; line < lines * Weight::kLineBytes / 64; ++line, soon_ += tile_.prefetch_step)
+      prefetch_line(tile_, soon_);
     if (!tile_.is_widened || step_ >= kept_) {
       std::byte* out = at(step_);
       if (count == kWideningStep) {
@@ -215,7 +235,7 @@ class PanelSteps {
         Weight::widen(tile_, k_, panel_, lines, out);
       }
     }
-    panel_ += lines * 128;
+    panel_ += lines * Weight::kLineBytes;
     k_ += count;
     left_ -= count;
     ++step_;
@@ -372,13 +392,13 @@ struct AmxWidened {
   template <class Weight>
   static void add_group(const Tile& tile, int64_t group, int64_t rows, const float* sums) {
     for (int64_t column = 0; column < kPanel; column += kLanes) {
-      const vf scale = Weight::scale(tile, group, column);
+      const GroupScales of = group_scales(tile, tile.weight->type, group, column);
+      const vf scale = of.scale * broadcast(Weight::kFactor);
       const bool has_any = has_offsets(*tile.weight);
-      const vf offset = has_any ? group_offsets(tile, group, column, group_scales(tile, group, column)) : zero();
       for (int64_t row = 0; row < rows; ++row) {
         float* out = tile.out + row * kPanel + column;
         vf total = fma(load(sums + row * kPanel + column), scale, group ? load(out) : zero());
-        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), offset, total);
+        if (has_any) total = fma(broadcast(tile.x_sums[group * kRows + row]), of.offset, total);
         store(out, total);
       }
     }
@@ -387,10 +407,10 @@ struct AmxWidened {
 
 // Whether a weight is multiplied so. (4-bit floats whose groups are their formats'.)
 inline bool multiplies_widened(const PackedWeight& weight, MatmulPrecision precision) {
-  if (precision != MatmulPrecision::kBFloat16 || weight.integer_activations) return false;
+  if (!keeps_16_bits(weight, precision) || weight.integer_activations) return false;
   if (weight.type == WeightType::kMXFP4) return weight.group_size == 32;
   if (weight.type == WeightType::kNVFP4) return weight.group_size == 16;
-  return is_integer(weight.type) || weight.type == WeightType::kE4M3;
+  return is_whole(weight.type) || weight.type == WeightType::kE4M3;
 }
 
 }  // namespace

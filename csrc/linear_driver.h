@@ -275,10 +275,12 @@ void multiply_tile(const PackedWeight& weight, const Plan& plan, int64_t num_row
   call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
   call.scales = weight.scales ? weight.scales + panel * scales * kPanel : nullptr;
   call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
-  call.scale_halves = weight.scale_halves ? weight.scale_halves + panel * groups * kPanel : nullptr;
-  call.offset_halves = weight.offset_halves ? weight.offset_halves + panel * groups * kPanel : nullptr;
+  const int64_t halves = weight.super_blocks ? groups / super_groups(weight.type) : groups;
+  const int64_t codes = weight.super_blocks ? halves * code_rows(weight.type) : groups;
+  call.scale_halves = weight.scale_halves ? weight.scale_halves + panel * halves * kPanel : nullptr;
+  call.offset_halves = weight.offset_halves ? weight.offset_halves + panel * halves * kPanel : nullptr;
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
-  call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
+  call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * codes * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
   call.prefetch = stream.at;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_activations.h"
+#include "linear_planes.h"
 #include "team.h"
 
 namespace quire::QUIRE_ISA {
@@ -16,9 +17,9 @@ struct Tile {
   const float* x_sums;        // [group][pitch], where there are offsets
   const float* scales;        // of this panel: [group][32]; of nvfp4 [32]
   const float* offsets;       // or null
-  const uint16_t* scale_halves;   // of this panel: [group][32], or null
+  const uint16_t* scale_halves;   // of this panel: [group or super-block][32], or null
   const uint16_t* offset_halves;
-  const uint8_t* scale_codes; // of this panel: [group][32], or null
+  const uint8_t* scale_codes; // of this panel: [group][32], of super-blocks [super-block][row of codes][32], or null
   const int32_t* column_sums;
   const PackedWeight* weight;
   float* out;                 // [rows][32]
@@ -31,17 +32,131 @@ struct Tile {
   bool is_widened;            // the tile before was multiplied by the same panel, with the same `widened`
 };
 
-// The scales of a group's columns from `column` on, of integers and 8-bit floats.
-QUIRE_INLINE vf group_scales(const Tile& tile, int64_t group, int64_t column) {
-  const int64_t at = group * kPanel + column;
-  return tile.scale_halves ? load_f16(tile.scale_halves + at) : load(tile.scales + at);
+// kLanes bytes.
+QUIRE_INLINE vi load_bytes(const uint8_t* at) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#else
+  return __builtin_convertvector(load_as<vu8>(at), vi);
+#endif
 }
 
-// Their offsets, where the weight has some. scales: of the same columns.
-QUIRE_INLINE vf group_offsets(const Tile& tile, int64_t group, int64_t column, vf scales) {
+// Of kLanes columns of a group in super-blocks.
+struct GroupCodes {
+  vi scale, offset;
+};
+
+// As super_codes, vector by vector.
+QUIRE_INLINE GroupCodes group_codes(const Tile& tile, WeightType type, int64_t group, int64_t column) {
+  const int64_t per = super_groups(type), own = group % per;
+  const uint8_t* rows = tile.scale_codes + group / per * code_rows(type) * kPanel + column;
+  switch (type) {
+    case WeightType::kI4:
+    case WeightType::kI5: {
+      const vi low = load_bytes(rows + own * kPanel);
+      const vi high = load_bytes(rows + (8 + own / 2) * kPanel) >> static_cast<int>(own % 2 * 4);
+      return {(low & 15) | ((high & 3) << 4), (low >> 4) | ((high & 12) << 2)};
+    }
+    case WeightType::kI6: {
+      return {(load_bytes(rows + own * kPanel) ^ 128) - 128, vi{}};
+    }
+    case WeightType::kI2: {
+      const vi pair = load_bytes(rows + own * kPanel);
+      return {pair & 15, pair >> 4};
+    }
+    default: {
+      const vi low = load_bytes(rows + own / 2 * kPanel) >> static_cast<int>(own % 2 * 4);
+      const vi high = load_bytes(rows + (per / 2 + own / 4) * kPanel) >> static_cast<int>(own % 4 * 2);
+      return {((low & 15) | ((high & 3) << 4)) - 32, vi{}};
+    }
+  }
+}
+
+// What the sums of kLanes columns of a group, of integers and 8-bit floats, are multiplied with, and what the sum of x is.
+// The latter only where the weight has offsets.
+struct GroupScales {
+  vf scale, offset;
+};
+
+QUIRE_INLINE GroupScales group_scales(const Tile& tile, WeightType type, int64_t group, int64_t column) {
+  GroupScales found{};
+  if (is_whole(type) && tile.weight->super_blocks) {
+    const GroupCodes codes = group_codes(tile, type, group, column);
+    const int64_t at = group / super_groups(type) * kPanel + column;
+    found.scale = load_f16(tile.scale_halves + at) * to_float(codes.scale);
+    if (tile.offset_halves) found.offset = -load_f16(tile.offset_halves + at) * to_float(codes.offset);
+    return found;
+  }
   const int64_t at = group * kPanel + column;
-  if (tile.offset_halves) return load_f16(tile.offset_halves + at);
-  return tile.offsets ? load(tile.offsets + at) : scales * broadcast(-tile.weight->centre);
+  found.scale = tile.scale_halves ? load_f16(tile.scale_halves + at) : load(tile.scales + at);
+  if (tile.offset_halves)
+    found.offset = load_f16(tile.offset_halves + at);
+  else
+    found.offset = tile.offsets ? load(tile.offsets + at) : found.scale * broadcast(-tile.weight->centre);
+  return found;
+}
+
+// The same of columns `column` on and of those 16 further.
+struct PairOfScales {
+  GroupScales low, high;
+};
+
+#if defined(__AVX512F__)
+// The codes of all 32 columns of a group, in bytes; offsets where there are some.
+struct PanelCodes {
+  __m256i scale, offset;
+};
+
+QUIRE_INLINE PanelCodes panel_codes(const Tile& tile, WeightType type, int64_t group) {
+  const int64_t per = super_groups(type), own = group % per;
+  const uint8_t* rows = tile.scale_codes + group / per * code_rows(type) * kPanel;
+  const auto row = [&](int64_t index) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + index * kPanel)); };
+  const auto count = [](int64_t bits) { return _mm_cvtsi32_si128(static_cast<int>(bits)); };
+  const __m256i four = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);
+  switch (type) {
+    case WeightType::kI4:
+    case WeightType::kI5: {
+      const __m256i low = row(own), high = _mm256_srl_epi16(row(8 + own / 2), count(own % 2 * 4));
+      return {(low & four) | (_mm256_slli_epi16(high, 4) & upper),
+              (_mm256_srli_epi16(low, 4) & four) | (_mm256_slli_epi16(high, 2) & upper)};
+    }
+    case WeightType::kI6:
+      return {row(own), __m256i{}};
+    case WeightType::kI2:
+      return {row(own) & four, _mm256_srli_epi16(row(own), 4) & four};
+    default: {
+      const __m256i low = _mm256_srl_epi16(row(own / 2), count(own % 2 * 4));
+      const __m256i high = _mm256_srl_epi16(row(per / 2 + own / 4), count(own % 4 * 2));
+      const __m256i both = (low & four) | (_mm256_slli_epi16(high, 4) & upper);
+      return {_mm256_sub_epi8(both, _mm256_set1_epi8(32)), __m256i{}};
+    }
+  }
+}
+
+template <int kHalf>
+QUIRE_INLINE vf widened_codes(__m256i codes) {
+  return to_float((vi)_mm512_maskz_cvtepi8_epi32(0xffff, _mm256_extracti128_si256(codes, kHalf)));
+}
+#endif
+
+QUIRE_INLINE PairOfScales pair_of_scales(const Tile& tile, WeightType type, int64_t group, int64_t column) {
+#if defined(__AVX512F__)
+  if (is_whole(type) && tile.weight->super_blocks) {
+    const PanelCodes codes = panel_codes(tile, type, group);
+    const int64_t at = group / super_groups(type) * kPanel;
+    PairOfScales found{};
+    found.low.scale = load_f16(tile.scale_halves + at) * widened_codes<0>(codes.scale);
+    found.high.scale = load_f16(tile.scale_halves + at + 16) * widened_codes<1>(codes.scale);
+    if (tile.offset_halves) {
+      found.low.offset = -load_f16(tile.offset_halves + at) * widened_codes<0>(codes.offset);
+      found.high.offset = -load_f16(tile.offset_halves + at + 16) * widened_codes<1>(codes.offset);
+    }
+    return found;
+  }
+#endif
+  return {group_scales(tile, type, group, column), group_scales(tile, type, group, column + 16)};
 }
 
 QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {

@@ -83,35 +83,43 @@ void float_tile(const Tile& tile) {
 
 // -- integers and small floats, float activations -------------------------------------------------------------------
 
-// Each type: kValues of k that are read at once, from kBytes of a panel; load(panel, part) reads them; pair<j>(words)
-// is value j of them; scale(tile, group, column) is what their sum is then multiplied with.
+// Each type: kBytes of a panel have kLoads times kValues of k; load(panel, part, i, bias) reads those of load i, and takes
+// off the bias of stored values where there is one; pair<j>(words) is value j of them; scales(tile, group, column) is what their sum is then multiplied with.
 
 // 32-bit words of several values of a column.
 struct Words {
+  static constexpr int kLoads = 1;
   static constexpr int64_t kBytes = 128;
   vi low, high;
-  static QUIRE_INLINE Words load(const std::byte* panel, int part) {
+  static QUIRE_INLINE Words load(const std::byte* panel, int part, int, int) {
     const std::byte* at = panel + part * kLanes * 4;
     return {load_as<vi>(at), load_as<vi>(at + 64)};
   }
 };
 
-struct FloatScales {
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return group_scales(tile, group, column);
+template <WeightType kType>
+struct StoredScales {
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return pair_of_scales(tile, kType, group, column);
   }
 };
 
+// Scales that are made column by column, without offsets.
+template <class Make>
+QUIRE_INLINE PairOfScales scales_of(int64_t column, const Make& make) {
+  return {{make(column), vf{}}, {make(column + 16), vf{}}};
+}
+
 // Values as float32 times 2^(their place) where kScaledPlaces.
-template <class Integer>
-struct IntegerWords : Words, FloatScales {
+template <class Integer, WeightType kType>
+struct IntegerWords : Words, StoredScales<kType> {
   template <int j>
   static QUIRE_INLINE PairOfVectors pair(const Words& words) {
     return {Integer::template value<j>(words.low), Integer::template value<j>(words.high)};
   }
 };
 
-struct I8 : IntegerWords<I8> {
+struct I8 : IntegerWords<I8, WeightType::kI8> {
   static constexpr int kValues = 4;  // of k in a word
   template <int j>
   static QUIRE_INLINE vf value(vi words) {
@@ -122,7 +130,7 @@ struct I8 : IntegerWords<I8> {
 // Where nibble j of 8 lies in a word.
 constexpr int nibble_place(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
 
-struct I4 : IntegerWords<I4> {
+struct I4 : IntegerWords<I4, WeightType::kI4> {
   static constexpr int kValues = 8;
   template <int j>
   static QUIRE_INLINE vf value(vi words) {
@@ -135,21 +143,39 @@ struct I4 : IntegerWords<I4> {
   }
 };
 
+// Integers in planes, and those of a table.
+template <WeightType kType>
+struct Planes : StoredScales<kType> {
+  static constexpr int kLoads = Quads<kType>::kQuads, kValues = 4;
+  static constexpr int64_t kBytes = Quads<kType>::kBytes;
+  struct Pair {
+    vi low, high;
+  };
+  static QUIRE_INLINE Pair load(const std::byte* panel, int part, int quad, int bias) {
+    const int64_t column = part * kLanes;
+    return {Quads<kType>::get_signed(panel, quad, column, bias), Quads<kType>::get_signed(panel, quad, column + 16, bias)};
+  }
+  template <int j>
+  static QUIRE_INLINE PairOfVectors pair(const Pair& words) {
+    return {to_float((words.low << (24 - j * 8)) >> 24), to_float((words.high << (24 - j * 8)) >> 24)};
+  }
+};
+
 // 8-bit floats: two lines of pairs.
 struct E4M3 {
-  static constexpr int kValues = 4;
+  static constexpr int kLoads = 1, kValues = 4;
   static constexpr int64_t kBytes = 128;
   struct Lines {
     const std::byte* at;
     int part;
   };
-  static QUIRE_INLINE Lines load(const std::byte* panel, int part) { return {panel, part}; }
+  static QUIRE_INLINE Lines load(const std::byte* panel, int part, int, int) { return {panel, part}; }
   template <int j>
   static QUIRE_INLINE PairOfVectors pair(const Lines& lines) {
     return load_e4m3_pair<j % 2>(lines.at + j / 2 * 64, lines.part);
   }
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return FloatScales::scale(tile, group, column) * kE4M3Factor;
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) { return group_scales(tile, WeightType::kE4M3, group, at).scale * kE4M3Factor; });
   }
 };
 
@@ -163,15 +189,17 @@ struct E2M1 : Words {
 };
 
 struct MXFP4 : E2M1 {
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    return load_e8m0(tile.scale_codes + group * kPanel + column) * kE2M1Factor;
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) { return load_e8m0(tile.scale_codes + group * kPanel + at) * kE2M1Factor; });
   }
 };
 
 struct NVFP4 : E2M1 {
-  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
-    const vf of_column = quire::QUIRE_ISA::load(tile.scales + column) * (kE4M3Factor * kE2M1Factor);
-    return load_e4m3(tile.scale_codes + group * kPanel + column) * of_column;
+  static QUIRE_INLINE PairOfScales scales(const Tile& tile, int64_t group, int64_t column) {
+    return scales_of(column, [&](int64_t at) {
+      const vf of_column = quire::QUIRE_ISA::load(tile.scales + at) * (kE4M3Factor * kE2M1Factor);
+      return load_e4m3(tile.scale_codes + group * kPanel + at) * of_column;
+    });
   }
 };
 
@@ -203,21 +231,16 @@ template <class Scales, int kRows, bool kHasOffsets>
 QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   constexpr int64_t kPitch = pitch_of(kRows);
   const int64_t column = part * kLanes;
-  const vf scale_low = Scales::scale(tile, group, column), scale_high = Scales::scale(tile, group, column + 16);
-  vf offset_low{}, offset_high{};
-  if constexpr (kHasOffsets) {
-    offset_low = group_offsets(tile, group, column, scale_low);
-    offset_high = group_offsets(tile, group, column + 16, scale_high);
-  }
+  const auto [of_low, of_high] = Scales::scales(tile, group, column);
   float* out = tile.out + column;
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r, out += kPanel) {
-    vf total_low = fma(low[r], scale_low, group ? load(out) : zero());
-    vf total_high = fma(high[r], scale_high, group ? load(out + 16) : zero());
+    vf total_low = fma(low[r], of_low.scale, group ? load(out) : zero());
+    vf total_high = fma(high[r], of_high.scale, group ? load(out + 16) : zero());
     if constexpr (kHasOffsets) {
       const vf sum = broadcast(tile.x_sums[group * kPitch + r]);
-      total_low = fma(sum, offset_low, total_low);
-      total_high = fma(sum, offset_high, total_high);
+      total_low = fma(sum, of_low.offset, total_low);
+      total_high = fma(sum, of_high.offset, total_high);
     }
     store(out, total_low);
     store(out + 16, total_high);
@@ -242,22 +265,25 @@ struct WideningPlace {
 // Groups group .. group + kGroups - 1, all of one length, side by side.
 template <class Weight, int kRows, int kGroups>
 QUIRE_INLINE void widen_groups(const Tile& tile, int64_t group, int part, WideningPlace& at) {
-  const int64_t steps = (group_length(*tile.weight, group) + Weight::kValues - 1) / Weight::kValues;
-  const int64_t bytes = steps * Weight::kBytes, values = steps * Weight::kValues * pitch_of(kRows);
+  constexpr int kStep = Weight::kLoads * Weight::kValues, kPitch = Weight::kValues * pitch_of(kRows);
+  const int64_t steps = (group_length(*tile.weight, group) + kStep - 1) / kStep;
+  const int64_t bytes = steps * Weight::kBytes, values = steps * Weight::kLoads * kPitch;
+  const int bias = stored_bias(*tile.weight);
   GroupSums<kRows> sums[kGroups];
 #pragma GCC unroll 2
   for (int g = 0; g < kGroups; ++g)
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) sums[g].low[r] = sums[g].high[r] = zero();
   for (int64_t step = 0; step < steps; ++step) {
-    decltype(Weight::load(at.panel, part)) words[kGroups];
+    for (int i = 0; i < Weight::kLoads; ++i, at.x += kPitch) {
+      decltype(Weight::load(at.panel, part, i, bias)) words[kGroups];
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) words[g] = Weight::load(at.panel + g * bytes, part);
-    accumulate_values<Weight, kRows, 0>(words, at.x, values, sums);
+      for (int g = 0; g < kGroups; ++g) words[g] = Weight::load(at.panel + g * bytes, part, i, bias);
+      accumulate_values<Weight, kRows, 0>(words, at.x, values, sums);
+    }
 #pragma GCC unroll 4
-    for (int line = 0; line < 2 * kGroups; ++line, at.soon += tile.prefetch_step) prefetch_line(tile, at.soon);
+    for (int line = 0; line < Weight::kBytes / 64 * kGroups; ++line, at.soon += tile.prefetch_step) prefetch_line(tile, at.soon);
     at.panel += Weight::kBytes;
-    at.x += Weight::kValues * pitch_of(kRows);
   }
   at.panel += (kGroups - 1) * bytes;
   at.x += (kGroups - 1) * values;
@@ -286,6 +312,7 @@ void widening_tile(const Tile& tile) {
 
 // sum += four products of x and w. Exact: none of the intermediate sums can overflow.
 struct RoundedI8 {
+  static constexpr WeightType kType = WeightType::kI8;
   static constexpr int kValues = 4;
 #if defined(QUIRE_DOT_PAIRS)
   struct Words {
@@ -305,6 +332,7 @@ struct RoundedI8 {
 };
 
 struct RoundedI4 {
+  static constexpr WeightType kType = WeightType::kI4;
   static constexpr int kValues = 8;
 #if defined(QUIRE_DOT_PAIRS)
   using Words = RoundedI8::Words;
@@ -387,7 +415,7 @@ void rounded_tile(const Tile& tile) {
       vf float_low[kRows], float_high[kRows];
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) float_low[r] = to_float(low[r]), float_high[r] = to_float(high[r]);
-      add_group<FloatScales, kRows>(tile, group, part, float_low, float_high);
+      add_group<StoredScales<Weight::kType>, kRows>(tile, group, part, float_low, float_high);
     }
   }
 }
@@ -413,6 +441,11 @@ const TileKernel kI8Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I8)};
 const TileKernel kI4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I4)};
 const TileKernel kMXFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, MXFP4)};
 const TileKernel kNVFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, NVFP4)};
+const TileKernel kI2Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, Planes<WeightType::kI2>)};
+const TileKernel kI3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, Planes<WeightType::kI3>)};
+const TileKernel kI5Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, Planes<WeightType::kI5>)};
+const TileKernel kI6Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, Planes<WeightType::kI6>)};
+const TileKernel kNL4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, Planes<WeightType::kNL4>)};
 #endif
 const TileKernel kRoundedI8Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI8)};
 const TileKernel kRoundedI4Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI4)};
@@ -444,6 +477,16 @@ inline const TileKernel* tile_kernels(const PackedWeight& weight) {
       return kMXFP4Tiles;
     case WeightType::kNVFP4:
       return kNVFP4Tiles;
+    case WeightType::kI2:
+      return kI2Tiles;
+    case WeightType::kI3:
+      return kI3Tiles;
+    case WeightType::kI5:
+      return kI5Tiles;
+    case WeightType::kI6:
+      return kI6Tiles;
+    case WeightType::kNL4:
+      return kNL4Tiles;
 #endif
   }
   __builtin_unreachable();

@@ -226,81 +226,21 @@ void pack_fp4(const PackedWeight& weight, const void* source, int64_t stride, co
   }
 }
 
-// A block of a GGUF file: a group of 32 values behind their scale.
-struct BlockLayout {
-  int64_t bytes, scale_bytes;
-};
-
-BlockLayout block_layout(const PackedWeight& weight) {
-  const bool is_mxfp4 = weight.type == WeightType::kMXFP4;
-  if (weight.group_size != 32 || weight.in_features % 32 != 0 || weight.offsets || weight.offset_halves ||
-      !(is_mxfp4 ? weight.scale_codes != nullptr : is_integer(weight.type) && weight.scale_halves))
-    throw std::invalid_argument("the matrix does not hold blocks of 32 values as they are");
-  return is_mxfp4 ? BlockLayout{17, 1} : weight.type == WeightType::kI4 ? BlockLayout{18, 2} : BlockLayout{34, 2};
-}
-
-// 16 bytes, which hold values 0 .. 15 in their low halves and 16 .. 31 in their high halves, into a column.
-void place_nibbles(const uint8_t* values, uint8_t* column) {
-  uint32_t words[4];
-  std::memcpy(words, values, sizeof(words));
-  for (int half = 0; half < 2; ++half)
-    for (int pair = 0; pair < 2; ++pair, column += kPanel * 4) {
-      const uint32_t low = words[pair * 2] >> half * 4 & 0x0f0f0f0fu, high = words[pair * 2 + 1] >> half * 4 & 0x0f0f0f0fu;
-      const uint32_t word = low | high << 4;
-      std::memcpy(column, &word, 4);
-    }
-}
-
-// Rows of blocks as a GGUF file has them: Q4_0 to i4, whose centre is 8, Q8_0 to i8, MXFP4 to mxfp4.
-void pack_blocks(const PackedWeight& weight, const uint8_t* source, int64_t stride, int64_t first, int64_t count) {
-  const BlockLayout layout = block_layout(weight);
-  const int64_t groups = num_groups(weight), bytes = panel_bytes(weight), group_bytes = bytes / groups;
-  auto* panels = static_cast<uint8_t*>(const_cast<void*>(weight.data));
-  for (int64_t from = 0; from < count;) {
-    // Rows that lie side by side in one panel go together, group by group: it is written from end to end.
-    const auto [panel, column] = panel_column(weight, first + from);
-    int64_t to = from + 1;
-    for (; to < count; ++to) {
-      const PanelColumn next = panel_column(weight, first + to);
-      if (next.panel != panel || next.column != column + to - from) break;
-    }
-    for (int64_t group = 0; group < groups; ++group) {
-      uint8_t* out = panels + panel * bytes + group * group_bytes + column * 4;
-      const int64_t place = (panel * groups + group) * kPanel + column;
-      const uint8_t* block = source + from * stride + group * layout.bytes;
-      for (int64_t row = 0; row < to - from; ++row, block += stride, out += 4) {
-        __builtin_prefetch(block + 256);
-        const uint8_t* values = block + layout.scale_bytes;
-        if (layout.scale_bytes == 1)
-          const_cast<uint8_t*>(weight.scale_codes)[place + row] = block[0];
-        else
-          std::memcpy(const_cast<uint16_t*>(weight.scale_halves) + place + row, block, 2);
-        if (weight.type != WeightType::kI8)
-          place_nibbles(values, out);
-        else
-          for (int64_t k = 0; k < 32; k += 4) std::memcpy(out + k * kPanel, values + k, 4);
-        if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[place + row] = sum_of(values, 32);
-      }
-    }
-    from = to;
-  }
-}
-
 float unpacked(const PackedWeight& weight, const PanelColumn& place, int64_t k) {
   const auto* panel = static_cast<const std::byte*>(weight.data) + place.panel * panel_bytes(weight);
-  const int64_t at = index_in_panel(weight.type, padded_index(weight, k), place.column);
+  const int64_t padded = padded_index(weight, k);
   switch (weight.type) {
     case WeightType::kF32:
-      return reinterpret_cast<const float*>(panel)[at];
+      return reinterpret_cast<const float*>(panel)[index_in_panel(weight.type, padded, place.column)];
     case WeightType::kBF16:
     case WeightType::kF16:
-      return widen(reinterpret_cast<const uint16_t*>(panel)[at], weight.type);
+      return widen(reinterpret_cast<const uint16_t*>(panel)[index_in_panel(weight.type, padded, place.column)], weight.type);
     default:
       break;
   }
   const int64_t group = k / weight.group_size;
   const float scale = stored_scale(weight, place.panel, group, place.column);
-  const float value = stored_value(weight.type, reinterpret_cast<const uint8_t*>(panel), at);
+  const float value = stored_value(weight, reinterpret_cast<const uint8_t*>(panel), padded, place.column);
   return scale * value + stored_offset(weight, place.panel, group, place.column, scale);
 }
 
@@ -341,6 +281,7 @@ void bind_packing(nb::module_& module) {
                return nb::make_tuple(num_panels(weight), panel_bytes(weight), num_groups(weight));
              },
              "weight"_a, "(panels, bytes of one panel, groups) of a matrix; its addresses are not looked at.");
+  module.def("code_rows", &code_rows, "type"_a, "Bytes of a column's codes in a super-block.");
   module.def(
       "pack_rows",
       [](const PackedWeight& weight, uintptr_t source, WeightType source_type, int64_t row_stride, int64_t first_row,
@@ -368,13 +309,6 @@ void bind_packing(nb::module_& module) {
       },
       "weight"_a, "codes"_a, "row_stride"_a, "scale_codes"_a, "scale_stride"_a, "row_scales"_a, "first_row"_a,
       "num_rows"_a);
-  module.def(
-      "pack_blocks",
-      [](const PackedWeight& weight, uintptr_t blocks, int64_t row_stride, int64_t first_row, int64_t num_rows) {
-        nb::gil_scoped_release released;
-        pack_blocks(weight, at<uint8_t>(blocks), row_stride, first_row, num_rows);
-      },
-      "weight"_a, "blocks"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
   module.def(
       "fit_int4",
       [](const std::string& isa, uintptr_t groups, int64_t count, int64_t group_size, const std::vector<float>& shares,

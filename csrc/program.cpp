@@ -14,7 +14,8 @@ namespace {
 // values that the kernel then copies for it.
 void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
   const int64_t* ids = step.columns[args.column];
-  const auto first = static_cast<uint64_t>(args.shift), count = static_cast<uint64_t>(args.table.out_features);
+  const int64_t rows = args.shared_rows > 0 ? args.shared_rows : args.table.out_features;
+  const auto first = static_cast<uint64_t>(args.shift), count = static_cast<uint64_t>(rows);
   bool outside = ids == nullptr;
   for (int64_t t = 0; !outside && t < step.rows; ++t) outside = static_cast<uint64_t>(ids[t]) + first >= count;
   if (!outside) return;
@@ -135,6 +136,8 @@ void Program::add(const GatedNormArgs& args) {
   ops_.emplace_back(Call<GatedNormArgs>{kernels_.states.gated_norm, args});
 }
 
+void Program::add(Outside call) { outside_.emplace_back(ops_.size(), std::move(call)); }
+
 void Program::add(AttentionArgs args) {
   require_all_rows();
   args.precision = precision_;
@@ -210,15 +213,27 @@ void Program::run(const Step& step) {
     refuse_unordered_rows(step);
     reading.rows = step.num_read;
   }
+  std::size_t first = 0;
+  for (const auto& [place, call] : outside_) {
+    run_kernels(first, place, step, reading);
+    call(place > first_gather_ ? reading : step);
+    first = place;
+  }
+  run_kernels(first, ops_.size(), step, reading);
+}
+
+void Program::run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading) {
+  if (first == last) return;
   struct Run {
     const Program& program;
     const Step& step;
     const Step& reading;
-  } run{*this, step, reading};
+    std::size_t first, last;
+  } run{*this, step, reading, first, last};
   pool_->run(
       [](void* argument, Team& team) {
-        const auto& [program, step, reading] = *static_cast<Run*>(argument);
-        for (std::size_t i = 0; i < program.ops_.size(); ++i) {
+        const auto& [program, step, reading, first, last] = *static_cast<Run*>(argument);
+        for (std::size_t i = first; i < last; ++i) {
           const Op& op = program.ops_[i];
           // All rows are read: a gather leaves every row where it is.
           if (step.read_rows == nullptr && std::holds_alternative<Call<GatherArgs>>(op)) continue;

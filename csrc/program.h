@@ -1,6 +1,7 @@
 // A recorded sequence of kernels: one call runs them all.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <variant>
@@ -40,6 +41,11 @@ class Program {
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
   void add(const GatedNormArgs& args);
+  // What is no kernel, between those before and behind it: on the thread that runs the program, while no other of its
+  // threads computes, so that it may run other programs. It is given the step with the rows that there are at its place;
+  // what it throws ends the run.
+  using Outside = std::function<void(const Step&)>;
+  void add(Outside call);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -62,6 +68,8 @@ class Program {
                           Call<EncoderArgs>>;
 
   void require_all_rows() const;
+  // Runs the kernels [first, last) of ops_. reading: the step behind a gather.
+  void run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading);
 
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
@@ -71,6 +79,7 @@ class Program {
   MatmulPrecision precision_;
   std::size_t scratch_bytes_ = 0;
   std::vector<Op> ops_;
+  std::vector<std::pair<std::size_t, Outside>> outside_;  // each with the number of kernels before it
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
   bool attends_rows_ = false;

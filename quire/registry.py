@@ -31,5 +31,11 @@ class Registry:
         if name not in self._entries:
             known = ", ".join(self)
             raise UserError(f"unknown {self.kind} {name!r}{nearest_name(name, self._entries)} (known: {known})")
-        module, _, attribute = self._entries[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load_target(self._entries[name])
+
+
+def load_target(target: str) -> Any:
+    """Import and return a `"module:attribute"`, which this program names: never one that a checkpoint or a request
+    does."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

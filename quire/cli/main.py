@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("quire.cli.chat", "a conversation in the terminal"),
     "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server"),
     "simulate": ("quire.cli.simulate", "serve a trace on simulated devices: latencies, throughput, memory"),
+    "quantize": ("quire.cli.quantize", "make a GGUF file of a Hugging Face directory"),
     "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, predicted speed"),
     "doctor": ("quire.cli.doctor", "what would compute here, how and why, and what is wrong"),
     "top": ("quire.cli.top", "live view of a server: KV blocks, requests, rates"),

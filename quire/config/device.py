@@ -54,6 +54,8 @@ class DeviceConfig:
     cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens that graphs are captured for,
     ascending; empty without graphs. batch_invariant: whether a row's bits may depend on nothing but its own tokens; the
     CPU back ends know nothing else.
+    platform: resolved: the worker's half (quire/worker/platform/choice.py). collectives: what carries tensors between
+    the ranks of a model (quire/parallel/choice.py).
     """
 
     device: str
@@ -64,6 +66,8 @@ class DeviceConfig:
     cuda_graphs: str = "none"
     cuda_graph_sizes: tuple[int, ...] = ()
     batch_invariant: bool = True
+    platform: str = "cpu"
+    collectives: str = "gloo"
 
     @property
     def is_accelerated(self) -> bool:

@@ -41,6 +41,8 @@ class ModelConfig:
     hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
+    activation_bits: least bits that activations keep where the native kernels multiply integers and 4-bit floats: 8
+    (whole numbers, with a scale for each group of a row), 16 or 32; 0: what DeviceConfig's matmul_precision says.
     pooling: how it makes a vector of a text; None: it generates.
     expands_prompts: whether latent attention computes prompts with keys and values of each head: a token's bits then
     depend on whether it is part of a prompt.
@@ -59,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
+    activation_bits: int = 0
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
     impl: str = "quire"

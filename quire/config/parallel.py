@@ -66,11 +66,18 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
         )
     if is_accelerated:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
-    if options.kv_offload_dir is not None:
-        raise _refused(options, "does not go together with kv_offload_dir yet", "kv_offload_dir")
-    if options.preemption_mode != "recompute":
-        mode = f"preemption_mode={options.preemption_mode!r}"
-        raise _refused(options, f"does not go together with {mode} yet: choose recompute", "preemption_mode")
+
+
+def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
+    """Raise ConfigError for options that do not go together with data_parallel_size > 1."""
+    count = options.data_parallel_size
+    if count > MAX_RANKS:
+        raise ConfigError(f"data_parallel_size must be at most {MAX_RANKS}, not {count}", param="data_parallel_size")
+    if count > 1 and is_accelerated:
+        raise ConfigError(
+            f"data_parallel_size={count} runs on a CPU so far: start one server a device, behind a load balancer",
+            param="data_parallel_size",
+        )
 
 
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:

@@ -23,7 +23,7 @@ from quire.config.load import LoadConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
+from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit, check_replicas
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.resolve_device import (
@@ -51,6 +51,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
+ACTIVATION_BITS = ("auto", "8", "16", "32")
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8")
 QUANTIZATIONS: dict[str, int | None] = {
     "int8": None,
@@ -106,8 +107,10 @@ def resolve(options: EngineOptions) -> EngineConfig:
     device, is_accelerated = choose_device(options)
     if parallel.tp > 1:
         check_ranks_available(options, is_accelerated)
+    check_replicas(options, is_accelerated)
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
+    model = replace(model, activation_bits=_activation_bits(options, model, backend))
     is_invariant = options.batch_invariant or not is_accelerated
     attention = model.shape.attention if model.impl == "quire" else None
     expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
@@ -132,13 +135,14 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=_num_threads(options) or max(1, usable_cores() // parallel.tp),
+            num_threads=_num_threads(options) or max(1, usable_cores() // (parallel.tp * options.data_parallel_size)),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend, device),
             cuda_graphs=cuda_graphs,
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
+            platform="cuda" if is_accelerated else "cpu",
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
@@ -197,8 +201,6 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
             param="kv_cache_dtype",
         )
     reason = _why_not_native(model)
-    if options.tensor_parallel_size > 1:
-        reason = f"tensor_parallel_size={options.tensor_parallel_size} runs on plain torch operators so far"
     if asked == "native" and reason:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
     if asked != "torch" and not reason:
@@ -271,6 +273,25 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
     return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
 
 
+def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
+    """As ModelConfig has them."""
+    asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
+    if asked == "auto":
+        return 0
+    reason = None
+    if backend != "native":
+        reason = f"they are bits that the native CPU kernels keep, and {backend} computes the model"
+    elif model.quantization is None and not model.is_gguf:
+        reason = "weights are floating point, which matmul_precision is about"
+    elif model.quantization is not None and model.quantization.method == "fp8":
+        reason = "FP8 weights are multiplied in float32 or bfloat16, which matmul_precision is about"
+    elif model.quantization is not None and model.quantization.rounds_activations:
+        reason = f"quantization={model.quantization.method!r} rounds activations by itself"
+    if reason is not None:
+        raise ConfigError(f"activation_bits={asked} is not possible: {reason}", param="activation_bits")
+    return int(asked)
+
+
 def _counts_experts(options: EngineOptions, model: ModelConfig) -> bool:
     """Raises ConfigError for a model whose experts are not counted."""
     if options.expert_counts and (model.impl != "quire" or model.shape.experts is None):
@@ -336,9 +357,10 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:
-    """The ranks. Sizes that have no implementation yet are refused, never ignored."""
+    """The ranks of one replica. Sizes that have no implementation yet are refused, never ignored."""
     tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
     positive("tensor_parallel_size", tp)
+    positive("data_parallel_size", options.data_parallel_size)
     if pp != 1:
         message = f"pipeline_parallel_size={pp} is not available yet: only 1 is"
         raise ConfigError(message, param="pipeline_parallel_size")
@@ -359,18 +381,20 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
         raise ConfigError(
             f"gpu_memory_utilization must be in (0, 1], not {utilization}", param="gpu_memory_utilization"
         )
-    memory = options.kv_cache_memory
+    memory, num_replicas = options.kv_cache_memory, options.data_parallel_size
+    swap_space = _swap_space(options)
     return CacheConfig(
         block_size=block_size,
-        memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory"),
+        memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory") // num_replicas,
         memory_utilization=utilization,
         num_blocks_override=positive("num_blocks_override", options.num_blocks_override),
         enable_prefix_caching=options.enable_prefix_caching and not model.takes_whole_prompts,
-        swap_space=_swap_space(options),
+        swap_space=None if swap_space is None else swap_space // num_replicas,
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
         state_snapshot_interval=options.state_snapshot_interval,
         prefault=options.prefault_kv_cache,
+        num_replicas=num_replicas,
     )
 
 

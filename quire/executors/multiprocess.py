@@ -63,14 +63,16 @@ class PendingCall:
         return None not in self.answers
 
     def error(self) -> QuireError | None:
-        """What the first rank that failed says."""
-        for rank, answer in enumerate(self.answers):
-            if answer is not None and answer.error is not None:
-                error = answer.error
-                if error.error_type is None:
-                    return QuireError(f"rank {rank} failed: {error.message}")
-                return named_error(error.error_type, error.message, error.param)
-        return None
+        """What the first rank that failed says, with its number unless all ranks say it."""
+        errors = [(rank, answer.error) for rank, answer in enumerate(self.answers) if answer and answer.error]
+        if not errors:
+            return None
+        rank, error = errors[0]
+        if error.error_type is None:
+            return QuireError(f"rank {rank} failed: {error.message}")
+        is_alike = len(errors) == len(self.answers) and all(other == error for _, other in errors)
+        message = error.message if is_alike else f"rank {rank} failed: {error.message}"
+        return named_error(error.error_type, message, error.param)
 
     def settle(self, death: EngineDeadError | None = None) -> None:
         """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
@@ -255,8 +257,9 @@ class RankProcesses:
                 except (EOFError, OSError):
                     self._die(self._explain_exit(rank))
                     return
-                if self._take(rank, answers.decode(message)):
-                    self._die("a rank failed in a step")
+                failure = self._take(rank, answers.decode(message))
+                if failure is not None:
+                    self._die(f"a rank failed in a step: {failure}")
                     return
             deadline = (deadline or time.monotonic() + GRACE_SECONDS) if self._has_failure() else None
         with self._lock:
@@ -266,17 +269,17 @@ class RankProcesses:
             call.settle()
         self._die(f"{failed[0].error()}; the other ranks waited for it")
 
-    def _take(self, rank: int, answer: RankAnswer) -> bool:
-        """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns whether a step
-        has failed: the ranks' request states are undefined then."""
+    def _take(self, rank: int, answer: RankAnswer) -> QuireError | None:
+        """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns what a step has
+        failed with: the ranks' request states are undefined then."""
         with self._lock:
             call = next(call for call in self._pending if call.answers[rank] is None)
             call.answers[rank] = answer
             if not call.is_answered:
-                return False
+                return None
             self._pending.remove(call)
         call.settle()
-        return call.method in STEPS and call.error() is not None
+        return call.error() if call.method in STEPS else None
 
     def _has_failure(self) -> bool:
         """Whether a rank has failed in a call that others have not answered."""

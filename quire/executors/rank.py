@@ -7,13 +7,15 @@ that the parent is gone.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
+import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -72,6 +74,8 @@ class RankAnswer(msgspec.Struct, array_like=True):
 
 
 NOTHING = msgspec.Raw(encode(None))
+Outcome: TypeAlias = StepFuture | msgspec.Raw | BaseException
+"""A plan's result, which may be to come; what another call returned; or what was raised."""
 
 
 def main() -> None:
@@ -103,60 +107,125 @@ class Rank:
         self._executor: Executor | None = None
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._sampling_inputs = msgspec.msgpack.Decoder(SamplingInputs)
+        self._results = msgspec.msgpack.Encoder()
         self._launched: StepFuture = Future()
 
-    def answer(self, call: RankCall) -> RankAnswer:
-        """Run one call."""
+    def begin(self, call: RankCall) -> Outcome:
+        """Start one call. A plan may run on when this returns."""
         try:
-            return RankAnswer(self._run(call))
+            return self._begin(call)
         except BaseException as error:  # the parent must learn of it, whatever it is
-            logger.debug("rank %d failed in %s", self._launch.rank, call.method, exc_info=True)
-            if isinstance(error, QuireError):
-                param = error.param if isinstance(error, UserError) else None
-                return RankAnswer(NOTHING, RankError(str(error), type(error).__name__, param))
-            return RankAnswer(NOTHING, RankError(explain(error), None, None))
+            return error
 
-    def _run(self, call: RankCall) -> msgspec.Raw:
+    def answer(self, outcome: Outcome) -> RankAnswer:
+        """Wait for what `begin` has started; on one thread, which may be another than the one that begins."""
+        if not isinstance(outcome, msgspec.Raw | BaseException):
+            try:
+                result = outcome.result()
+            except BaseException as error:  # as above
+                outcome = error
+            else:
+                return RankAnswer(msgspec.Raw(self._results.encode(self._own_part(result))))
+        if isinstance(outcome, msgspec.Raw):
+            return RankAnswer(outcome)
+        logger.debug("rank %d failed", self._launch.rank, exc_info=outcome)
+        if isinstance(outcome, QuireError):
+            param = outcome.param if isinstance(outcome, UserError) else None
+            return RankAnswer(NOTHING, RankError(str(outcome), type(outcome).__name__, param))
+        return RankAnswer(NOTHING, RankError(explain(outcome), None, None))
+
+    def _begin(self, call: RankCall) -> Outcome:
         if call.method == JOIN:
             (config,) = decode(call.body)
             self._executor = self._join(config)
             return NOTHING
         assert self._executor is not None, "the first call is to join"
-        if call.method in STEPS:
-            if call.method == SAMPLE:
-                self._executor.send_sampling_inputs(self._sampling_inputs.decode(call.body))
-            else:
-                self._launched = self._executor.execute(self._plans.decode(call.body))
-            if call.method == LAUNCH and not self._launched.done():  # done: it has failed
-                return NOTHING
-            result = self._launched.result()
-            if self._launch.rank:
-                result = StepResult(result.step_id, result.token_ids, pooled=result.pooled)
-            return msgspec.Raw(msgspec.msgpack.encode(result))
-        return msgspec.Raw(encode(getattr(self._executor, call.method)(*decode(call.body))))
+        if call.method not in STEPS:
+            return msgspec.Raw(encode(getattr(self._executor, call.method)(*decode(call.body))))
+        if call.method == SAMPLE:
+            self._executor.send_sampling_inputs(self._sampling_inputs.decode(call.body))
+        else:
+            self._launched = self._executor.execute(self._plans.decode(call.body))
+        if call.method == LAUNCH and not self._launched.done():  # done: it has failed
+            return NOTHING
+        return self._launched
+
+    def _own_part(self, result: StepResult) -> StepResult:
+        """What the core does not have from rank 0."""
+        if self._launch.rank == 0:
+            return result
+        return StepResult(
+            result.step_id,
+            result.token_ids,
+            transfers=result.transfers,
+            nonfinite=result.nonfinite,
+            pooled=result.pooled,
+        )
 
     def _join(self, config: EngineConfig) -> Executor:
         from quire.executors.local import LocalExecutor
-        from quire.parallel.torch_dist import GlooGroup
-        from quire.worker.platform.cpu import CpuPlatform
+        from quire.parallel.choice import join_group
+        from quire.worker.platform.choice import make_platform
 
-        group = GlooGroup(Path(self._launch.meeting_point), self._launch.rank, self._launch.size)
-        # In order and at once, whatever the queue depth: the socket is the queue.
-        config = replace(config, scheduler=replace(config.scheduler, queue_depth=1))
-        return LocalExecutor(config, CpuPlatform(config, group))
+        launch = self._launch
+        group = join_group(config.device.collectives, Path(launch.meeting_point), launch.rank, launch.size)
+        return LocalExecutor(config, make_platform(config, group))
+
+
+class Answers:
+    """Sends what becomes of the calls, in their order. A thread waits for plans that run on, so that the rank reads the
+    next one meanwhile."""
+
+    def __init__(self, rank: Rank, socket: Connection, progress: Progress) -> None:
+        self._rank = rank
+        self._socket = socket
+        self._progress = progress
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.Lock()
+        self._num_awaited = 0
+        """Calls that have begun and are not answered."""
+        self._awaited: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="quire-answers", daemon=True).start()
+
+    def begin(self) -> None:
+        """A call has come."""
+        with self._lock:
+            self._num_awaited += 1
+            self._progress.is_idle = False
+        self._progress.turn()
+
+    def add(self, outcome: Outcome) -> None:
+        """It is under way, or done: then it is answered at once, unless one before it is not. Raises OSError when the
+        parent has closed its end."""
+        with self._lock:
+            waits = self._num_awaited > 1
+        if waits or not (isinstance(outcome, msgspec.Raw | BaseException) or outcome.done()):
+            self._awaited.put(outcome)
+        else:
+            self._send(outcome)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # the parent has closed its end, which the thread that reads notices
+            while True:
+                self._send(self._awaited.get())
+
+    def _send(self, outcome: Outcome) -> None:
+        self._socket.send_bytes(self._encode(self._rank.answer(outcome)))
+        self._progress.turn()
+        with self._lock:
+            self._num_awaited -= 1
+            self._progress.is_idle = self._num_awaited == 0
 
 
 def serve(rank: Rank, socket: Connection, progress: Progress) -> None:
-    """Answer calls in order. Raises EOFError or OSError when the parent has closed its end."""
+    """Begin calls in order. Raises EOFError or OSError when the parent has closed its end."""
     calls = msgspec.msgpack.Decoder(RankCall)
-    encoder = msgspec.msgpack.Encoder()
+    answers = Answers(rank, socket, progress)
+    progress.is_idle = True
     while True:
-        progress.is_idle = True
         message = socket.recv_bytes()
-        progress.is_idle = False
-        progress.turn()
-        call = calls.decode(message)
-        socket.send_bytes(encoder.encode(rank.answer(call)))
+        answers.begin()
+        answers.add(rank.begin(calls.decode(message)))
 
 
 def _nothing() -> None:

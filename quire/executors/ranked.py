@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from quire.errors import QuireError
 from quire.executors.interface import VitalSigns, Workers
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.transfers import BlockKey, OffloadReport, TransferReport
 
 
 class RankedExecutor:
-    """Implements `Executor` by `Workers`, whose ranks are on one host and share its memory."""
+    """Implements `Executor` by `Workers`, whose ranks are on one host."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self._transfers = TransferReports()
 
     def load_model(self) -> list[LayerSpec]:
         first, *others = self._workers.call("load_model")
@@ -63,7 +65,10 @@ class RankedExecutor:
 
         def settle(results: Future[list[StepResult]]) -> None:
             try:
-                agreed.set_result(agree(results.result()))
+                parts = results.result()
+                result = agree(parts)
+                result.transfers = self._transfers.reduce([part.transfers for part in parts])
+                agreed.set_result(result)
             except BaseException as error:  # whatever it is, the core waits for this future
                 agreed.set_exception(error)
 
@@ -96,23 +101,98 @@ class RankedExecutor:
 
 
 def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
-    """What each rank may take: every rank sees the memory of the host, which they share evenly; the largest rank's
-    activations and weights count."""
-    return replace(
-        profiles[0],
-        available=min(each.available for each in profiles) // len(profiles),
+    """What each rank may take. The least that any has left, the largest activations and weights count. The ranks share
+    the memory of the host evenly: all of it on a CPU, swapped blocks' where each has a device of its own."""
+    first = profiles[0]
+    available = min(each.available for each in profiles)
+    shares = [each.device for each in profiles if each.device is not None]
+    device = None
+    if first.device is None:
+        available //= len(profiles)
+    else:
+        device = DeviceShare(
+            total=min(each.total for each in shares),
+            used=max(each.used for each in shares),
+            graphs=max(each.graphs for each in shares),
+            tables=max(each.tables for each in shares),
+            host_available=min(each.host_available for each in shares) // len(shares),
+        )
+    return MemoryProfile(
+        available=available,
         activations=max(each.activations for each in profiles),
         weights=max(each.weights for each in profiles),
+        device=device,
     )
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result. Raises QuireError when another rank sampled other tokens, because its KV cache and the
-    first one's are then of different sequences, or computed another vector, because every rank adds up the same."""
+    """The first rank's result, with the failures of all. Raises QuireError when another rank sampled other tokens,
+    because its KV cache and the first one's are then of different sequences, or computed another vector, because every
+    rank adds up the same."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
             raise QuireError(f"ranks 0 and {rank} disagree on the tokens of step {first.step_id}")
         if other.pooled != first.pooled:
             raise QuireError(f"ranks 0 and {rank} disagree on the pooled vectors of step {first.step_id}")
+        if other.nonfinite != first.nonfinite:
+            first.nonfinite = sorted({*first.nonfinite, *other.nonfinite})
     return first
+
+
+class TransferReports:
+    """Makes one report of those of all ranks, which end transfers at their own times: a block is on disk, loaded or
+    released when it is on every rank, and gone or failed when it is on one."""
+
+    def __init__(self) -> None:
+        self._last: list[OffloadReport] = []
+        """Of each rank, for what a report says that is no event."""
+        self._found: list[set[BlockKey]] = []
+        self._loads: dict[int, list[bool]] = {}
+        """Host block -> for the ranks that have loaded it so far, whether that failed."""
+        self._releases: Counter[int] = Counter()
+
+    def reduce(self, reports: Sequence[TransferReport | None]) -> TransferReport | None:
+        """reports: of one step, in rank order. None where no rank has one."""
+        new = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        if not new:
+            return None
+        if not self._last:
+            self._last = [OffloadReport(is_scanning=True) for _ in reports]
+            self._found = [set() for _ in reports]
+        for rank, report in new:
+            self._last[rank] = report
+        merged = OffloadReport(
+            num_stored=sum(report.num_stored for _, report in new),
+            num_store_failures=sum(report.num_store_failures for _, report in new),
+            num_bytes=max(last.num_bytes for last in self._last),
+            load_seconds=max(last.load_seconds for last in self._last),
+            token_seconds=max(last.token_seconds for last in self._last),
+            is_scanning=any(last.is_scanning for last in self._last),
+        )
+        for rank, report in new:  # removed first, as the scheduler's half does
+            for key in report.gone:
+                if all(key in found for found in self._found):
+                    merged.gone.append(key)
+                self._found[rank].discard(key)
+        for rank, report in new:
+            for key in report.found:
+                self._found[rank].add(key)
+                if all(key in found for found in self._found):
+                    merged.found.append(key)
+            self._end_loads(report, len(reports), merged)
+        return merged
+
+    def _end_loads(self, report: OffloadReport, num_ranks: int, merged: OffloadReport) -> None:
+        for blocks, failed in ((report.loaded, False), (report.failed, True)):
+            for block in blocks:
+                ended = self._loads.setdefault(block, [])
+                ended.append(failed)
+                if len(ended) == num_ranks:
+                    del self._loads[block]
+                    (merged.failed if any(ended) else merged.loaded).append(block)
+        for block in report.released:
+            self._releases[block] += 1
+            if self._releases[block] == num_ranks:
+                del self._releases[block]
+                merged.released.append(block)

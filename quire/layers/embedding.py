@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
+from quire.errors import ConfigError
 from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.quantization.integer_weight import WeightSource
@@ -13,25 +11,32 @@ from quire.quantization.interface import LayerLinear, LinearShape
 
 class Embedding:
     """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds a run of ceil(num_rows / ranks)
-    rows; the last ones may hold fewer."""
+    rows; the last ones may hold fewer. Raises ConfigError where one would hold none."""
 
     def __init__(self, num_rows: int, size: int, method: LayerLinear, context: LayerContext) -> None:
         self.method = method
         self.num_rows = num_rows
         self.context = context
-        self.rows_per_rank = -(-num_rows // context.group.size)
-        self._first_row = min(num_rows, context.group.rank * self.rows_per_rank)
-        self.num_local_rows = min(num_rows, self._first_row + self.rows_per_rank) - self._first_row
-        self.shape = LinearShape(size, self.num_local_rows, False, context.dtype, context.device)
+        rank, ranks = context.group.rank, context.group.size
+        per_rank = -(-num_rows // ranks)
+        if per_rank * (ranks - 1) >= num_rows:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} is not possible for this model: the last rank would hold none of "
+                f"{num_rows} rows",
+                param="tensor_parallel_size",
+            )
+        self._first_row = rank * per_rank
+        self._num_local = min(num_rows - self._first_row, per_rank)
+        self.shape = LinearShape(size, self._num_local, False, context.dtype, context.device)
         self.parameters = method.create(self.shape)
 
     def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
         """[T] int64 -> [T, size], the same on every rank, added to `onto` (which is used up) when given."""
         if self.context.group.size == 1:
             return self.method.lookup(self.parameters, indices, onto)
-        assert isinstance(indices, torch.Tensor), "native kernels look up whole tables"
         operations = self.context.operations
-        rows = operations.all_reduce(self.context.group, self._lookup_local(indices - self._first_row))
+        own = self.method.lookup_share(self.parameters, indices, self._first_row, self.num_rows)
+        rows = operations.all_reduce(self.context.group, own)
         return rows if onto is None else operations.add(onto, rows)
 
     def slots(self) -> WeightSlots:
@@ -39,22 +44,13 @@ class Embedding:
             "weight": WeightSlot(
                 (self.num_rows, self.shape.in_features),
                 self._load,
-                self.method.stored_bytes((self.num_local_rows, self.shape.in_features)),
+                self.method.stored_bytes((self._num_local, self.shape.in_features)),
             )
         }
 
     def _load(self, tensor: WeightSource) -> None:
-        rows = tensor.narrow(0, self._first_row, self.num_local_rows)
-        self.method.load_rows(self.parameters, "weight", rows, 0, self.num_local_rows)
-
-    def _lookup_local(self, local: torch.Tensor) -> torch.Tensor:
-        """The rows of the indices that this rank holds, zeros for the others'."""
-        if not self.num_local_rows:
-            return local.new_zeros((len(local), self.shape.in_features), dtype=self.shape.dtype)
-        is_local = (local >= 0) & (local < self.num_local_rows)
-        rows = self.method.lookup(self.parameters, local * is_local)
-        assert isinstance(rows, torch.Tensor), "tensors of tensors"
-        return rows.masked_fill(~is_local[:, None], 0)
+        rows = tensor.narrow(0, self._first_row, self._num_local)
+        self.method.load_rows(self.parameters, "weight", rows, 0, self._num_local)
 
 
 class VocabularyProjection:
@@ -76,9 +72,7 @@ class VocabularyProjection:
         table, group = self._table, self._table.context.group
         logits = table.method.apply(table.parameters, hidden)
         if group.size > 1:
-            assert isinstance(logits, torch.Tensor), "native kernels multiply by whole tables"
-            padded = F.pad(logits, (0, table.rows_per_rank - table.num_local_rows))
-            logits = group.all_gather(padded, dim=-1)[:, : table.num_rows]
+            logits = self._operations.all_gather(group, logits, table.num_rows)
         return self._operations.upcast_logits(logits)
 
     def slots(self) -> WeightSlots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from quire.attention.native_encoder import NativeEncoder
@@ -11,7 +12,7 @@ from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, Recor
 from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.native_states import NativeStates
-from quire.layers.operations import require_equal_widths
+from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 
@@ -123,8 +124,11 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         return x.recorder.call_torch(group.all_reduce, x.width, [x])
 
-    def all_gather(self, group: ProcessGroup, x: Buffer) -> Buffer:
-        return x.recorder.call_torch(partial(group.all_gather, dim=1), group.size * x.width, [x])
+    def all_gather(self, group: ProcessGroup, x: Buffer, width: int) -> Buffer:
+        return x.recorder.call_torch(partial(gather_columns, group, width), width, [x])
+
+    def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
+        return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])
 
     def upcast_logits(self, x: Buffer) -> Buffer:
         return x

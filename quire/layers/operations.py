@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 
 import torch
@@ -102,8 +103,14 @@ class Operations(
         """The sum of the ranks' x, [T, width] each."""
         ...
 
-    def all_gather(self, group: ProcessGroup, x: ValueT) -> ValueT:
-        """The ranks' x, [T, width] each, side by side: [T, ranks * width]."""
+    def all_gather(self, group: ProcessGroup, x: ValueT, width: int) -> ValueT:
+        """The ranks' x side by side, [T, width]: each has ceil(width / ranks) columns, the last ones may have fewer."""
+        ...
+
+    def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: ValueT) -> ValueT:
+        """x, [T, width], whose first columns are shares of rows that the norms (RMSNorms with weights) normalise whole,
+        one norm behind the other, normalised. The shares are equally large, and each is on equally many ranks: the mean
+        of their means is that of the whole. x is used up."""
         ...
 
     def upcast_logits(self, x: ValueT) -> ValueT:
@@ -142,8 +149,29 @@ class SharedOperations(TorchExpertOperations):
     def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x)
 
-    def all_gather(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-        return group.all_gather(x, dim=1)
+    def all_gather(self, group: ProcessGroup, x: torch.Tensor, width: int) -> torch.Tensor:
+        return gather_columns(group, width, x)
+
+    def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
+        return norm_shares(group, norms, x)
+
+
+def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:
+    """`Operations.all_gather` in torch."""
+    padded = F.pad(x, (0, -(-width // group.size) - x.shape[1]))
+    return group.all_gather(padded, dim=1)[:, :width]
+
+
+def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
+    """`Operations.norm_shares` in torch."""
+    parts = x.split([*(norm.size for norm in norms), x.shape[1] - sum(norm.size for norm in norms)], dim=1)
+    wide = [part.float() for part in parts[: len(norms)]]
+    squares = torch.cat([(part * part).mean(-1, keepdim=True) for part in wide], dim=1)
+    means = (group.all_reduce(squares) / group.size).split(1, dim=1)
+    for norm, part, values, mean in zip(norms, parts, wide, means, strict=False):
+        assert norm.weight is not None, "these norms have weights"
+        part.copy_((values * torch.rsqrt(mean + norm.epsilon)).to(x.dtype) * norm.weight)
+    return x
 
 
 class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates, SharedOperations):

@@ -44,23 +44,11 @@ class WholeNormAttention(Attention):
     def _project(self, x: Value) -> Value:
         qkv = super()._project(x)
         if self._group.size > 1:
-            assert isinstance(qkv, torch.Tensor), "ranks compute with plain torch operators"
-            return self._norm_shares(qkv)
+            return self._operations.norm_shares(self._group, [norm.weights for norm in self._whole_norms], qkv)
         start = 0
         for norm in self._whole_norms:
             qkv = self._operations.norm_columns(norm.weights, qkv, start)
             start += norm.weights.size
-        return qkv
-
-    def _norm_shares(self, qkv: torch.Tensor) -> torch.Tensor:
-        """All shares of a part are equally large, and each is on equally many ranks: the mean of their means is that of
-        the whole."""
-        parts = qkv.split(self._qkv.local_parts, dim=1)[:2]
-        squares = [(part.float() * part.float()).mean(-1, keepdim=True) for part in parts]
-        means = self._group.all_reduce(torch.cat(squares, dim=1)) / self._group.size
-        for index, (part, norm) in enumerate(zip(parts, self._whole_norms, strict=True)):
-            scaled = part.float() * torch.rsqrt(means[:, index : index + 1] + norm.weights.epsilon)
-            part.copy_(scaled.to(qkv.dtype) * _weight(norm))
         return qkv
 
 

@@ -39,7 +39,7 @@ class CheckpointNames:
         head = r"|^lm_head\.weight$" if config.shape.is_tied else ""
         return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
-    def find(self, name: str, slots: WeightSlots, elsewhere: Collection[str], tensor: WeightSource) -> str | None:
+    def find(self, name: str, slots: Collection[str], elsewhere: Collection[str], tensor: WeightSource) -> str | None:
         """The slot of a checkpoint's tensor; None for a tensor that is not needed, or is for other ranks only
         (`elsewhere`). Raises ModelLoadError for one that the model does not know.
 

@@ -25,9 +25,8 @@ from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
 from quire.models.tied_head import as_embedding, with_head_of
-from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
+from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
@@ -47,19 +46,19 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 def load_model(
     config: ModelConfig,
     load: LoadConfig,
+    group: ProcessGroup,
     device_type: str = "cpu",
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
-    group: ProcessGroup = SINGLE_RANK,
     expert_counts: ExpertCounters | None = None,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
-    nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
-    in `config.dtype` throughout. With neither: plain torch operators on `device_type`. group: the ranks that share each
-    layer, of which this process loads one's share; more than one only with plain torch operators. expert_counts: where
-    layers with experts count the rows that they compute.
+    nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
+    native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
+    neither: plain torch operators on `device_type`. expert_counts: where layers with experts count the rows that they
+    compute.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -68,7 +67,6 @@ def load_model(
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
-    assert group.size == 1 or (runtime is None and device_layers is None), "ranks compute with plain torch operators"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
     elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
@@ -79,9 +77,9 @@ def load_model(
     elif files is not None and group.size > 1:
         raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
     if device_layers is not None:
-        context = _device_context(config, device_layers)
+        context = _device_context(config, device_layers, group)
     else:
-        context = _torch_context(config, device_type, group) if runtime is None else _native_context(config)
+        context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
     context = replace(context, expert_counts=expert_counts)
     model = build_model(config, context, _native_calls(config, context, runtime))
     report = progress or _silent
@@ -131,7 +129,7 @@ def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -
     )
 
 
-def _native_context(config: ModelConfig) -> LayerContext:
+def _native_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:
     from quire.layers.native import NativeOperations
     from quire.quantization.packed import PackedLinear
 
@@ -140,7 +138,7 @@ def _native_context(config: ModelConfig) -> LayerContext:
         dtype=torch.float32,
         device=torch.device("cpu"),
         cache_dtype=config.kv_cache_dtype,
-        group=SINGLE_RANK,
+        group=group,
         operations=NativeOperations(),
         linear=linear,
         vocabulary=vocabulary,
@@ -148,7 +146,7 @@ def _native_context(config: ModelConfig) -> LayerContext:
     )
 
 
-def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
+def _device_context(config: ModelConfig, layers: DeviceLayers, group: ProcessGroup) -> LayerContext:
     from quire.layers.device import DeviceOperations
     from quire.quantization.device import DeviceLinear
 
@@ -158,7 +156,7 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
         dtype=dtype,
         device=layers.device,
         cache_dtype=config.kv_cache_dtype,
-        group=SINGLE_RANK,
+        group=group,
         operations=DeviceOperations(),
         linear=_packed_device_linear(config, plain, layers) or plain,
         vocabulary=plain,
@@ -205,12 +203,7 @@ def _load_from(
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
             model.load_weights(files.stream(report))
             return
-        tensors = files.stream(report)
-        if config.is_multimodal:
-            tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
-        if files.head_holds:
-            tensors = as_embedding(tensors, files.head_holds)
-        tensors = load_cache_scales(tensors, cache_scales, config, files.directory)
+        tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)
         else:
@@ -219,6 +212,14 @@ def _load_from(
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"
         raise ModelLoadError(message) from None
+
+
+def checkpoint_tensors(files: WeightFiles, config: ModelConfig, report: Progress) -> Tensors:
+    """The tensors of a directory's files that make up the language model, under the names that it has for them."""
+    tensors = files.stream(report)
+    if config.is_multimodal:
+        tensors = language_tensors(tensors, files.directory, ARCHITECTURES[config.architecture].draft_prefix)
+    return as_embedding(tensors, files.head_holds) if files.head_holds else tensors
 
 
 def dummy_weights(

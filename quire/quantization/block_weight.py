@@ -10,14 +10,15 @@ import torch
 
 from quire.quantization.quantized_weight import QuantizedWeight
 
-BLOCK_VALUES = 32
-BlockFormatName = Literal["Q4_0", "Q8_0", "MXFP4"]
+BlockFormatName = Literal[
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
+]
 Unpack = Callable[[torch.Tensor], QuantizedWeight]
 
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight(QuantizedWeight):
-    """rows: [N, bytes of a row] uint8, whole blocks of 32 values with finite scales, where the file is mapped or in
+    """rows: [N, bytes of a row] uint8, whole blocks with finite scales, where the file is mapped or in
     memory. unpack: makes the common form of some rows. release: lets go of the memory that holds the file's pages,
     which come back when they are read again; called when all rows have been copied."""
 

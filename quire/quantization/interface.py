@@ -70,6 +70,11 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
         ...
 
+    def lookup_share(self, parameters: Parameters, indices: IndicesT_contra, first_row: int, num_rows: int) -> ValueT:
+        """As `lookup`, of a table of `num_rows` rows that ranks share out, of which this matrix is those from
+        `first_row` on: the rows of others are zeros."""
+        ...
+
     def apply_heads(self, stack: Sequence[Parameters], x: ValueT) -> ValueT:
         """x: [T, heads * in_features] -> [T, heads * out_features]: each head's columns times its own matrix of a stack
         without biases and activations. A row's result depends on that row alone."""

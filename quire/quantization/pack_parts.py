@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from quire.kernels.cpu._native import WeightType
 from quire.kernels.cpu.packing import BlockMatrix, HalfScaleMatrix, PackedMatrix
-from quire.quantization.block_weight import BlockFormatName, BlockWeight
+from quire.quantization.block_weight import BlockWeight
 from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.interface import LinearShape
@@ -16,11 +16,24 @@ from quire.quantization.merge import merge_rows
 from quire.quantization.quantized_weight import QuantizedWeight
 
 INTEGER_TYPES = {8: WeightType.I8, 4: WeightType.I4}
-BLOCK_TYPES: Mapping[BlockFormatName, WeightType] = {
-    "Q4_0": WeightType.I4,
-    "Q8_0": WeightType.I8,
-    "MXFP4": WeightType.MXFP4,
-}
+MOST_RUNS = 3
+"""Matrices that a fused one is taken apart to: queries, keys and values."""
+ROUNDED_BITS = 8
+
+
+def runs_of_blocks(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
+    """The parts of a matrix, one below the other, in runs that are packed as a matrix each: blocks of different formats
+    apart, since no format holds both in as few bytes. One run where anything else is among them."""
+    runs: list[list[QuantizedWeight]] = []
+    last = None
+    for part in parts:
+        if not isinstance(part, BlockWeight):
+            return [list(parts)]
+        if part.format != last:
+            runs.append([])
+        runs[-1].append(part)
+        last = part.format
+    return runs if len(runs) <= MOST_RUNS else [list(parts)]
 
 
 def pack_parts(
@@ -31,7 +44,8 @@ def pack_parts(
     memory: Callable[[int], torch.Tensor],
 ) -> PackedMatrix | None:
     """A matrix of the parts, one below the other. None when no format holds them all. rounded_activations: of integers,
-    activations are rounded to 8 bits; floats never round them. memory: gives zeroed memory."""
+    activations are rounded to 8 bits, with a scale for each row, or of blocks for each group; floats never round them.
+    memory: gives zeroed memory."""
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and len({part.format for part in blocks}) == 1:
         return _pack_blocks(blocks, shape, rounded_activations, memory)
@@ -51,11 +65,9 @@ def pack_parts(
 def _pack_blocks(
     parts: Sequence[BlockWeight], shape: LinearShape, rounded_activations: bool, memory: Callable[[int], torch.Tensor]
 ) -> PackedMatrix:
-    kind = BLOCK_TYPES[parts[0].format]
-    rounded = rounded_activations and kind != WeightType.MXFP4
-    matrix = BlockMatrix(
-        kind, shape.in_features, shape.out_features, gated=shape.gated, integer_activations=rounded, memory=memory
-    )
+    rows = sum(part.shape[0] for part in parts)
+    matrix = BlockMatrix(parts[0].format, shape.in_features, rows, gated=shape.gated, memory=memory)
+    matrix.activation_bits = ROUNDED_BITS if rounded_activations else 0
     row = 0
     for part in parts:
         matrix.load_blocks(part.rows, row)

@@ -17,7 +17,7 @@ from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.logging import get_logger
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape
-from quire.quantization.pack_parts import pack_parts
+from quire.quantization.pack_parts import pack_parts, runs_of_blocks
 from quire.quantization.quantize import CLIPPING, NUDGES, FittedGroups
 from quire.quantization.quantized_weight import QuantizedWeight
 from quire.quantization.weight_format import EIGHT_BITS, WeightFormat
@@ -44,13 +44,20 @@ FLOAT_TYPES = {
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """matrix: None until the format of the weights is known. pending: quantised parts of a matrix whose other parts
-    have not come yet, by first row: parts of different formats must be brought to one."""
+    """matrices: one below the other, none until the format of the weights is known. whole: one matrix is asked for.
+    pending: quantised parts whose other parts have not come yet, by first row."""
 
     shape: LinearShape
-    matrix: PackedMatrix | None = None
+    whole: bool = False
+    matrices: list[PackedMatrix] = field(default_factory=list)
     bias: torch.Tensor | None = None
     pending: dict[int, QuantizedWeight] = field(default_factory=dict)
+
+    @property
+    def matrix(self) -> PackedMatrix | None:
+        """The only matrix; None until the format of the weights is known."""
+        assert len(self.matrices) < 2, "a matrix in several formats has no single one"
+        return self.matrices[0] if self.matrices else None
 
 
 class PackedLinear:
@@ -64,7 +71,7 @@ class PackedLinear:
         return PackedParameters(shape)
 
     def create_stack(self, shape: LinearShape, count: int) -> list[PackedParameters]:
-        return [PackedParameters(shape) for _ in range(count)]
+        return [PackedParameters(shape, whole=True) for _ in range(count)]
 
     def load_rows(
         self, parameters: PackedParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
@@ -83,8 +90,8 @@ class PackedLinear:
             parameters.pending.clear()
             return
         part = self._format.quantize(tensor, fit_natively) if isinstance(tensor, torch.Tensor) else tensor
-        if parameters.matrix is not None:  # of floating point: another part came as that
-            parameters.matrix.load_dense(part.dequantize(), first_row)
+        if parameters.matrices:  # of floating point: another part came as that
+            parameters.matrices[0].load_dense(part.dequantize(), first_row)
             return
         parameters.pending[first_row] = part
         if sum(part.shape[0] for part in parameters.pending.values()) == parameters.shape.out_features:
@@ -92,32 +99,31 @@ class PackedLinear:
 
     def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
         shape = parameters.shape
-        matrix, bias = _native_matrix(parameters)
         x.recorder.keep.append(parameters)
-        return x.recorder.call(
-            "linear",
-            shape.width,
-            over=residual,
-            buffers={"x": x, "residual": residual},
-            weight=matrix,
-            bias=bias,
-            activation=ACTIVATIONS[shape.activation],
-        )
+        out, row = residual, 0
+        for matrix, bias in _native_matrices(parameters):
+            out = x.recorder.call(
+                "linear",
+                shape.width,
+                over=out,
+                in_place=row > 0,
+                out_column=row,
+                buffers={"x": x, "residual": residual},
+                weight=matrix.as_native(),
+                bias=bias,
+                activation=ACTIVATIONS[shape.activation],
+            )
+            row += matrix.out_features
+        assert out is not None, "a linear layer has a matrix"
+        return out
 
     def lookup(self, parameters: PackedParameters, indices: RecordedIndices, onto: Buffer | None = None) -> Buffer:
-        matrix = _loaded(parameters)
-        indices.recorder.keep.append(parameters)
-        return indices.recorder.call(
-            "embed",
-            parameters.shape.in_features,
-            over=onto,
-            in_place=onto is not None,
-            table=matrix.as_native(),
-            width=parameters.shape.in_features,
-            shift=indices.shift,
-            column=indices.column,
-            accumulate=onto is not None,
-        )
+        return _embed(parameters, indices, onto)
+
+    def lookup_share(
+        self, parameters: PackedParameters, indices: RecordedIndices, first_row: int, num_rows: int
+    ) -> Buffer:
+        return _embed(parameters, indices, None, start=first_row, shared_rows=num_rows)
 
     def apply_heads(self, stack: Sequence[PackedParameters], x: Buffer) -> Buffer:
         matrices = [_loaded(parameters) for parameters in stack]
@@ -165,23 +171,30 @@ class PackedLinear:
         return size * weight_format.bits // 8 + num_scales * bytes_of_scale
 
     def _float_matrix(self, parameters: PackedParameters) -> PackedMatrix:
-        if parameters.matrix is None:
+        if not parameters.matrices:
             shape = parameters.shape
-            parameters.matrix = PackedMatrix(
-                FLOAT_TYPES[self._format.dtype],
-                shape.in_features,
-                shape.out_features,
-                gated=shape.gated,
-                memory=self._arena.allocate,
+            parameters.matrices.append(
+                PackedMatrix(
+                    FLOAT_TYPES[self._format.dtype],
+                    shape.in_features,
+                    shape.out_features,
+                    gated=shape.gated,
+                    memory=self._arena.allocate,
+                )
             )
-        return parameters.matrix
+        return parameters.matrices[0]
 
     def _pack(self, parameters: PackedParameters) -> None:
         shape = parameters.shape
         parts = [parameters.pending[row] for row in sorted(parameters.pending)]
         rounded, memory = self._format.rounded_activations, self._arena.allocate
-        parameters.matrix = pack_parts(parts, shape, rounded_activations=rounded, memory=memory)
-        if parameters.matrix is None:
+        is_whole = parameters.whole or shape.gated
+        runs = [parts] if is_whole else runs_of_blocks(parts)
+        packed = [pack_parts(run, shape, rounded_activations=rounded, memory=memory) for run in runs]
+        parameters.matrices = [matrix for matrix in packed if matrix is not None]
+        for matrix in parameters.matrices:
+            matrix.activation_bits = matrix.activation_bits or self._format.activation_bits
+        if not parameters.matrices:
             logger.warning(
                 "a matrix of %d x %d is kept as floating point: its parts differ in their formats, or order their "
                 "input features differently",
@@ -194,18 +207,52 @@ class PackedLinear:
         parameters.pending.clear()
 
 
+def _embed(
+    parameters: PackedParameters,
+    indices: RecordedIndices,
+    onto: Buffer | None,
+    start: int = 0,
+    shared_rows: int = 0,
+) -> Buffer:
+    """start, shared_rows: of a table that is one rank's share, its first row and the rows of all."""
+    matrix = _loaded(parameters)
+    indices.recorder.keep.append(parameters)
+    return indices.recorder.call(
+        "embed",
+        parameters.shape.in_features,
+        over=onto,
+        in_place=onto is not None,
+        table=matrix.as_native(),
+        width=parameters.shape.in_features,
+        shift=indices.shift,
+        column=indices.column,
+        accumulate=onto is not None,
+        start=start,
+        shared_rows=shared_rows,
+    )
+
+
 def fit_natively(groups: torch.Tensor) -> FittedGroups | None:
     """`quire.quantization.quantize.fit_groups` by native kernels."""
     found = fit_int4(groups, CLIPPING, NUDGES)
     return None if found is None else FittedGroups(*found)
 
 
+def _native_matrices(parameters: PackedParameters) -> list[tuple[PackedMatrix, int]]:
+    """The packed matrices with the address of the bias of each, 0 for none."""
+    assert parameters.matrices, "weights are loaded before a model is recorded"
+    row = 0
+    for matrix in parameters.matrices:
+        if parameters.bias is not None and matrix.bias is None:
+            matrix.load_bias(parameters.bias[row : row + matrix.out_features])
+        row += matrix.out_features
+    return [(each, 0 if each.bias is None else each.bias.data_ptr()) for each in parameters.matrices]
+
+
 def _native_matrix(parameters: PackedParameters) -> tuple[_native.PackedWeight, int]:
-    """The packed matrix and the address of its bias, 0 for none."""
-    matrix = _loaded(parameters)
-    if parameters.bias is not None and matrix.bias is None:
-        matrix.load_bias(parameters.bias)
-    return matrix.as_native(), 0 if matrix.bias is None else matrix.bias.data_ptr()
+    """The only packed matrix, and the address of its bias, 0 for none."""
+    ((matrix, bias),) = _native_matrices(parameters)
+    return matrix.as_native(), bias
 
 
 def _all_or_none(biases: list[int]) -> list[int]:

@@ -151,6 +151,11 @@ class PackedDeviceLinear:
     def lookup(self, parameters: DevicePart, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("the matrices of vocabularies and positions are floating point on a device")
 
+    def lookup_share(
+        self, parameters: DevicePart, indices: torch.Tensor, first_row: int, num_rows: int
+    ) -> torch.Tensor:
+        return self.lookup(parameters, indices)
+
     def apply_heads(self, stack: Sequence[DevicePart], x: torch.Tensor) -> torch.Tensor:
         assert isinstance(stack, DeviceStack), "made by create_stack"
         return self._plain.apply_heads(_plain_stack(stack), x) if stack.is_plain else head_matmul(x, stack.loaded)

@@ -93,6 +93,13 @@ class UnquantizedLinear:
         rows = F.embedding(indices, parameters.weight)
         return rows if onto is None else onto + rows
 
+    def lookup_share(
+        self, parameters: PlainParameters, indices: torch.Tensor, first_row: int, num_rows: int
+    ) -> torch.Tensor:
+        local = indices - first_row
+        is_own = (local >= 0) & (local < parameters.shape.out_features)
+        return self.lookup(parameters, local * is_own).masked_fill(~is_own[:, None], 0)
+
     def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
         assert isinstance(stack, PlainStack), "made by create_stack"
         return row_head_linear(x, stack.weights)

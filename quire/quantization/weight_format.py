@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,14 +18,15 @@ EIGHT_BITS = 8
 class WeightFormat:
     """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
     input features (None: one group a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: of
-    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. A checkpoint's own
-    quantised matrices are kept whatever `bits` is."""
+    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. activation_bits: as
+    ModelConfig has them. A checkpoint's own quantised matrices are kept whatever `bits` is."""
 
     dtype: str
     bits: int = 0
     group_size: int | None = None
     rounded_activations: bool = False
     small_floats: bool = False
+    activation_bits: int = 0
 
     def quantize(self, tensor: torch.Tensor, fit: Fit | None = None) -> QuantizedWeight:
         """A plain matrix in this format, whose `bits` are not 0. fit: as that of `quantize_rows`."""
@@ -41,14 +42,20 @@ def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, Wei
     last, and 4 bits there cost more than in all layers together.
     """
     quantization = config.quantization
-    plain = WeightFormat(config.dtype)
+    plain = WeightFormat(config.dtype, activation_bits=config.activation_bits)
     if quantization is None:
         return plain, plain, plain
     rounded = quantization.rounds_activations
     if quantization.checkpoint_format is not None:
-        stored = WeightFormat(config.dtype, rounded_activations=rounded)
+        stored = replace(plain, rounded_activations=rounded)
         return stored, stored, plain
     small_floats = not quantization.is_integer
-    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded, small_floats)
-    vocabulary = WeightFormat(config.dtype, 8, None, rounded)
+    linear = replace(
+        plain,
+        bits=quantization.bits,
+        group_size=quantization.group_size,
+        rounded_activations=rounded,
+        small_floats=small_floats,
+    )
+    vocabulary = replace(plain, bits=8, rounded_activations=rounded)
     return linear, vocabulary, plain

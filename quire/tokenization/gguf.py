@@ -115,7 +115,7 @@ _DEEPSEEK = _Splitting(
         r"[\x{4e00}-\x{9fa5}\x{800}-\x{4e00}\x{ac00}-\x{d7ff}]+",
     ),
 )
-_SPLITTINGS: Mapping[str, _Splitting] = {
+SPLITTINGS: Mapping[str, _Splitting] = {
     "gpt-2": _Splitting(),
     "smollm": _Splitting(single_digits=True),
     "llama-bpe": _LLAMA3,
@@ -138,7 +138,7 @@ _BUNDLED = (
 )
 KNOWN_PATTERNS = frozenset(
     {_BUNDLED}
-    | {pattern for each in _SPLITTINGS.values() for pattern in (each.pattern, *each.before) if pattern is not None}
+    | {pattern for each in SPLITTINGS.values() for pattern in (each.pattern, *each.before) if pattern is not None}
 )
 """What words are in published models and in the bundled one: the time that these take grows with a text, and not with
 its square."""
@@ -164,9 +164,9 @@ def read_gguf_tokenizer(
     if kind != "gpt2":
         raise file.error(f"it carries a tokenizer of the kind {kind!r}, which cannot be read from GGUF; {instead}")
     rule = fields.text("ggml.pre", "(none)")
-    if rule not in _SPLITTINGS:
-        raise file.error(f"its pre-tokenizer {rule!r} is not known (known: {', '.join(_SPLITTINGS)}); {instead}")
-    splitting = _SPLITTINGS[rule]
+    if rule not in SPLITTINGS:
+        raise file.error(f"its pre-tokenizer {rule!r} is not known (known: {', '.join(SPLITTINGS)}); {instead}")
+    splitting = SPLITTINGS[rule]
     tokens, kinds = _vocabulary(file)
     config = _config(fields, tokens, adds_bos=splitting.adds_bos, adds_eos=False)
     merges = file.strings("tokenizer.ggml.merges") or []

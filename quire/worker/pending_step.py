@@ -9,9 +9,9 @@ from quire.step import StepResult
 
 
 class PendingStep:
-    """A StepFuture (quire/executors/interface.py) without locks, because one thread launches a worker's steps and asks
-    for their results. `result` and `exception` settle it: they wait for the device, so that a step whose result is
-    never asked for is never done.
+    """A StepFuture (quire/executors/interface.py) without locks, because one thread launches a worker's steps and one,
+    the same or another, asks for their results. `result` and `exception` settle it: they wait for the device, so that a
+    step whose result is never asked for is never done.
 
     Steps run and end in order. When an earlier step has failed, this one ran over sequences that lack a token, and
     `result` raises QuireError.

@@ -63,7 +63,11 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("serv", "unknown command 'serv'; did you mean 'serve'?"),
         ("--verison", "unknown option '--verison'; did you mean '--version'?"),
-        ("zzz", "unknown command 'zzz' (commands: serve, run-batch, run, chat, bench, simulate, plan, doctor, top)"),
+        (
+            "zzz",
+            "unknown command 'zzz' (commands: serve, run-batch, run, chat, bench, simulate, quantize, plan, doctor, "
+            "top)",
+        ),
     ],
 )
 def test_unknown_commands_are_corrected(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

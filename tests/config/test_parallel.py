@@ -23,14 +23,14 @@ def test_one_rank_by_default(model: str) -> None:
     assert resolved(model).parallel == ParallelConfig() == ParallelConfig(1, 1, 1, 1, 1)
 
 
-def test_ranks_run_on_plain_operators_and_share_the_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_run_on_the_native_kernels_and_share_the_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_NUM_THREADS")
     monkeypatch.setattr("quire.config.resolve.usable_cores", lambda: 6)
     config = resolved(model, tensor_parallel_size=4)
     assert config.parallel == ParallelConfig(tp=4)
     assert config.parallel.num_devices == 4
-    assert (config.device.device, config.device.attention_backend) == ("cpu", "torch")
-    assert (config.model.dtype, config.model.kv_cache_dtype) == ("float32", "float32")
+    assert (config.device.device, config.device.attention_backend) == ("cpu", "native")
+    assert (config.device.platform, config.device.collectives) == ("cpu", "gloo")
     assert config.device.num_threads == 1
     assert resolved(model, tensor_parallel_size=2).device.num_threads == 3
     assert resolved(model, tensor_parallel_size=2, num_threads=5).device.num_threads == 5
@@ -43,10 +43,7 @@ def test_ranks_run_on_plain_operators_and_share_the_threads(model: str, monkeypa
         ({"tensor_parallel_size": 128}, "tensor_parallel_size", "must be at most 64"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "does not divide the model's 4 heads"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "=2 is not available yet: only 1 is"),
-        ({"attention_backend": "native"}, "attention_backend", "tensor_parallel_size=2 runs on plain torch operators"),
-        ({"quantization": "int8"}, "quantization", "needs the native CPU kernels"),
-        ({"kv_offload_dir": "kv"}, "kv_offload_dir", "=2 does not go together with kv_offload_dir yet"),
-        ({"preemption_mode": "swap"}, "preemption_mode", "together with preemption_mode='swap' yet: choose recompute"),
+        ({"attention_backend": "torch", "quantization": "int8"}, "quantization", "needs the native CPU kernels"),
         ({"load_format": "gguf"}, "tensor_parallel_size", "=2 does not load GGUF files yet"),
     ],
     ids=str,

@@ -265,6 +265,32 @@ def test_matmul_precision(model: str, stored: str, options: dict[str, str], prec
 
 
 @pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({}, 0),
+        ({"quantization": "int8"}, 0),
+        ({"quantization": "int4", "activation_bits": "8"}, 8),
+        ({"quantization": "mxfp4", "activation_bits": "32"}, 32),
+        ({"activation_bits": "8"}, None),  # weights are floating point
+        ({"quantization": "fp8", "activation_bits": "8"}, None),
+        ({"quantization": "w8a8", "activation_bits": "16"}, None),
+        ({"quantization": "int8", "activation_bits": "4"}, None),
+        ({"attention_backend": "torch", "activation_bits": "8"}, None),
+    ],
+)
+def test_activation_bits(model: str, options: dict[str, str], bits: int | None) -> None:
+    """None: refused."""
+    if bits is None:
+        assert refused(model, **options).param == "activation_bits"
+    else:
+        assert resolved(model, **options).model.activation_bits == bits
+
+
+def test_activation_bits_may_be_a_number() -> None:
+    assert EngineOptions.from_keywords({"activation_bits": 16}).activation_bits == "16"
+
+
+@pytest.mark.parametrize(
     ("method", "bits", "group_size", "rounds"),
     [("int8", 8, None, False), ("w8a8", 8, None, True), ("int4", 4, 32, False), ("w4a8", 4, 32, True)],
 )

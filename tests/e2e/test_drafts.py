@@ -29,6 +29,8 @@ VARIANTS = [
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     Variant("deepseek-v3.2", TORCH),
 ]
+FEW_BLOCKS = {"qwen3-window": 60, "qwen3.5-small-states": 18, "qwen3-next-few-experts": 18}
+"""Fewer than the requests take together, of models with several KV groups."""
 FEW = {"allowed_token_ids": [5, 6, 7], "ignore_eos": True, "max_tokens": 24, "detokenize": False}
 """So few tokens that some of those that are looked up are drawn, and others are not."""
 SHARED = random_prompts([66], 97, seed=4)[0]
@@ -77,8 +79,7 @@ def test_equal_bits(model: Variant, plain: list[object], queue_depth: int) -> No
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_in_chunks_with_few_blocks(model: Variant, plain: list[object], queue_depth: int) -> None:
     """Preempted requests are computed again, or swapped."""
-    num_blocks = 34 if len(model.family) < 12 else 64  # of one KV group, and of two
-    few = {"block_size": 8, "num_blocks_override": num_blocks, "max_prefill_chunk": 11}
+    few = {"block_size": 8, "num_blocks_override": FEW_BLOCKS.get(model.family, 34), "max_prefill_chunk": 11}
     stats = check(model, plain, queue_depth=queue_depth, preemption_mode="swap", swap_space="1MiB", **few)
     assert stats["swap_preemptions_total"] > 0
     stats = check(model, plain, queue_depth=queue_depth, **few)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest, Call
@@ -35,6 +37,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import NewSequence, SamplingInputs, SequenceSampling, StepPlan
+from tests.fakes import rank_device
 from tests.fakes.masks import AllowedByPosition
 from tests.long import all_but_long
 from tests.models.families import FAMILIES, qwen3
@@ -61,7 +64,7 @@ def runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 
 def configured(path: Path, **options: Any) -> EngineConfig:
     settings = {
-        "attention_backend": "torch",
+        "attention_backend": "native",
         "num_threads": 1,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 128,
@@ -70,7 +73,7 @@ def configured(path: Path, **options: Any) -> EngineConfig:
     return resolve(EngineOptions(model=str(path), **{**settings, **options}))
 
 
-def requests() -> list[EngineRequest]:
+def requests(logprobs: int | None = None) -> list[EngineRequest]:
     """Twelve greedy requests, a third of which begin alike, and a fourth of which have a constraint, which forces some
     tokens of the last one. One has a limit on its thoughts."""
     rng = random.Random(0)
@@ -79,7 +82,7 @@ def requests() -> list[EngineRequest]:
         prompt = [rng.randrange(97) for _ in range(rng.randrange(3, 50))]
         if number % 3 == 0:
             prompt = [7] * 20 + prompt
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=logprobs)
         made.append(
             EngineRequest(
                 request_id=str(number),
@@ -138,14 +141,15 @@ def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
     return EngineCore(config, RankedExecutor(ranks), SystemClock(), masks=AllowedByPosition()), ranks
 
 
-def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
+@pytest.mark.parametrize("backend", all_but_long(["native", "torch"], ["native"]))
+def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path, backend: str) -> None:
     """With prefix hits, preemption and an abort in the batch; asleep and awake again; two steps in flight."""
-    config = configured(model_path)
+    config = configured(model_path, attention_backend=backend)
     alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
     expected = run(alone)
     vector = pool(alone, [7] * 31)
     alone.shutdown()
-    shared = configured(model_path, tensor_parallel_size=2, queue_depth=2)
+    shared = configured(model_path, attention_backend=backend, tensor_parallel_size=2, queue_depth=2)
     core, ranks = two_ranks(shared)
     processes = [psutil.Process(pid) for pid in ranks.pids]
     try:
@@ -160,12 +164,118 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> No
             assert answer.error is None
         assert run(core) == expected
         assert "2 ranks" in core.ready.backend
+        assert ("native kernels" in core.ready.backend) == (backend == "native")
     finally:
         core.shutdown()
         core.shutdown()
     assert all(has_ended(process) for process in processes)
     assert [process.returncode for process in ranks._processes] == [0, 0]
     assert list(runtime_directory.iterdir()) == []
+
+
+class Reused:
+    """Ranks that outlive the engine cores over them."""
+
+    def __init__(self, ranks: RankProcesses) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def close(self) -> None:
+        """The test closes them."""
+
+
+def everything(core: EngineCore, count: int | None = None) -> dict[str, list[Any]]:
+    """Tokens and log-probabilities of each request, or of the first ones."""
+    for request in requests(logprobs=2)[:count]:
+        core.handle(AddRequest(request))
+    found: dict[str, list[Any]] = {}
+    while core.has_work:
+        for update in core.step().updates:
+            found.setdefault(update.request_id, []).extend(
+                zip(update.new_token_ids, update.logprobs or [], strict=True)
+            )
+    core.scheduler.check()
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {"num_blocks_override": 300},
+    "alone": {"max_num_seqs": 1, "num_blocks_override": 300, "enable_prefix_caching": False},
+    "in chunks, preempted, two steps in flight": {"max_prefill_chunk": 7, "queue_depth": 2},
+    "swapped": {"preemption_mode": "swap", "swap_space": "16MiB", "queue_depth": 2},
+}
+
+
+def test_the_same_bits_in_every_batch(model_path: Path) -> None:
+    """Of one set of ranks: compositions, chunks, prefix hits, and preemption both ways."""
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
+    found = {}
+    try:
+        for name, options in WAYS.items():
+            config = configured(model_path, tensor_parallel_size=2, **options)
+            core = EngineCore(config, RankedExecutor(Reused(ranks)), SystemClock(), masks=AllowedByPosition())
+            found[name] = everything(core, 4 if name == "alone" else None)
+            stats = core.stats()
+            assert (stats.preemptions_total > 0) == ("num_blocks_override" not in options)
+            assert (stats.swapped_in_blocks_total > 0) == (name == "swapped")
+            assert stats.prefix_cache_hits_total > 0 or name != "together"
+            core.shutdown()
+    finally:
+        ranks.close()
+    for name, results in found.items():
+        assert results == {number: found["together"][number] for number in results}, name
+
+
+def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> None:
+    """Each rank keeps its own share of a block. The second engine finds what the first one has stored."""
+    options = {"kv_offload_dir": str(tmp_path), "swap_space": "16MiB", "num_blocks_override": 300}
+    config = configured(model_path, tensor_parallel_size=2, **options)
+    ranks = RankProcesses(config)
+    found, stats = [], []
+    try:
+        for _ in range(2):
+            core = EngineCore(config, RankedExecutor(Reused(ranks)), SystemClock(), masks=AllowedByPosition())
+            found.append(everything(core))
+            core.shutdown()
+            stats.append(core.stats())
+            ranks.call("sleep", 1)
+    finally:
+        ranks.close()
+    assert found[0] == found[1]
+    assert [each.offload_loaded_blocks_total > 0 for each in stats] == [False, True]
+    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(folders) == 2
+    assert all(any(folder.glob("*/*")) for folder in folders)
+
+
+def on_devices(config: EngineConfig) -> EngineConfig:
+    """The configuration of two ranks with a device each."""
+    device = replace(config.device, platform=rank_device.PLATFORM, collectives=rank_device.COLLECTIVES)
+    return replace(config, parallel=ParallelConfig(tp=2), device=device)
+
+
+def test_a_rank_takes_a_plan_before_the_last_ones_result(model_path: Path) -> None:
+    """With a platform and a group that the configuration names. The device has a result ready only when the next step
+    was launched."""
+    config = configured(model_path, device="cpu", attention_backend="triton", dtype="float32", queue_depth=2)
+    ranks = RankProcesses(on_devices(config))
+    executor = RankedExecutor(ranks)
+    try:
+        groups, layers_per_group = group_layers(executor.load_model(), 16)
+        executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
+        for step in (1, 3):
+            added = NewSequence(step, [1, 2, 3], 3, [[step]], GREEDY)
+            first = executor.execute(StepPlan(step, [step], [0], [3], [step], [0], new_sequences=[added]))
+            second = executor.execute(StepPlan(step + 1, [step], [3], [1], [step], [0]))
+            assert [future.result(60).step_id for future in (first, second)] == [step, step + 1]
+        num_sums = (2 * 3 + 1) * 4
+        told = executor.describe_backend()
+        assert told.startswith(f"steps in pairs over CountingGroup, which has made {num_sums} sums, ")
+        assert told.endswith(", on each of 2 ranks")
+    finally:
+        executor.shutdown()
 
 
 def wait_for(executor: RankedExecutor, condition: Callable[[VitalSigns], bool]) -> None:
@@ -177,9 +287,9 @@ def wait_for(executor: RankedExecutor, condition: Callable[[VitalSigns], bool]) 
 
 
 def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
-    """In a step, which the other rank is in the middle of; then nothing more is done. Before that it is stopped, which
-    the executor says as well."""
-    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
+    """In a step, which the other rank is in the middle of, with the next one in flight; then nothing more is done.
+    Before that it is stopped, which the executor says as well."""
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
     executor = RankedExecutor(ranks)
     groups, layers_per_group = group_layers(executor.load_model(), 16)
     profile = executor.profile(128, 16)
@@ -190,12 +300,13 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     wait_for(executor, lambda signs: math.isinf(signs.stalled) and signs.silence < 1.0)  # both are idle
     processes[1].suspend()
     plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
-    future = executor.execute(plan)
+    futures = [executor.execute(plan), executor.execute(StepPlan(2, [1], [3], [1], [1], [0]))]
     wait_for(executor, lambda signs: signs.silence > 1.0 and 0.5 < signs.stalled < math.inf)  # the other one waits
-    assert not future.done()
+    assert not any(future.done() for future in futures)
     processes[1].kill()
-    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"):
-        future.result(60)
+    for future in futures:
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"):
+            future.result(60)
     assert all(has_ended(process) for process in processes)
     with pytest.raises(EngineDeadError, match="rank 1 of 2"):
         executor.idle()
@@ -221,7 +332,7 @@ def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expect
     if expected_inputs:
         executor.send_sampling_inputs(SamplingInputs(1, {}))  # the future has said what is wrong
     assert all(has_ended(process) for process in processes)
-    with pytest.raises(EngineDeadError, match="a rank failed in a step"):
+    with pytest.raises(EngineDeadError, match="a rank failed in a step: rank 0 failed: AssertionError"):
         executor.idle()
     executor.shutdown()
 
@@ -255,10 +366,14 @@ def test_a_process_that_does_not_start(model_path: Path, monkeypatch: pytest.Mon
 PARENT = """
 import sys
 from quire.llm import LLM
-llm = LLM(sys.argv[1], tensor_parallel_size=2, num_threads=1, num_blocks_override=22, skip_tokenizer_init=True)
+from quire.sampling_params import SamplingParams
+llm = LLM(
+    sys.argv[1], tensor_parallel_size=2, num_threads=1, num_blocks_override=22, skip_tokenizer_init=True, queue_depth=2
+)
 assert "torch" not in sys.modules, "a core whose ranks are other processes needs no torch"
 print(len(llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids), flush=True)
-sys.stdin.read()
+while True:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
 """
 
 
@@ -279,12 +394,16 @@ def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> 
 
 
 @pytest.mark.long
-def test_ranks_end_with_their_parent(model_path: Path) -> None:
-    ended_with_their_parent(model_path, is_stopped=False)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_their_parent(model_path: Path, number: int) -> None:
+    ended_with_their_parent(model_path, is_stopped=False, number=number)
 
 
-def ended_with_their_parent(model_path: Path, *, is_stopped: bool) -> list[psutil.Process]:
-    """Ranks, of which one may be stopped, whose parent was killed and can do nothing about them."""
+def ended_with_their_parent(
+    model_path: Path, *, is_stopped: bool, number: int = signal.SIGKILL
+) -> list[psutil.Process]:
+    """Ranks, of which one may be stopped, whose parent was killed by a signal of this number and can do nothing about
+    them, with two plans in flight."""
     ranks: list[psutil.Process] = []
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -296,7 +415,7 @@ def ended_with_their_parent(model_path: Path, *, is_stopped: bool) -> list[psuti
         assert len(ranks) == 2
         if is_stopped:
             ranks[1].suspend()
-        os.kill(parent.pid, signal.SIGKILL)
+        os.kill(parent.pid, number)
         assert all(has_ended(rank) for rank in ranks)
         return ranks
     finally:

@@ -11,8 +11,10 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, InsufficientMemoryError, QuireError
 from quire.executors import wire
+from quire.executors.multiprocess import PendingCall
+from quire.executors.rank import NOTHING, RankAnswer, RankError
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -20,6 +22,7 @@ from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
+from quire.transfers import OffloadReport
 
 PLAN = StepPlan(4, [], [], [], [], [])
 
@@ -64,6 +67,14 @@ def test_the_host_has_the_memory_once() -> None:
     assert workers.calls == [("profile", 128, 16)]
 
 
+def test_a_device_is_a_ranks_own_and_the_hosts_memory_is_not() -> None:
+    first = MemoryProfile(1000, 70, 300, DeviceShare(total=8000, used=500, graphs=10, tables=5, host_available=600))
+    second = MemoryProfile(900, 80, 290, DeviceShare(total=7000, used=400, graphs=20, tables=6, host_available=700))
+    share = DeviceShare(total=7000, used=500, graphs=20, tables=6, host_available=300)
+    profile = RankedExecutor(FakeWorkers(first, second)).profile(128, 16)
+    assert profile == MemoryProfile(available=900, activations=80, weights=300, device=share)
+
+
 def test_the_slowest_rank_sets_the_costs() -> None:
     costs = RankedExecutor(FakeWorkers(PreemptionCosts(3.0, 1.0), PreemptionCosts(2.0, 5.0))).measure_preemption_costs()
     assert costs == PreemptionCosts(3.0, 5.0)
@@ -72,6 +83,41 @@ def test_the_slowest_rank_sets_the_costs() -> None:
 def test_the_first_ranks_result_counts() -> None:
     first = StepResult(4, [7, 8], nonfinite=[3])
     assert RankedExecutor(FakeWorkers(first, StepResult(4, [7, 8]))).execute(PLAN).result() is first
+
+
+def test_a_failure_of_any_rank_is_reported() -> None:
+    results = StepResult(4, [7, 8], nonfinite=[9, 3]), StepResult(4, [7, 8], nonfinite=[3, 5])
+    assert RankedExecutor(FakeWorkers(*results)).execute(PLAN).result().nonfinite == [3, 5, 9]
+
+
+def reported(executor: RankedExecutor, *reports: OffloadReport | None) -> OffloadReport | None:
+    executor._workers.answers = [StepResult(4, [], transfers=report) for report in reports]  # type: ignore[attr-defined]
+    return executor.execute(PLAN).result().transfers
+
+
+def test_a_transfer_has_ended_when_it_has_on_every_rank() -> None:
+    executor = RankedExecutor(FakeWorkers())
+    one, other = (0, b"one"), (1, b"other")
+    assert reported(executor, None, None) is None
+    both = OffloadReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=10, is_scanning=True)
+    slow = OffloadReport(found=[other], failed=[5], num_store_failures=1, load_seconds=0.5)
+    early = reported(executor, both, slow)
+    assert early == OffloadReport(num_stored=1, num_store_failures=1, num_bytes=10, load_seconds=0.5, is_scanning=True)
+    late = OffloadReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=30, token_seconds=0.2)
+    found = reported(executor, OffloadReport(found=[other], loaded=[5], num_bytes=20), late)
+    assert found == OffloadReport(
+        found=[other, one], loaded=[4], failed=[5], released=[8], num_stored=1, num_bytes=30, token_seconds=0.2
+    )
+
+
+def test_a_block_that_is_gone_from_one_rank_is_gone() -> None:
+    executor, key = RankedExecutor(FakeWorkers()), (0, b"key")
+    held, gone = OffloadReport(found=[key]), OffloadReport(gone=[key])
+    assert reported(executor, held, held) == held
+    assert reported(executor, None, gone) == gone
+    assert reported(executor, None, gone) == OffloadReport()  # the engine knows it
+    assert reported(executor, gone, held) == OffloadReport()
+    assert reported(executor, held, None) == held
 
 
 def test_ranks_that_compute_other_vectors_fail_the_step() -> None:
@@ -149,3 +195,19 @@ def test_nothing_else_is_sent() -> None:
         encode({"a": {1}})
     with pytest.raises(KeyError, match="Popen"):
         decode(b"\x91\xa5Popen")
+
+
+def answered(*errors: RankError | None) -> PendingCall:
+    call = PendingCall("execute", decode, len(errors))
+    call.answers = [RankAnswer(NOTHING, error) for error in errors]
+    return call
+
+
+def test_a_failure_names_its_rank_unless_it_is_everyones() -> None:
+    refusal = RankError("no memory for 3 GiB", "InsufficientMemoryError", None)
+    assert str(answered(refusal, refusal).error()) == "no memory for 3 GiB"
+    alone = answered(None, refusal).error()
+    assert isinstance(alone, InsufficientMemoryError)
+    assert str(alone) == "rank 1 failed: no memory for 3 GiB"
+    assert str(answered(None, RankError("KeyError: 5", None, None)).error()) == "rank 1 failed: KeyError: 5"
+    assert answered(None, None).error() is None

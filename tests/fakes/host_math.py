@@ -22,6 +22,8 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.worker.kv_tensors import layer_pages
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.streams import HostStreams
@@ -69,12 +71,12 @@ class LateStreams(HostStreams):
 
 
 class HostMathPlatform(CudaPlatform):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
+        super().__init__(config, group)
         self.streams = LateStreams()
 
     def load_model(self, progress: Progress) -> CausalLM:
-        return load_model(self._config.model, self._config.load)
+        return load_model(self._config.model, self._config.load, self._group)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
         return HostAttention(layout, layer_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))

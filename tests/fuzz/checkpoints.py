@@ -27,6 +27,7 @@ from quire.errors import QuireError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.claims import check_dummy
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.fuzz.child import cases_of
 from tests.fuzz.harness import Fuzzer
@@ -378,7 +379,7 @@ def _load_tokenizer(name: str) -> None:
 
 def _load_model(name: str) -> None:
     described = load_model_config(name, dtype="auto", max_model_len=None, revision=None, config_only=False)
-    load_model(described, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 1))
+    load_model(described, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
 
 
 def _load_dummy(name: str) -> None:

@@ -19,6 +19,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.worker.block_tables import table_shapes
 from quire.worker.kv_tensors import layer_pages, state_pages
 
@@ -50,7 +51,7 @@ def load(directory: Path, *, dtype: str = "float32", max_model_len: int | None =
     config = load_model_config(
         str(directory), dtype=dtype, max_model_len=max_model_len, revision=None, config_only=False
     )
-    return config, load_model(config, LoadConfig("auto", 0))
+    return config, load_model(config, LoadConfig("auto", 0), SINGLE_RANK)
 
 
 @dataclass

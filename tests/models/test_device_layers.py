@@ -21,6 +21,7 @@ from quire.layers.operations import TorchOperations
 from quire.layers.rotation import Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
@@ -97,7 +98,7 @@ def load_device(
 ) -> tuple[ModelConfig, Decoder]:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
     layers = DeviceLayers(torch.device("cpu"), batch_invariant, rounds_activations=rounds_activations)
-    return config, load_model(config, LoadConfig(load_format, 0), device_layers=layers)
+    return config, load_model(config, LoadConfig(load_format, 0), SINGLE_RANK, device_layers=layers)
 
 
 def logits_of(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

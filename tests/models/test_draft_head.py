@@ -21,6 +21,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from tests.models.harness import PagedRunner, random_prompts, randomize, save
 from tests.models.hybrid_families import qwen3_5, qwen3_5_moe, qwen3_5_vision, qwen3_next
 
@@ -116,7 +117,7 @@ def loaded(directory: Path, *, native: bool = False, drafts: bool = True, quanti
         config_only=False,
         choices=ModelChoices(load_draft_head=drafts),
     )
-    return load_model(config, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 2) if native else None)
+    return load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 2) if native else None)
 
 
 def runner(model, *, native: bool) -> PagedRunner:  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from quire.config.resolve import resolve
 from quire.errors import ModelLoadError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from tests.models.families import deepseek_v3, gpt_oss, qwen3_moe
 from tests.models.harness import randomize, save
 from tests.models.test_quantized_checkpoints import FORMATS, VOCABULARY, change_config, greedy, write_pair
@@ -75,7 +76,7 @@ def test_the_experts_of_gpt_oss_as_they_are_stored(tmp_path: Path) -> None:
 
 def load(directory: Path, **options: object) -> None:
     config = resolve(EngineOptions(model=str(directory), dtype="float32", **options))
-    load_model(config.model, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 1))
+    load_model(config.model, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
 
 
 def test_an_expert_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:

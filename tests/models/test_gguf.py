@@ -21,6 +21,7 @@ from quire.models.gguf import weights
 from quire.models.gguf.blocks import FORMATS
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.block_weight import BlockWeight
 from quire.quantization.float_weight import Float4Weight
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
@@ -282,7 +283,7 @@ def test_gate_above_up_in_one_tensor(type_name: str, tmp_path: Path) -> None:
     found = []
     for path in files:
         config = load_model_config(str(path), dtype="float32", max_model_len=None, revision=None, config_only=False)
-        found.append(chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0))), PROMPTS, 7))
+        found.append(chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0), SINGLE_RANK)), PROMPTS, 7))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -349,7 +350,7 @@ def add_extras(writer: GGUFWriter, architecture: str, model: PreTrainedModel) ->
 def assert_logits(path: Path, model: PreTrainedModel) -> None:
     config = load_model_config(str(path), dtype="float32", max_model_len=None, revision=None, config_only=False)
     prompts = random_prompts([70, 3, 41], 97)
-    found = chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0))), prompts, 16)
+    found = chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0), SINGLE_RANK)), prompts, 16)
     for prompt, logits in zip(prompts, found, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).logits[0]
@@ -374,11 +375,11 @@ def test_another_format_is_asked_for(load_format: str, message: str, tmp_path: P
     path = writer.write(tmp_path / "model.gguf")
     config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=False)
     with pytest.raises(ModelLoadError, match=message):
-        load_model(config, LoadConfig(load_format, 0))
+        load_model(config, LoadConfig(load_format, 0), SINGLE_RANK)
 
 
 def test_dummy_weights_need_no_data(tmp_path: Path) -> None:
     writer, _ = to_gguf(llama(), "llama")
     path = writer.write(tmp_path / "model.gguf")
     config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=True)
-    assert load_model(config, LoadConfig("dummy", 0)).weight_bytes() > 0
+    assert load_model(config, LoadConfig("dummy", 0), SINGLE_RANK).weight_bytes() > 0

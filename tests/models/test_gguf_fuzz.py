@@ -16,6 +16,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.errors import ModelLoadError
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.tokenization.tokenizer import load_tokenizer
 from tests.fakes.gguf import GGUFWriter, Typed, string, typed
 from tests.fakes.gguf_model import to_gguf
@@ -114,7 +115,7 @@ def use(path: Path) -> list[str]:
     errors = []
     try:
         config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=False)
-        load_model(config, LoadConfig("auto", 0))
+        load_model(config, LoadConfig("auto", 0), SINGLE_RANK)
     except ModelLoadError as error:
         errors.append(error.message)
     try:

@@ -19,6 +19,7 @@ from quire.kernels.cpu.packing import Arena
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization import packed
 from quire.utils.gguf import GGUFFile
 from tests.fakes.gguf import GGUFWriter
@@ -116,7 +117,7 @@ def assert_counted(path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPa
             return super().allocate(num_bytes)
 
     monkeypatch.setattr(packed, "Arena", CountingArena)
-    model = load_model(config, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 1))
+    model = load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 1))
     counted = packed_weight_bytes(path, config)
     assert model.weight_bytes() == counted
     with GGUFFile(path) as file:  # vectors lie outside

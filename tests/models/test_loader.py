@@ -17,6 +17,7 @@ from quire.config.load import LoadConfig
 from quire.errors import ModelLoadError
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights, load_model
+from quire.parallel.single import SINGLE_RANK
 from tests.models.conftest import SavedModel
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts
 
@@ -27,7 +28,7 @@ PROMPTS = random_prompts([20], 97)
 
 def load_directory(directory: Path, load_format: str = "auto", seed: int = 0, **options: object) -> Decoder:
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
-    return load_model(config, LoadConfig(load_format, seed), **options)
+    return load_model(config, LoadConfig(load_format, seed), SINGLE_RANK, **options)
 
 
 def logits_of(model: Decoder) -> torch.Tensor:

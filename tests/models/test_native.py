@@ -17,6 +17,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
 from quire.models.native import NativeModel
+from quire.parallel.single import SINGLE_RANK
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
@@ -30,7 +31,7 @@ BLOCK_SIZE = 16
 def model(saved_model: Callable[[str], SavedModel]) -> NativeModel:
     directory = str(saved_model("llama-wide").directory)
     config = load_model_config(directory, dtype="float32", max_model_len=None, revision=None, config_only=False)
-    loaded = load_model(config, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 2))
+    loaded = load_model(config, LoadConfig("auto", 0), SINGLE_RANK, runtime=NativeRuntime("auto", 2))
     assert isinstance(loaded, NativeModel)
     return loaded
 

@@ -18,6 +18,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.errors import ModelLoadError
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from tests.models.harness import random_prompts, randomize, save
 from tests.quantization import packers
 from tests.quantization.packers import Matrix, Tensors, random_matrix
@@ -137,7 +138,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: P
 
 def load(directory: Path, dtype: str = "float32") -> Any:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
-    return load_model(config, LoadConfig("auto", 0))
+    return load_model(config, LoadConfig("auto", 0), SINGLE_RANK)
 
 
 def test_gpt2_keeps_quantised_matrices_output_first(tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.quantization.block_weight import BlockFormatName, BlockWeight
 from quire.quantization.integer_weight import IntegerWeight
 from quire.quantization.interface import LinearShape
 from quire.quantization.merge import merge_rows
 from quire.quantization.packed import PackedLinear, PackedParameters
 from quire.quantization.quantize import quantize_rows
 from quire.quantization.weight_format import WeightFormat
+from tests.kernels.cpu.test_blocks import WIDTHS, random_blocks, taken_apart
 
 K = 64
 
@@ -80,6 +84,53 @@ def test_parts_of_different_formats_are_brought_to_one_exactly() -> None:
     assert parameters.matrix.group_size == 16
     expected = torch.cat((four.dequantize(), eight.dequantize()))
     torch.testing.assert_close(weights(parameters), expected, rtol=0, atol=1e-6)
+
+
+def block_weight(name: BlockFormatName, rows: int, released: list[str]) -> BlockWeight:
+    blocks = random_blocks(name, rows)
+    return BlockWeight(
+        torch.from_numpy(blocks.reshape(rows, -1)),
+        name,
+        WIDTHS[name],
+        unpack=lambda part: taken_apart(name, part.numpy().reshape(len(part), -1, blocks.shape[2])),
+        release=lambda: released.append(name),
+    )
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_blocks_of_several_formats_are_a_matrix_each(has_residual: bool) -> None:
+    """Queries and keys in one format, values in another: the file's bytes, and the product of each in its columns."""
+    released: list[str] = []
+    parts = [block_weight("Q4_K", 40, released), block_weight("Q4_K", 24, released), block_weight("Q6_K", 20, released)]
+    method = PackedLinear(WeightFormat("float32"))
+    width, rows, bias = 512, 84, torch.randn(84, generator=torch.Generator().manual_seed(1))
+    parameters = method.create(LinearShape(width, rows, True, torch.float32, torch.device("cpu"), "silu"))
+    for first, part in ((64, parts[2]), (0, parts[0]), (40, parts[1])):
+        method.load_rows(parameters, "weight", part, first, part.shape[0])
+    method.load_rows(parameters, "bias", bias, 0, rows)
+    first, second = parameters.matrices
+    assert released == ["Q4_K", "Q4_K", "Q6_K"]
+    assert (first.out_features, second.out_features) == (64, 20)
+    x, beside = torch.randn(3, width), torch.randn(3, 96)
+    recorder = Recorder()
+    given, residual = recorder.external(width, width), recorder.external(rows, 96)
+    out = method.apply(parameters, given, residual if has_residual else None)
+    runtime = NativeRuntime("auto", 1)
+    program = recorder.finish_program(out, runtime, 3)
+    program.run(3, externals=[x, beside])
+    weight = torch.cat([part.dequantize() for part in parts]).double()
+    expected = torch.nn.functional.silu(x.double() @ weight.T + bias) + (beside[:, :rows] if has_residual else 0)
+    torch.testing.assert_close(program.result(3).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_blocks_of_two_formats_are_brought_to_one() -> None:
+    released: list[str] = []
+    parts = [block_weight("Q4_K", 32, released), block_weight("Q6_K", 32, released)]
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = method.create(LinearShape(512, 64, False, torch.float32, torch.device("cpu"), "silu", True))
+    for first, part in zip((0, 32), parts, strict=True):
+        method.load_rows(parameters, "weight", part, first, 32)
+    assert torch.equal(weights(parameters), torch.cat([part.dequantize() for part in parts]))
 
 
 @pytest.mark.parametrize("integers_first", [True, False])

@@ -20,6 +20,7 @@ from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
+from quire.parallel.single import SINGLE_RANK
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.memory import device_specs
@@ -206,7 +207,7 @@ def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str) -> Non
     options = EngineOptions(model=str(tmp_path), load_format="dummy", attention_backend="torch", max_model_len=40)
     config = resolve(options)
     shape = config.model.resolved_shape()
-    model = load_model(config.model, config.load)
+    model = load_model(config.model, config.load, SINGLE_RANK)
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
     specs = device_specs(shape, config.model.kv_cache_dtype, ParallelConfig())
     assert specs == layer_specs(config.model) == model.cache_specs()

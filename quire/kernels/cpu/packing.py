@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,13 +23,46 @@ _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightTy
 """What values come in, of types whose scales are float32."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
 """Input features that share a scale."""
-_BLOCK_BYTES = {WeightType.I4: 18, WeightType.I8: 34, WeightType.MXFP4: 17}
-"""Of 32 values and their scale in a GGUF file: Q4_0, Q8_0 and MXFP4."""
-_BLOCK_VALUES = 32
 _PANEL = 32
 _MOST_FEATURES = 2**31 - 1
 _MOST_TOUCHED = 32 << 20
 _MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """A format of blocks as GGUF files have it, and how a matrix holds it: `values` values in `num_bytes` bytes, scales
+    for groups of `group_size` values, or codes of them where a block is a super-block. centre: the value that stands
+    for zero, of scales without offsets."""
+
+    type: WeightType
+    num_bytes: int
+    values: int = 32
+    group_size: int = 32
+    has_offsets: bool = False
+    centre: float = 0.0
+
+    @property
+    def is_super(self) -> bool:
+        """Whether scales of groups are products of the block's and of a code."""
+        return self.values != self.group_size
+
+
+BLOCK_LAYOUTS = {
+    "Q4_0": BlockLayout(WeightType.I4, 18, centre=8.0),
+    "Q4_1": BlockLayout(WeightType.I4, 20, has_offsets=True),
+    "Q5_0": BlockLayout(WeightType.I5, 22),
+    "Q5_1": BlockLayout(WeightType.I5, 24, has_offsets=True),
+    "Q8_0": BlockLayout(WeightType.I8, 34),
+    "Q2_K": BlockLayout(WeightType.I2, 84, 256, 16, has_offsets=True),
+    "Q3_K": BlockLayout(WeightType.I3, 110, 256, 16),
+    "Q4_K": BlockLayout(WeightType.I4, 144, 256, has_offsets=True),
+    "Q5_K": BlockLayout(WeightType.I5, 176, 256, has_offsets=True),
+    "Q6_K": BlockLayout(WeightType.I6, 210, 256, 16),
+    "IQ4_NL": BlockLayout(WeightType.NL4, 18),
+    "IQ4_XS": BlockLayout(WeightType.NL4, 136, 256),
+    "MXFP4": BlockLayout(WeightType.MXFP4, 17),
+}
 
 
 class PackedMatrix:
@@ -43,6 +77,11 @@ class PackedMatrix:
 
     scale_dtype = torch.float32
     """Of what is not a code, and of offsets."""
+    blocks: BlockLayout | None = None
+    """The blocks that it holds as a file has them."""
+    activation_bits = 0
+    """Bits that activations keep at least where integers and 4-bit floats are multiplied, 8, 16 or 32: 8 are whole
+    numbers with a scale for each group. 0: what the program's precision says."""
 
     def __init__(
         self,
@@ -60,9 +99,9 @@ class PackedMatrix:
             raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
         if gated and out_features % 2:
             raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")
-        if type not in (WeightType.I8, WeightType.I4) and (integer_activations or with_offsets):
+        if type not in (WeightType.I8, WeightType.I4) and (integer_activations or (with_offsets and not self.blocks)):
             raise ValueError("only integer weights have offsets or integer activations")
-        if type not in _VALUE_DTYPES and group_size is not None:
+        if self.blocks is None and type not in _VALUE_DTYPES and group_size is not None:
             raise ValueError("only integers and 8-bit floats have groups of any size")
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group of {group_size} inputs is not possible")
@@ -76,11 +115,15 @@ class PackedMatrix:
         panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
         self.padded_columns = panels * _PANEL
         self.data = self._zeros(panels * panel_bytes, torch.uint8)
-        count = panels * self.num_groups * _PANEL
+        count = num_codes = panels * self.num_groups * _PANEL
+        is_super = self.blocks is not None and self.blocks.is_super
+        if is_super and self.blocks is not None:
+            count //= self.blocks.values // self.blocks.group_size
+            num_codes = count * _native.code_rows(type)
         self.scales: torch.Tensor | None = None
-        if type in _VALUE_DTYPES or type == WeightType.NVFP4:
+        if type not in _FLOAT_TYPES.values() and type != WeightType.MXFP4:
             self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, self.scale_dtype)
-        self.scale_codes = self._zeros(count, torch.uint8) if type in _FP4_GROUPS else None
+        self.scale_codes = self._zeros(num_codes, torch.uint8) if is_super or type in _FP4_GROUPS else None
         self.offsets = self._zeros(count, self.scale_dtype) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
         self.column_sums = self._zeros(count, torch.int32) if sums else None
@@ -212,10 +255,6 @@ class PackedMatrix:
         is_wide = self.scale_dtype == torch.float32
         return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
 
-    def _centre(self) -> float:
-        """The value that stands for zero, where no offsets are stored."""
-        return 0.0
-
     def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
         return _native.PackedWeight(
             self.type,
@@ -225,7 +264,9 @@ class PackedMatrix:
             self.gated,
             self.integer_activations,
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
-            centre=self._centre(),
+            centre=self.blocks.centre if self.blocks else 0.0,
+            super_blocks=self.blocks is not None and self.blocks.is_super,
+            activation_bits=self.activation_bits,
         )
 
     def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -258,42 +299,40 @@ class HalfScaleMatrix(PackedMatrix):
 
 
 class BlockMatrix(HalfScaleMatrix):
-    """A matrix of blocks of 32 values with a scale each, as GGUF files store them: scales in float16, and four bits
-    that mean value - 8 (Q4_0, in a matrix of I4); eight bits (Q8_0, I8); MXFP4. The bytes of the file and no more."""
+    """A matrix of blocks as GGUF files store them: the bytes of the file and no more, in the order of panels. `format`
+    is one of BLOCK_LAYOUTS."""
 
     def __init__(
         self,
-        type: WeightType,
+        format: str,
         in_features: int,
         out_features: int,
         *,
         gated: bool = False,
-        integer_activations: bool = False,
         memory: Callable[[int], torch.Tensor] = allocate,
     ) -> None:
-        if type not in _BLOCK_BYTES or in_features % _BLOCK_VALUES:
-            raise ValueError(f"no blocks of {_BLOCK_VALUES} values make up {in_features} inputs of {type}")
+        self.blocks = blocks = BLOCK_LAYOUTS[format]
+        if in_features % blocks.values:
+            raise ValueError(f"no blocks of {blocks.values} values make up {in_features} inputs of {format}")
         super().__init__(
-            type,
+            blocks.type,
             in_features,
             out_features,
-            group_size=None if type in _FP4_GROUPS else _BLOCK_VALUES,
+            group_size=blocks.group_size,
             gated=gated,
-            integer_activations=integer_activations,
+            with_offsets=blocks.has_offsets,
             memory=memory,
         )
 
     def load_blocks(self, rows: torch.Tensor, first_row: int = 0) -> None:
         """Rows of whole blocks [n, bytes of a row], uint8, as the file has them."""
-        wanted = self.num_groups * _BLOCK_BYTES[self.type]
+        assert self.blocks is not None, "a matrix of blocks has a layout"
+        wanted = self.in_features // self.blocks.values * self.blocks.num_bytes
         if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != wanted:
             raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} do not fit {wanted} bytes of blocks")
         self._check_place(len(rows), first_row)
         rows = _with_contiguous_rows(rows)
         _native.pack_blocks(self.as_native(), rows.data_ptr(), rows.stride(0), first_row, len(rows))
-
-    def _centre(self) -> float:
-        return 8.0 if self.type == WeightType.I4 else 0.0
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

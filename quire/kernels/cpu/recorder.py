@@ -2,17 +2,16 @@
 
 A model is written once, as layers that pass values on. On the plain path the values are tensors. Here they are
 placeholders: each layer adds a call to the recorder and gets the placeholder of its result. `finish` then gives every
-placeholder a place in one arena (places are used again once their value was read for the last time) and makes native
-programs, which any number of rows is run through: one program, or several with torch between them for the operations
-that have no kernel.
+placeholder a place in one arena (places are used again once their value was read for the last time) and makes a native
+program, which any number of rows is run through. It calls back into torch for the operations that have no kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -78,7 +77,8 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees. out_column:
+    of its output and its residual, the first that it writes and reads."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -88,7 +88,12 @@ class Call:
     in_place: bool = False
     output: str = "out"
     first_column: int = 0
+    out_column: int = 0
     function: TorchFunction | None = None
+
+    def column_of(self, buffer: str) -> int:
+        """The first column that it sees of one of its buffers, by the kernel's name of it."""
+        return self.first_column + (self.out_column if buffer in (self.output, "residual") else 0)
 
 
 @dataclass(slots=True)
@@ -127,14 +132,14 @@ class Recorder:
         in_place: bool = False,
         output: str = "out",
         first_column: int = 0,
+        out_column: int = 0,
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may). output: the kernel's name of it. first_column: of all its buffers that
-        the kernel sees."""
+        (in_place: always; no later kernel may). The others are as Call has them."""
         out = self._output(width, buffers)
-        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column=first_column)
+        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column, out_column)
         self.calls.append(call)
         return call.out
 
@@ -153,8 +158,8 @@ class Recorder:
         return out
 
     def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
-        """Leave the native program for one operation that has no kernel: `function` of the inputs' rows gives the
-        output's, `width` wide."""
+        """Call back, from inside the program, for one operation that has no kernel: `function` of the inputs' rows
+        gives the output's, `width` wide. It may run other programs."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
         self.calls.append(Call("torch", buffers, {}, out, function=function))
@@ -163,29 +168,23 @@ class Recorder:
     def finish_program(
         self, result: Buffer, runtime: NativeRuntime, max_rows: int, scratch: Scratch | None = None
     ) -> RecordedProgram:
-        """Place the buffers and build the programs. result: kept whole to the end of a run. scratch: working memory of
+        """Place the buffers and build the program. result: kept whole to the end of a run. scratch: working memory of
         the kernels, shared with other programs (None: of its own)."""
         calls = hand_over_rows(fuse_norms(self.calls, result), result)
         elements = place_buffers(calls, result)
-        segments: list[Segment] = []
         absent = _native.Ref()
-        program: _native.Program | None = None
+        program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
         for call in calls:
-            is_gather = call.kernel == GATHER
-            if call.function is not None:
-                program = None
-                segments.append(Segment(None, call, call.out.is_gathered))
-                continue
-            if program is None or (is_gather and segments[-1].is_gathered):
-                program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
-                segments.append(Segment(program, call, call.out.is_gathered and not is_gather))
             refs = {
-                name: absent if buffer is None else _ref(buffer, max_rows, call.first_column)
+                name: absent if buffer is None else _ref(buffer, max_rows, call.column_of(name))
                 for name, buffer in call.buffers.items()
             }
-            refs[call.output] = _ref(call.out, max_rows, call.first_column)
-            getattr(program, call.kernel)(**call.constants, **refs)
-        return RecordedProgram(segments, result, elements, max_rows, self.keep, scratch or Scratch())
+            refs[call.output] = _ref(call.out, max_rows, call.column_of(call.output))
+            if call.function is None:
+                getattr(program, call.kernel)(**call.constants, **refs)
+            else:
+                program.outside(TorchCall(call.function, [*call.buffers.values(), call.out]), list(refs.values()))
+        return RecordedProgram(program, result, elements, max_rows, self.keep, scratch or Scratch())
 
     def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
         for buffer in (buffers or {}).values():
@@ -193,14 +192,32 @@ class Recorder:
         return Buffer(self, width, ARENA, -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT, self.has_gathered)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Kernels in a row, or one call of torch (program None). call: the first. is_gathered: it begins with the rows that
-    are read."""
+class TorchCall:
+    """A function of torch over rows that lie where a program has them. Runs of one size follow one another, over the
+    same memory: the tensors of the last are kept."""
 
-    program: _native.Program | None
-    call: Call
-    is_gathered: bool
+    def __init__(self, function: TorchFunction, buffers: Sequence[Buffer | None]) -> None:
+        """buffers: the inputs, then the output."""
+        self._function = function
+        self._sizes = [(buffer.width, buffer.stride) for buffer in buffers if buffer is not None]
+        self._place: tuple[int, list[int]] = (0, [])
+        self._rows: list[torch.Tensor] = []
+
+    def __call__(self, num_rows: int, addresses: list[int]) -> None:
+        """addresses: of the buffers' first rows."""
+        if self._place != (num_rows, addresses):
+            self._place = (num_rows, addresses)
+            self._rows = [
+                _rows_at(address, num_rows, *size) for address, size in zip(addresses, self._sizes, strict=True)
+            ]
+        *inputs, out = self._rows
+        out.copy_(self._function(*inputs))
+
+
+def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tensor:
+    """[num_rows, width] float32 over memory that the caller keeps."""
+    memory = (ctypes.c_float * ((num_rows - 1) * stride + width)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided((num_rows, width), (stride, 1))
 
 
 def rounded_rows(num_rows: int) -> int:
@@ -337,11 +354,11 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """Programs and calls of torch over one arena. Not for two runs at a time."""
+    """A program over an arena of its own. Not for two runs at a time."""
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        program: _native.Program,
         result: Buffer,
         elements: int,
         max_rows: int,
@@ -349,15 +366,16 @@ class RecordedProgram:
         scratch: Scratch,
     ) -> None:
         self.max_rows = max_rows
-        self._segments = list(segments)
+        self._program = program
         self._keep = list(keep)
         self._arena = allocate(elements * max_rows * FLOAT_BYTES)
-        programs = [segment.program for segment in segments if segment.program is not None]
-        scratch.reserve(max((program.scratch_bytes for program in programs), default=0))
+        scratch.reserve(program.scratch_bytes)
         self._scratch = scratch
         self._areas = [self._arena.data_ptr() if elements else 0]
         if result.area == ARENA:
-            self._result = FirstRows(self._rows(result, ()))
+            first = result.offset * max_rows
+            rows = self._arena.view(torch.float32)[first : first + max_rows * result.stride]
+            self._result = FirstRows(rows.view(max_rows, result.stride)[:, : result.width])
 
     def run(
         self,
@@ -389,34 +407,10 @@ class RecordedProgram:
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
         groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
-        calls: list[Callable[[], None]] = []
-        for segment in self._segments:
-            rows = num_rows if read_rows is None or not segment.is_gathered else num_read
-            if segment.program is None:
-                calls.append(partial(self._run_torch, segment.call, rows, externals))
-                continue
-            step = (rows, addresses, groups, areas, self._scratch.address)
-            calls.append(segment.program.bind(*step, read_address, num_read, states, encoder))
-        return calls[0] if len(calls) == 1 else partial(_run_all, calls)
+        step = (num_rows, addresses, groups, areas, self._scratch.address)
+        run: Callable[[], None] = self._program.bind(*step, read_address, num_read, states, encoder)
+        return run
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result.get(num_rows)
-
-    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
-        assert call.function is not None, "a segment without a program is a call of torch"
-        inputs = [self._rows(each, externals)[:num_rows] for each in call.buffers.values() if each is not None]
-        self._rows(call.out, externals)[:num_rows].copy_(call.function(*inputs))
-
-    def _rows(self, buffer: Buffer, externals: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The memory of a buffer, [max_rows, width]; of an external one, what the run brought."""
-        if buffer.area != ARENA:
-            return externals[buffer.area - 1]
-        first = buffer.offset * self.max_rows
-        rows = self._arena.view(torch.float32)[first : first + self.max_rows * buffer.stride]
-        return rows.view(self.max_rows, buffer.stride)[:, : buffer.width]
-
-
-def _run_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -20,13 +20,15 @@ _LOW_HALVES, _HALF_BITS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 class BlockFormat:
     """bits, group_size, has_offsets: of the integer weight that the blocks become. has_half_scales: the blocks store
     each group's scale and offset as such, in half precision; those of the others are products, which need float32.
-    unpack: takes whole blocks apart, as `quire.models.gguf.blocks` says."""
+    half_places: the bytes at which a block has half-precision numbers, of formats that are packed as they are. unpack:
+    takes whole blocks apart, as `quire.models.gguf.blocks` says."""
 
     bits: int
     group_size: int
     unpack: Callable[[Bytes], Parts]
     has_offsets: bool = False
     has_half_scales: bool = False
+    half_places: tuple[int, ...] = (0,)
 
 
 def halves(blocks: Bytes, start: int) -> Floats:

@@ -151,19 +151,21 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
     return halves(blocks, 0) * scales, -halves(blocks, 2) * subtrahends
 
 
-WHOLE_BLOCKS: tuple[BlockFormatName, ...] = ("Q4_0", "Q8_0", "MXFP4")
+WHOLE_BLOCKS: tuple[BlockFormatName, ...] = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
+)  # fmt: skip
 """Types of blocks that packed matrices hold as they are."""
 FORMATS: Mapping[str, BlockFormat] = {
     "Q4_0": BlockFormat(4, 32, _q4_0, has_offsets=True, has_half_scales=True),
-    "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True),
+    "Q4_1": BlockFormat(4, 32, _q4_1, has_offsets=True, has_half_scales=True, half_places=(0, 2)),
     "Q5_0": BlockFormat(8, 32, _q5_0, has_half_scales=True),
-    "Q5_1": BlockFormat(8, 32, _q5_1, has_offsets=True, has_half_scales=True),
+    "Q5_1": BlockFormat(8, 32, _q5_1, has_offsets=True, has_half_scales=True, half_places=(0, 2)),
     "Q8_0": BlockFormat(8, 32, _q8_0, has_half_scales=True),
-    "Q2_K": BlockFormat(4, 16, _q2_k, has_offsets=True),
-    "Q3_K": BlockFormat(8, 16, _q3_k),
-    "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True),
-    "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True),
-    "Q6_K": BlockFormat(8, 16, _q6_k),
+    "Q2_K": BlockFormat(4, 16, _q2_k, has_offsets=True, half_places=(80, 82)),
+    "Q3_K": BlockFormat(8, 16, _q3_k, half_places=(108,)),
+    "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True, half_places=(0, 2)),
+    "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True, half_places=(0, 2)),
+    "Q6_K": BlockFormat(8, 16, _q6_k, half_places=(208,)),
     "IQ4_NL": BlockFormat(8, 32, _iq4_nl, has_half_scales=True),
     **GRID_FORMATS,
 }

@@ -1,7 +1,8 @@
 """The memory that a GGUF file's weights take, packed for the native CPU kernels: counted from the file's header.
 
-Matrices that share an input are packed as one, in one format (`quire.quantization.merge`). A file that mixes formats
-there, as most K-quants do, takes more memory than disk. Imports no torch.
+Matrices that share an input are packed as one. Queries, keys and values in blocks of several formats become a matrix
+each, and hold the file's bytes; where gate and up differ, which the kernels want as one matrix, both are brought to a
+format that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _JOINED = (
     ("ssm_beta", "ssm_alpha"),
 )
 """Tensors of a layer that are packed as one matrix."""
+_GATED = ("ffn_gate", GATE_EXPERTS, "ffn_gate_shexp")
+"""The first of those whose matrix has one format."""
 _VECTOR_BYTES = 4
 _TABLES = ("token_embd", "output")
 """The vocabulary's: quantising at load leaves them at eight bits."""
@@ -33,12 +36,13 @@ _TABLES = ("token_embd", "output")
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A matrix of a file as its reader hands it out. kind: "integer", "float8", "mxfp4", or "plain" for floating point.
-    in_blocks: the bytes of the file, where they can be packed as they are (None: they cannot). bits, group_size,
-    has_offsets, has_half_scales: of integers; of other kinds the first two."""
+    stored_as: the file's name of its type. in_blocks: the bytes of the file, where they can be packed as they are
+    (None: they cannot). bits, group_size, has_offsets, has_half_scales: of integers; of other kinds the first two."""
 
     kind: str
     elements: int
     in_blocks: int | None = None
+    stored_as: str = ""
     bits: int = 0
     group_size: int = 1
     has_offsets: bool = False
@@ -66,7 +70,7 @@ def packed_weight_bytes(path: Path, model: ModelConfig) -> int:
                 matrices[f"{entry.name} of keys"] = [_Part("plain", keys)]
                 elements -= keys
             matrices.setdefault(_matrix_of(entry.name), []).append(_part(model, entry, elements, is_reordered))
-    total += sum(_matrix_bytes(model, parts) for parts in matrices.values())
+    total += sum(_matrix_bytes(model, name, parts) for name, parts in matrices.items())
     expansion = model.resolved_shape().expansion_parameters if model.expands_prompts else 0
     return total + expansion * model.dtype_bytes
 
@@ -92,12 +96,13 @@ def _part(model: ModelConfig, entry: TensorEntry, elements: int, is_reordered: b
         return _plain_part(model.quantization, entry, elements)
     in_blocks = elements // entry.type.values * entry.type.num_bytes
     if kind == "MXFP4":
-        return _Part("mxfp4", elements, in_blocks, 4, 32)
+        return _Part("mxfp4", elements, in_blocks, kind, 4, 32)
     stored = FORMATS[kind]
     return _Part(
         "integer",
         elements,
         in_blocks if kind in WHOLE_BLOCKS and not is_reordered else None,
+        kind,
         stored.bits,
         stored.group_size,
         stored.has_offsets,
@@ -114,19 +119,19 @@ def _plain_part(quantization: QuantizationConfig | None, entry: TensorEntry, ele
         return _Part("integer", elements, bits=8, group_size=columns)
     bits, group_size = quantization.bits, quantization.group_size or columns
     if quantization.is_integer:
-        return _Part("integer", elements, None, bits, group_size, has_offsets=bits == 4, has_half_scales=bits == 4)
+        return _Part("integer", elements, None, "", bits, group_size, has_offsets=bits == 4, has_half_scales=bits == 4)
     return _Part(quantization.stored_type, elements, bits=bits, group_size=group_size)
 
 
-def _matrix_bytes(model: ModelConfig, parts: list[_Part]) -> int:
-    """Bytes of the parts in the one format that holds them all."""
+def _matrix_bytes(model: ModelConfig, name: str, parts: list[_Part]) -> int:
+    """Bytes of the parts in their own blocks, or in the one format that holds them all. name: of the first."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
+    blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
+    is_gated = name.rpartition(".")[2] in _GATED
+    if len(blocks) == len(parts) and (not is_gated or len({part.stored_as for part in parts}) == 1):
+        return sum(blocks)
     if "plain" in kinds or len(kinds) > 1:
         return elements * model.dtype_bytes
-    formats = {(part.bits, part.group_size, part.has_offsets) for part in parts}
-    blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
-    if len(blocks) == len(parts) and len(formats) == 1:
-        return sum(blocks)
     bits = max(part.bits for part in parts)
     num_groups = elements // math.gcd(*(part.group_size for part in parts))
     if kinds == {"mxfp4"}:

@@ -179,7 +179,8 @@ def _block_weight(file: GGUFFile, entry: TensorEntry, rows: Bytes) -> BlockWeigh
         if entry.type.name == "MXFP4":
             is_finite = some[:, 0].max() != _NAN_EXPONENT
         else:
-            is_finite = (some[:, :2].view("<u2") & _MOST_HALF).max() != _MOST_HALF
+            halves = (some[:, at : at + 2].view("<u2") & _MOST_HALF for at in FORMATS[entry.type.name].half_places)
+            is_finite = all(each.max() != _MOST_HALF for each in halves)
         if not is_finite:
             raise ModelLoadError("scales hold infinities or NaN")
     return BlockWeight(

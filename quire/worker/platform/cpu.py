@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
+from quire import envs
 from quire.attention.encoder_backend import EncoderAttention
 from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
@@ -60,6 +62,8 @@ class CpuPlatform:
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
+            if group.size > 1 and device.num_threads > 1:
+                keep_to_own_cores(group.rank, group.size)
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
             stored = (config.model.dtype, config.model.kv_cache_dtype)
             if device.matmul_precision == "bfloat16" not in stored and not self._runtime.rounds_for_quantised:
@@ -99,8 +103,10 @@ class CpuPlatform:
 
     def code_identity(self) -> dict[str, str]:
         if self._runtime is None:
-            return torch_code(self._config.device.num_threads)
-        return native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
+            code = torch_code(self._config.device.num_threads)
+        else:
+            code = native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
+        return code if self._group.size == 1 else {**code, "rank": f"{self._group.rank} of {self._group.size}"}
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
@@ -110,10 +116,10 @@ class CpuPlatform:
         return load_model(
             config.model,
             config.load,
+            self._group,
             config.device.device,
             shown,
             self._runtime,
-            group=self._group,
             expert_counts=self.expert_counts,
         )
 
@@ -122,7 +128,8 @@ class CpuPlatform:
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        attention = make_attention(self._config, layout, pages, is_native=self._runtime is not None)
+        num_heads = self._config.model.num_heads // self._group.size
+        attention = make_attention(self._config, layout, pages, num_heads, is_native=self._runtime is not None)
         return CacheBackends(attention, StateBackend(layout, state_pages(pages, layout)))
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
@@ -193,10 +200,21 @@ class CpuPlatform:
         return NativeKernels(rows, self._runtime)
 
 
+def keep_to_own_cores(rank: int, size: int) -> None:
+    """Let this thread, and those that it starts, run on this rank's share of the cores alone: helpers of a pool are
+    pinned one by one from the first core on, and two ranks' would meet there. Without a core for each rank nothing
+    changes."""
+    cores = envs.affinity_numbers()
+    count = len(cores) // size
+    if count and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[rank * count : (rank + 1) * count])
+
+
 def make_attention(
-    config: EngineConfig, layout: KVCacheLayout, pages: Sequence[torch.Tensor], *, is_native: bool
+    config: EngineConfig, layout: KVCacheLayout, pages: Sequence[torch.Tensor], num_heads: int, *, is_native: bool
 ) -> AttentionBackend:
-    """is_native: over native kernels, else over plain torch operators. An encoder's has no pool."""
+    """num_heads: this rank's query heads of every layer. is_native: over native kernels, else over plain torch
+    operators. An encoder's has no pool."""
     model = config.model
     if not is_native:
         if model.is_encoder:
@@ -208,4 +226,4 @@ def make_attention(
         return NativeEncoder()
     from quire.attention.native_backend import NativeAttention
 
-    return NativeAttention(layout, pages, model.kv_cache_dtype, model.num_heads, config.device.num_threads)
+    return NativeAttention(layout, pages, model.kv_cache_dtype, num_heads, config.device.num_threads)

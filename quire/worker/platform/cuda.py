@@ -22,6 +22,8 @@ from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
@@ -54,8 +56,11 @@ class CudaPlatform:
     """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
     not."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
+        """group: the ranks that share each layer."""
         self._config = config
+        self._group = group
+        self._num_heads = config.model.num_heads // group.size
         self.streams = make_streams(torch.device(config.device.device))
         self._device = self.streams.device
         self.expert_counts: ExpertCounters | None = None
@@ -105,14 +110,27 @@ class CudaPlatform:
         )
         with arithmetic(self._memory, f"the weights of {config.model.name}"):
             model = load_model(
-                config.model, config.load, progress=progress, device_layers=layers, expert_counts=self.expert_counts
+                config.model,
+                config.load,
+                self._group,
+                progress=progress if self._group.rank == 0 else None,
+                device_layers=layers,
+                expert_counts=self.expert_counts,
             )
         self.streams.synchronize()
         return model
 
     def meter(self) -> DeviceMeter:
         model = self._config.model
-        return DeviceMeter(self.make_backends, model, self._settings, self._memory, self._free_at_start, self._device)
+        return DeviceMeter(
+            self.make_backends,
+            model,
+            self._settings,
+            self._memory,
+            self._free_at_start,
+            self._device,
+            self._group.size,
+        )
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
         return DeviceBackends(self.make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
@@ -126,7 +144,7 @@ class CudaPlatform:
             layout,
             layer_pages(pages, layout, self._cache_elements),
             device_limits(self._device),
-            num_heads=model.num_heads,
+            num_heads=self._num_heads,
             dtype=getattr(torch, model.dtype),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=model.max_model_len + 1,
@@ -226,7 +244,7 @@ class CudaPlatform:
         config, settings = self._config.model, self._settings
         attention = config.shape.attention
         shape = PassShape(
-            attention_size=config.num_heads * max(attention.attended_dim, attention.value_dim),
+            attention_size=self._num_heads * max(attention.attended_dim, attention.value_dim),
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,

@@ -47,14 +47,16 @@ class DeviceMeter:
         memory: DeviceMemory,
         free_at_start: int,
         device: torch.device,
+        num_ranks: int = 1,
     ) -> None:
-        """free_at_start: bytes, before the weights were loaded."""
+        """free_at_start: bytes, before the weights were loaded. num_ranks: that share each layer."""
         self._make_backends = make_backends
         self._config = config
         self._settings = settings
         self._memory = memory
         self._free_at_start = free_at_start
         self._device = device
+        self._num_ranks = num_ranks
 
     def free(self) -> int:
         return self._memory.free()
@@ -93,7 +95,7 @@ class DeviceMeter:
         return DeviceShare(
             total=total,
             used=context + max(0, free_at_start - available),
-            graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens),
+            graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens, self._num_ranks),
             tables=table_bytes(
                 limits, len(group_layers(model.cache_specs(), limits.block_size)[0]), len(model.columns)
             ),
@@ -112,16 +114,17 @@ class DeviceMeter:
         return lambda: model.forward(backends.forward_batch(columns, dummy))
 
 
-def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:
+def graph_bytes(
+    config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int, num_ranks: int = 1
+) -> int:
     """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
     all share; and their static results."""
     sizes = (*settings.full_sizes, *settings.piecewise_sizes)
     if not sizes:
         return 0
     largest = max(sizes)
-    results = (
-        largest * (config.hidden_size + config.num_heads * config.shape.attention.attended_dim) * config.dtype_bytes
-    )
+    attended = config.num_heads // num_ranks * config.shape.attention.attended_dim
+    results = largest * (config.hidden_size + attended) * config.dtype_bytes
     shared = activations * largest // max_num_tokens
     return len(sizes) * config.num_layers * GRAPH_BYTES_PER_LAYER + shared + results
 

@@ -198,6 +198,49 @@ def test_a_program_leaves_for_torch_and_comes_back() -> None:
         assert not out[len(expected) :].any()
 
 
+def test_what_torch_raises_ends_the_run() -> None:
+    """What comes behind it does not run, and the next run is whole."""
+    operations, recorder = NativeOperations(), Recorder()
+    source, target = recorder.external(24, 24), recorder.external(24, 24)
+
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] < 0:
+            raise ConnectionError("the other rank is gone")
+        return x
+
+    result = operations.scale(recorder.call_torch(refuse, 24, [source]), 2.0)
+    recorder.redirect(result, target)
+    program = recorder.finish_program(result, NativeRuntime("auto", 2), 64)
+    x, out = torch.full((10, 24), -1.0), torch.zeros(64, 24)
+    with pytest.raises(ConnectionError, match="the other rank is gone"):
+        program.run(10, externals=[x, out])
+    assert not out.any()
+    program.run(10, externals=[-x, out])
+    assert (out[:10] == 2).all()
+
+
+def test_torch_may_run_another_program_of_the_same_threads() -> None:
+    operations, runtime = NativeOperations(), NativeRuntime("auto", 2)
+    inner = Recorder()
+    doubled = operations.scale(inner.external(24, 24), 2.0)
+    inner.redirect(doubled, inner.external(24, 24))
+    inner_program = inner.finish_program(doubled, runtime, 64)
+
+    def run_inner(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(64, 24)
+        inner_program.run(len(x), externals=[x, out])
+        return out[: len(x)]
+
+    recorder = Recorder()
+    source, target = recorder.external(24, 24), recorder.external(24, 24)
+    result = operations.add(operations.scale(recorder.call_torch(run_inner, 24, [source]), 3.0), source)
+    recorder.redirect(result, target)
+    program = recorder.finish_program(result, runtime, 64)
+    x, out = torch.randn(10, 24), torch.zeros(64, 24)
+    program.run(10, externals=[x, out])
+    torch.testing.assert_close(out[:10], 7 * x)
+
+
 def test_all_rows_do_not_meet_the_rows_that_are_read() -> None:
     recorder = Recorder()
     whole, part = recorder.call("embed", 16), recorder.call("embed", 16)

@@ -1,0 +1,139 @@
+"""GGUF files made of Hugging Face directories: tensor by tensor, so that no more than one is in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.config.gguf import ROPE_FACTORS
+from quire.config.gguf_export import Description
+from quire.config.gguf_mixes import MixedModel, tensor_type
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.gguf.encode import NUMBERS, TYPES, encode
+from quire.models.gguf.importance import Importance, importance_of
+from quire.models.loader import checkpoint_tensors
+from quire.models.tied_head import with_head_of
+from quire.models.weight_files import Progress, WeightFiles, find_weights
+from quire.quantization.file_tensor import FileTensor
+from quire.utils.gguf_writer import GGUFWriter, PlannedTensor, Value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """mix: a name of `MIXES`. importance: of the matrices' columns; None: all count the same. importance_from: where it
+    comes from, for errors."""
+
+    mix: str
+    importance: Importance | None = None
+    importance_from: str = ""
+
+
+def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
+    """The weights of a directory, and the configuration with or without a head of its own, as they are. Raises
+    ModelLoadError."""
+    files = find_weights(config.path, "auto")
+    if not isinstance(files, WeightFiles):
+        raise ModelLoadError(
+            f"{config.path}: a GGUF file is made of a Hugging Face directory, not of another GGUF file"
+        )
+    config, files.head_holds = with_head_of(config, files)
+    return config, files
+
+
+def plan_tensors(config: ModelConfig, description: Description, recipe: Recipe) -> list[PlannedTensor]:
+    """The tensors of the file, each with its type."""
+    model = MixedModel(
+        config.num_layers,
+        config.num_heads // config.num_kv_heads,
+        config.shape.is_tied,
+        description.is_large,
+        recipe.importance is not None,
+    )
+    kinds = {name: tensor_type(name, shape, recipe.mix, model) for name, shape in description.shapes.items()}
+    return [
+        PlannedTensor(name, shape, TYPES[kinds[name]], NUMBERS[kinds[name]])
+        for name, shape in description.shapes.items()
+    ]
+
+
+def write_gguf(
+    config: ModelConfig,
+    files: WeightFiles,
+    description: Description,
+    recipe: Recipe,
+    output: tuple[Path, Mapping[str, Value]],
+    check: Callable[[Path], None],
+    report: Progress,
+    num_threads: int,
+) -> Counter[str]:
+    """Write the file. output: its path, and the metadata besides the description's. check: is given the file when its
+    header is there, and raises where that is not what it must be. Returns bytes by type. Raises ModelLoadError,
+    UserError."""
+    path, more = output
+    planned = plan_tensors(config, description, recipe)
+    by_name = {tensor.name: tensor for tensor in planned}
+    with GGUFWriter(path, {**description.metadata, **more}, planned) as writer, ThreadPoolExecutor(num_threads) as pool:
+        if description.rope_factors:  # a part of the configuration
+            writer.write(ROPE_FACTORS, np.array(description.rope_factors, dtype="<f4").tobytes())
+        check(writer.partial)
+        for name, tensor in _named(config, files, description, report):
+            kind, columns = by_name[name].type.name, tensor.shape[-1]
+            counts = None
+            if recipe.importance is not None and tensor.dim() == 2:
+                counts = importance_of(recipe.importance, name, columns, recipe.importance_from)
+            try:
+                encoded = encode(tensor.view(-1, columns), kind, counts, pool)
+            except ModelLoadError as error:
+                raise ModelLoadError(
+                    f"{files.current}: tensor {description.sources[name]!r}: {error.message}"
+                ) from None
+            writer.write(name, encoded.data.cast("B"))
+        writer.finish()
+    sizes: Counter[str] = Counter()
+    for each in planned:
+        sizes[each.type.name] += each.num_bytes
+    return sizes
+
+
+def _named(
+    config: ModelConfig, files: WeightFiles, description: Description, report: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor once, under its name in the file and as the file has it. Raises ModelLoadError for one that is
+    missing, of another shape or of no model like this."""
+    names = CheckpointNames.of(config)
+    by_source = {source: name for name, source in description.sources.items()}
+    seen = set()
+    for source, tensor in checkpoint_tensors(files, config, report):
+        own = names.find(source, by_source, (), tensor)
+        if own is None:
+            continue
+        name = by_source[own]
+        where = f"{files.current}: tensor {source!r}"
+        if name in seen:
+            raise ModelLoadError(f"{where} occurs twice")
+        if tuple(tensor.shape) != description.shapes[name]:
+            raise ModelLoadError(f"{where} is {list(tensor.shape)}, not {list(description.shapes[name])}")
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"{where} is not floating point: the checkpoint is quantised already")
+        seen.add(name)
+        yield name, _as_file_has(tensor.read() if isinstance(tensor, FileTensor) else tensor, name, config, description)
+    if missing := by_source.keys() - {description.sources[name] for name in seen}:
+        raise ModelLoadError(f"{config.path}: tensor {min(missing)!r} is missing")
+
+
+def _as_file_has(tensor: torch.Tensor, name: str, config: ModelConfig, description: Description) -> torch.Tensor:
+    """Rows of rotated pairs side by side where files have them so, and norms with what files add."""
+    names, own = description.names, name.split(".")[-2]
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(own)
+    if names.interleaved and heads is not None:
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor.float() + names.norm_offset if own.endswith("_norm") else tensor

@@ -1,0 +1,18 @@
+"""The collectives that a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.parallel.interface import ProcessGroup
+from quire.registry import Registry, load_target
+
+GROUPS = Registry("collectives", {"gloo": "quire.parallel.torch_dist:GlooGroup"})
+
+
+def join_group(name: str, meeting_point: Path, rank: int, size: int) -> ProcessGroup:
+    """The group of `size` ranks, when all have joined. name: of GROUPS, or "module:class" of another implementation of
+    ProcessGroup. meeting_point: a path that all ranks reach, in a directory that only this user can enter."""
+    make = load_target(name) if ":" in name else GROUPS.load(name)
+    group: ProcessGroup = make(meeting_point, rank, size)
+    return group

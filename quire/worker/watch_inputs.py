@@ -1,0 +1,124 @@
+"""The mean squares of what a model's matrices are multiplied with over a text: an importance matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.attention.torch_backend import TorchAttention
+from quire.config.model import ModelConfig
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import layer_context
+from quire.layers.operations import TorchOperations
+from quire.models.decoder import Decoder
+from quire.models.loader import checkpoint_tensors
+from quire.models.registry import build_model
+from quire.models.weight_files import Progress, WeightFiles
+from quire.parallel.single import SINGLE_RANK
+from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
+from quire.worker.block_tables import table_shapes
+from quire.worker.kv_tensors import layer_pages
+
+CHUNK_TOKENS = 512
+BLOCK_SIZE = 16
+
+
+class WatchingLinear(UnquantizedLinear):
+    """Plain matrices that remember the squares of what they are multiplied with. loading: the name of the tensor that
+    is being loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.loading = ""
+        self._names: dict[int, list[str]] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+        self._rows = 0
+
+    def load_rows(
+        self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
+    ) -> None:
+        super().load_rows(parameters, suffix, tensor, first_row, num_rows)
+        if suffix == "weight":
+            self._names.setdefault(id(parameters), []).append(self.loading)
+
+    def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        squares = x.double().square().sum(0)
+        known = self._sums.get(id(parameters))
+        self._sums[id(parameters)] = squares if known is None else known + squares
+        return super().apply(parameters, x, residual)
+
+    def count(self, num_rows: int) -> None:
+        """Add to the rows that have gone through every matrix."""
+        self._rows += num_rows
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """[columns] float32 by the names of the tensors that were loaded."""
+        return {
+            name: (sums / max(self._rows, 1)).float() for key, sums in self._sums.items() for name in self._names[key]
+        }
+
+
+def watch_inputs(
+    config: ModelConfig, files: WeightFiles, token_ids: Sequence[int], report: Progress
+) -> dict[str, torch.Tensor]:
+    """Mean squares by Hugging Face's names, over the text in pieces of CHUNK_TOKENS, in float32: the whole model is in
+    memory. Raises ModelLoadError."""
+    linear, plain = WatchingLinear(), UnquantizedLinear(torch.float32)
+    context = layer_context(
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        cache_dtype="float32",
+        group=SINGLE_RANK,
+        operations=TorchOperations(),
+        linear=linear,
+        vocabulary=plain,
+        positions=plain,
+    )
+    model = build_model(config, context)
+    assert isinstance(model, Decoder), "decoders alone become files"
+
+    def tensors() -> Iterator[tuple[str, WeightTensor]]:
+        for linear.loading, tensor in checkpoint_tensors(files, config, lambda done, total: None):
+            yield linear.loading, tensor  # type: ignore[misc]
+
+    with torch.inference_mode():
+        model.load_weights(tensors())
+        size = min(CHUNK_TOKENS, config.max_model_len)
+        for first in range(0, len(token_ids), size):
+            chunk = token_ids[first : first + size]
+            _forward(model, chunk)
+            linear.count(len(chunk))
+            report(first + len(chunk), len(token_ids))
+    return linear.means()
+
+
+def _forward(model: Decoder, token_ids: Sequence[int]) -> None:
+    """One sequence from its first token to its last, over a cache of its own."""
+    count = len(token_ids)
+    groups, layers_per_group = group_layers(model.cache_specs(), BLOCK_SIZE, CHUNK_TOKENS)
+    num_blocks = 1 + sum(-(-count // group.block_size) for group in groups)
+    layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
+    pages = [torch.zeros(num_blocks, layout.page_bytes, dtype=torch.uint8) for _ in range(layers_per_group)]
+    positions = torch.arange(count)
+    tables, slots, free = [], [], 1
+    for shape, group in zip(table_shapes(layout), layout.groups, strict=True):
+        blocks = list(range(free, free + -(-count // group.block_size)))
+        free += len(blocks)
+        table = torch.tensor([shape.entries(blocks)]).int()
+        tables.append(table)
+        slots.append(table[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
+    batch = AttentionBatch(
+        torch.tensor([0, count]),
+        torch.zeros(1, dtype=torch.int64),
+        positions,
+        torch.zeros(count, dtype=torch.int64),
+        tuple(tables),
+        tuple(slots),
+        (),
+    )
+    attention = TorchAttention(layout, layer_pages(pages, layout, torch.float32)).plan(batch)
+    model.forward(ForwardBatch(torch.tensor(token_ids), positions, attention))

@@ -1,0 +1,134 @@
+"""Models that ranks share, on native kernels: sums of ranks are calls inside the one program of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.attention.native_backend import NativeAttention
+from quire.config.hf_config import load_model_config
+from quire.config.load import LoadConfig
+from quire.config.quantization import QuantizationConfig
+from quire.errors import ConfigError
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.models.loader import load_model
+from quire.models.native import NativeModel
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
+from tests.fakes.ranks import run_ranks
+from tests.models.conftest import SavedModel
+from tests.models.families import llama
+from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
+
+SavedModels = Callable[[str], SavedModel]
+PROMPTS = random_prompts([20, 7], 97)
+FAMILIES = ["llama", "qwen3", "olmo2-one-kv-head", "gemma2", "mixtral", "gpt-oss", "deepseek-v3"]
+ERROR = 2**-17
+"""Most that a logit differs from its value in float64, relative to the largest, on one rank or several."""
+
+
+@dataclass
+class NativeRunner(PagedRunner):
+    num_heads: int = 0
+    """This rank's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.backend = NativeAttention(self.layout, self.pages, "float32", self.num_heads, 1)
+
+    def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
+        """Copies, because the next step overwrites the model's own."""
+        return [logits.clone() for logits in super().step(work, last_only=last_only)]
+
+
+def runner(
+    directory: Path, group: ProcessGroup, quantization: str | None = None, dtype: str = "float32"
+) -> NativeRunner:
+    config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=False)
+    if quantization is not None:
+        config = replace(config, quantization=QuantizationConfig(method=quantization, group_size=None))
+    model = load_model(config, LoadConfig("auto", 0), group, runtime=NativeRuntime("auto", 1))
+    assert isinstance(model, NativeModel)
+    return NativeRunner(model, num_heads=config.num_heads // group.size)
+
+
+def logits_of(directory: Path, group: ProcessGroup, chunk: int = 9, **options: str) -> torch.Tensor:
+    return torch.cat(chunked_logits(runner(directory, group, **options), PROMPTS, chunk))
+
+
+def exact_logits(saved: SavedModel) -> torch.Tensor:
+    """Transformers' in float64."""
+    reference = copy.deepcopy(saved.reference).double()
+    reference.set_experts_implementation("eager")  # the quick ones have no float64
+    with torch.inference_mode():
+        return torch.cat([reference(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_are_as_exact_as_one(saved_model: SavedModels, family: str) -> None:
+    saved = saved_model(family)
+    first, second = run_ranks(2, lambda group: logits_of(saved.directory, group))
+    assert torch.equal(first, second)
+    exact = exact_logits(saved)
+    bound = ERROR * float(exact.abs().max())
+    for found in (first, logits_of(saved.directory, SINGLE_RANK)):
+        torch.testing.assert_close(found.double(), exact, atol=bound, rtol=0)
+    assert torch.equal(first.argmax(-1), exact.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_same_bits_in_every_batch(saved_model: SavedModels, family: str) -> None:
+    """In chunks, whole, and each prompt alone."""
+    directory = saved_model(family).directory
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        alone = [torch.cat(chunked_logits(runner(directory, group), [prompt], 64)) for prompt in PROMPTS]
+        return [logits_of(directory, group, 3), logits_of(directory, group, 64), torch.cat(alone)]
+
+    for chunked, whole, alone in run_ranks(2, compute):
+        assert torch.equal(chunked, whole)
+        assert torch.equal(alone, whole)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_fewer_kv_heads_than_ranks(num_kv_heads: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": num_kv_heads}
+    directory = save(randomize(llama(**sizes)), tmp_path)
+    expected = logits_of(directory, SINGLE_RANK)
+    for logits in run_ranks(4, lambda group: logits_of(directory, group)):
+        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["int8", "w8a8"])
+def test_weights_that_each_rank_quantizes(saved_model: SavedModels, method: str) -> None:
+    """A matrix that is cut along its inputs has scales of its own on each rank, so the bits are not one rank's."""
+    directory = saved_model("llama").directory
+    plain = logits_of(directory, SINGLE_RANK)
+    largest = float(plain.abs().max())
+    first, second = run_ranks(2, lambda group: logits_of(directory, group, quantization=method))
+    assert torch.equal(first, second)
+    for found in (first, logits_of(directory, SINGLE_RANK, quantization=method)):
+        assert 0 < float((found - plain).abs().max()) < 0.1 * largest
+
+
+def test_a_token_id_outside_the_shared_vocabulary_is_refused(saved_model: SavedModels) -> None:
+    directory = saved_model("llama").directory
+
+    def compute(group: ProcessGroup) -> None:
+        for token_id in (97, -1):
+            with pytest.raises(ValueError, match="a token id lies outside the embedding"):
+                chunked_logits(runner(directory, group), [[1, token_id]], 9)
+
+    run_ranks(2, compute)
+
+
+def test_a_vocabulary_with_fewer_rows_than_the_ranks_need(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 9}
+    directory = save(randomize(llama(**sizes)), tmp_path)
+    with pytest.raises(ConfigError, match="the last rank would hold none of 9 rows"):
+        run_ranks(8, lambda group: runner(directory, group))
