@@ -126,7 +126,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
-    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; no drafts are made yet",
+    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; it makes no drafts yet",
     "revision": "branch, tag or commit of a hub id",
     "download_dir": "directory that hub ids are fetched into (default: the hub library's cache)",
     "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
