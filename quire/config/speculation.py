@@ -56,7 +56,7 @@ class SpeculationConfig:
         return cls(fields.num_speculative_tokens, least, most)
 
 
-class _Given(msgspec.Struct, forbid_unknown_fields=True):
+class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The option as the caller writes it."""
 
     method: str
