@@ -358,6 +358,7 @@ NB_MODULE(_native, module) {
   module.def("has_bf16_products", [](const std::string& name) { return quire::kernels_for(name).bf16_products; });
   quire::bind_weight(module);
   quire::bind_attention(module);
+  quire::bind_drafts(module);
   quire::bind_encoder(module);
   quire::bind_collectives(module);
   quire::bind_program(module);

@@ -114,9 +114,9 @@ void Program::add(ExpertsArgs args) {
 
 void Program::add(const ConvolutionArgs& args) {
   require_all_rows();
-  if (args.width < 1 || args.width > kMaxTaps || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
+  if (args.width < 1 || args.width > kMaxTaps || args.kept < args.width - 1 || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
     throw std::invalid_argument("a convolution of too many taps, or with another activation than SiLU");
-  const int64_t kept = (args.width - 1) * line_elements(args.channels) * static_cast<int64_t>(sizeof(float));
+  const int64_t kept = args.kept * line_elements(args.channels) * static_cast<int64_t>(sizeof(float));
   states_.emplace_back(args.layer, args.offset + kept);
   ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.convolve, args});
   ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.keep_inputs, args});

@@ -35,6 +35,8 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import OPTION as SPECULATION
+from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
@@ -116,6 +118,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.tp > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
+    speculation = _speculation(options, model)
+    if speculation.max_drafts:
+        model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
@@ -146,8 +151,18 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        speculation=speculation,
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
+
+
+def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
+    speculation = SpeculationConfig.of(options.speculative_config)
+    if speculation.max_drafts and model.pooling is not None:
+        raise ConfigError(
+            f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
+        )
+    return speculation
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
