@@ -120,7 +120,7 @@ def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
         if name == "expert_counts":
             total.expert_counts = _add_up_counts([each for each in values if each is not None])
             continue
-        setattr(total, name, values[0] if name in _SIZES else sum(values))
+        setattr(total, name, max(values) if name in _SIZES else sum(values))
     return total
 
 

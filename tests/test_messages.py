@@ -16,7 +16,6 @@ from quire.engine.messages import (
     AddRequest,
     Answer,
     Ask,
-    AskSession,
     Call,
     CallResult,
     ClientMessage,
@@ -25,7 +24,6 @@ from quire.engine.messages import (
     EngineOutputs,
     EngineReady,
     Question,
-    Reply,
     RequestRejected,
     Shutdown,
 )
@@ -108,7 +106,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
-REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True, is_culprit=True)
+REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_culprit=True)
 REPORT = OffloadReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
@@ -190,9 +188,8 @@ EXAMPLES: list[msgspec.Struct] = [
     ),
     Ask(4, "echo", b"why"),
     Answer(4, b"so"),
-    AskSession(4, 2, b"why"),
+    Ask(4, 2, b"why"),
     Question(5, b"why"),
-    Reply(5, b"so"),
     EngineDied("why, at length", summary="why", error_id="e-1"),
     EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
 ]

@@ -16,7 +16,7 @@ from quire.errors import UserError
 from quire.utils.gguf import SUFFIX
 
 if TYPE_CHECKING:
-    from quire.config.gguf_export import Description
+    from quire.config.gguf_export import Description, Place
     from quire.config.model import ModelConfig
     from quire.models.gguf.importance import Importance
     from quire.models.weight_files import WeightFiles
@@ -129,12 +129,13 @@ def _importance(
     token_ids = tokenizer.encode(text)[: options.imatrix_tokens or MOST_TOKENS]
     if not token_ids:
         raise UserError(f"{options.imatrix_text} holds no text", param="imatrix_text")
-    return _watched(config, files, description.sources, token_ids)
+    return _watched(config, files, description.places, token_ids)
 
 
 def _watched(
-    config: ModelConfig, files: WeightFiles, sources: Mapping[str, str], token_ids: Sequence[int]
+    config: ModelConfig, files: WeightFiles, places: Mapping[str, Place], token_ids: Sequence[int]
 ) -> Importance:
+    from quire.models.gguf.importance import by_tensor
     from quire.utils.progress import ProgressBar, ProgressLog
     from quire.worker.watch_inputs import watch_inputs
 
@@ -147,7 +148,7 @@ def _watched(
             log.update(done)
 
         found = watch_inputs(plain, files, token_ids, report)
-    return {name: found[source] for name, source in sources.items() if source in found}
+    return by_tensor(found, places)
 
 
 @contextmanager

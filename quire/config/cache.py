@@ -19,6 +19,7 @@ class CacheConfig:
     state_snapshot_interval: tokens from one snapshot of a recurrent state to the next, at least
     (quire/kv_cache/layout.py rounds it up).
     prefault: write to the pool when it is allocated, so that its memory is there before the first request.
+    num_replicas: engines that share what is measured; given sizes are those of one.
     """
 
     block_size: int
@@ -31,6 +32,7 @@ class CacheConfig:
     offload_size: int = 0
     state_snapshot_interval: int = SNAPSHOT_INTERVAL
     prefault: bool = False
+    num_replicas: int = 1
 
     @property
     def is_size_given(self) -> bool:

@@ -10,21 +10,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.families import ARCHITECTURES, FAMILIES
-from quire.config.families.family import Family, GGUFNames
+from quire.config.families.family import EXPERT, Family, GGUFNames
 from quire.config.gguf import ROPE_FACTORS
 from quire.config.gguf_tensors import Shapes, expected_shapes, hf_name
 from quire.config.hf_json import Fields, shown
 from quire.config.model import ModelConfig
+from quire.config.model_shape import Experts
 from quire.config.rope import FULL, SLIDING, RopeConfig, read_rope
 from quire.errors import ModelLoadError
 from quire.utils.gguf_writer import Value
 
-EXPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+EXPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 """Families whose directories become files."""
 _AS_LLAMA = "mistral"
 """The family of which files say that it is LLaMA's."""
 _COMPARED = ("rms_norm_eps", "hidden_act", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping",
-             "query_pre_attn_scalar", "sliding_window")  # fmt: skip
+             "query_pre_attn_scalar", "sliding_window", "norm_topk_prob")  # fmt: skip
 """Keys of config.json that the file must say as well."""
 _SCALED = ("linear", "yarn")
 _LARGE_LAYERS = 80
@@ -32,16 +33,24 @@ _LARGE_LAYERS = 80
 
 @dataclass(frozen=True)
 class Description:
-    """metadata: without a tokenizer. shapes: of the tensors, by their names in the file, in its order. sources: what
-    Hugging Face calls them. rope_factors: divisors of the rotation's frequencies, which are a tensor of the file;
-    empty: it has none."""
+    """metadata: without a tokenizer. shapes: of the tensors, by their names in the file, in its order. places: where
+    each of Hugging Face's tensors goes, by its name there. rope_factors: divisors of the rotation's frequencies, which
+    are a tensor of the file; empty: it has none. is_large: of the size that the rules of mixes know apart."""
 
     names: GGUFNames
     metadata: dict[str, Value]
     shapes: Shapes
-    sources: Mapping[str, str]
+    places: Mapping[str, Place]
     rope_factors: tuple[float, ...]
     is_large: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """name: of the tensor in the file. expert: which matrix of a stack; None: it is the tensor."""
+
+    name: str
+    expert: int | None = None
 
 
 def describe(config: ModelConfig, title: str) -> Description:
@@ -54,7 +63,7 @@ def describe(config: ModelConfig, title: str) -> Description:
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.shape.layers[0].intermediate,
+        "intermediate_size": int(hf["intermediate_size"]),
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -63,11 +72,15 @@ def describe(config: ModelConfig, title: str) -> Description:
         "attention_bias": bool(hf.get("attention_bias", False)),
         "mlp_bias": bool(hf.get("mlp_bias", False)),
     }
+    experts = config.shape.layers[0].experts
+    if experts is not None:
+        sizes |= {"num_experts": experts.num_experts, "moe_intermediate_size": experts.intermediate}
+        sizes["shared_expert_intermediate_size"] = experts.shared_intermediate
     shapes = expected_shapes(family, names, sizes)
     rope = _rope(config, family)
     factors = _llama3_factors(rope) if rope.rope_type == "llama3" else ()
     own = _sizes(config, sizes) | _rotation(config, family, rope) | _windows(config, names)
-    own |= {cap: float(hf[cap]) for cap in names.caps if hf.get(cap) is not None}
+    own |= {cap: float(hf[cap]) for cap in names.caps if hf.get(cap) is not None} | _experts(experts)
     metadata: dict[str, Value] = {
         "general.architecture": names.architecture,
         "general.type": "model",
@@ -75,11 +88,35 @@ def describe(config: ModelConfig, title: str) -> Description:
         "general.quantization_version": 2,
         **{f"{names.architecture}.{key}": value for key, value in own.items()},
     }
-    sources = {name: hf_name(name, names) or "" for name in shapes}
+    places = _places(names, shapes)
     if factors:
         shapes = {ROPE_FACTORS: (len(factors),), **shapes}
     is_large = config.num_layers == _LARGE_LAYERS and config.num_heads != config.num_kv_heads
-    return Description(names, metadata, shapes, sources, factors, is_large and names.architecture in ("llama", "qwen2"))
+    return Description(names, metadata, shapes, places, factors, is_large and names.architecture in ("llama", "qwen2"))
+
+
+def _places(names: GGUFNames, shapes: Shapes) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for name, shape in shapes.items():
+        source = hf_name(name, names)
+        assert source is not None, "the names of an architecture's tensors are known"
+        if EXPERT in source:
+            places |= {source.replace(EXPERT, str(index)): Place(name, index) for index in range(shape[0])}
+        else:
+            places[source] = Place(name)
+    return places
+
+
+def _experts(experts: Experts | None) -> dict[str, Value]:
+    if experts is None:
+        return {}
+    keys: dict[str, Value] = {
+        "expert_count": experts.num_experts,
+        "expert_used_count": experts.num_active,
+        "expert_feed_forward_length": experts.intermediate,
+    }
+    shared = experts.shared_intermediate
+    return keys | ({"expert_shared_feed_forward_length": shared} if shared else {})
 
 
 def check_read_back(config: ModelConfig, found: ModelConfig) -> None:

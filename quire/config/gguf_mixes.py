@@ -19,6 +19,10 @@ _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 _SHARED_HEADS = 4
 """Queries for each key from which the values' projection is small beside the others."""
 
+_FEW_EXPERTS = 8
+_BESIDE_FEW = {"attn_v": "Q8_0", "attn_k": "Q8_0", "attn_output": "Q5_K"}
+"""Types beside that many experts, where they add little to the file."""
+
 
 @dataclass(frozen=True)
 class Mix:
@@ -51,11 +55,12 @@ class MixedModel:
     is_tied: bool
     is_large: bool
     has_importance: bool
+    num_experts: int = 0
 
 
 def tensor_type(name: str, shape: tuple[int, ...], mix: str, model: MixedModel) -> str:
-    """The type of a tensor. shape: outermost dimension first; vectors stay float32."""
-    if len(shape) < 2:
+    """The type of a tensor. shape: outermost dimension first; vectors and routers stay float32."""
+    if len(shape) < 2 or name.endswith("ffn_gate_inp.weight"):
         return "F32"
     usual = MIXES[mix].usual
     if usual in ("F32", "F16", "BF16"):
@@ -81,6 +86,9 @@ def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
         return usual if usual == "Q8_0" else "Q6_K"
     if layer is None:
         return usual
+    if model.num_experts == _FEW_EXPERTS and usual != "Q8_0" and own in _BESIDE_FEW:
+        kept = own == "attn_output" and usual not in ("Q4_K", "IQ4_XS")
+        return usual if kept else _BESIDE_FEW[own]
     has_more = mix in ("q4_k_m", "q5_k_m") and _counts_more(layer, model.num_layers)
     if own == "attn_v":
         if has_more:
@@ -88,7 +96,7 @@ def _wanted(name: str, columns: int, mix: str, model: MixedModel) -> str:
         if mix == "iq4_xs" and model.heads_per_key >= _SHARED_HEADS:
             return "Q5_K"
         return "Q5_K" if model.is_large and usual == "Q4_K" else usual
-    if own == "ffn_down":
+    if own.startswith("ffn_down"):
         if has_more:
             return "Q6_K"
         if mix == "iq4_xs" and layer < model.num_layers // 8 and not model.has_importance:

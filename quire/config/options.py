@@ -66,6 +66,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_offload_size: int | str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     mla_prompt: str = "auto"
@@ -142,9 +143,9 @@ HELP: dict[str, str] = {
     "queue_depth": "steps in flight: 1 synchronous, 2 plans the next while one runs (default: 1; 2 on cuda)",
     "scheduling_policy": "fcfs (first come, first served) or priority (order by the requests' priority and age)",
     "priority_seconds": "seconds of waiting that one level of a request's priority is worth",
-    "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
+    "kv_cache_memory": "memory of the KV cache (of all replicas), such as 4GiB (default: from what is free)",
     "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",
-    "num_blocks_override": "exactly this many KV blocks",
+    "num_blocks_override": "exactly this many KV blocks (of each replica)",
     "prefault_kv_cache": "write to all KV memory at the start: no prompt waits for it (CPU; cuda always has it)",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
     "state_snapshot_interval": "tokens between cached states of recurrent layers, rounded up to whole blocks",
@@ -154,12 +155,13 @@ HELP: dict[str, str] = {
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
+    "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",
     "mla_prompt": "latent attention of prompts: absorbed, expanded (the batch may change bits), auto (cuda: expanded)",
     "matmul_precision": "auto, float32, bfloat16 (AVX512-BF16, AMX), fp8 (a GPU: activations rounded like FP8 weights)",
     "activation_bits": "auto, 8, 16 or 32: what activations keep as they meet integers and 4-bit floats on a CPU",
-    "num_threads": "compute threads of a process (default: cores, or its CPU quota, shared by tensor_parallel_size)",
+    "num_threads": "compute threads of a process (default: cores, or the CPU quota, shared by all ranks and replicas)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",

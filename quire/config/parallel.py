@@ -68,6 +68,18 @@ def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
 
 
+def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
+    """Raise ConfigError for options that do not go together with data_parallel_size > 1."""
+    count = options.data_parallel_size
+    if count > MAX_RANKS:
+        raise ConfigError(f"data_parallel_size must be at most {MAX_RANKS}, not {count}", param="data_parallel_size")
+    if count > 1 and is_accelerated:
+        raise ConfigError(
+            f"data_parallel_size={count} runs on a CPU so far: start one server a device, behind a load balancer",
+            param="data_parallel_size",
+        )
+
+
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError for a model that the ranks cannot share."""
     if model.path.is_file() or options.load_format == "gguf":

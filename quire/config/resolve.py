@@ -23,7 +23,7 @@ from quire.config.load import LoadConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
+from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit, check_replicas
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.resolve_device import (
@@ -106,6 +106,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     device, is_accelerated = choose_device(options)
     if parallel.tp > 1:
         check_ranks_available(options, is_accelerated)
+    check_replicas(options, is_accelerated)
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
     model = replace(model, activation_bits=_activation_bits(options, model, backend))
@@ -130,7 +131,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=_num_threads(options) or max(1, usable_cores() // parallel.tp),
+            num_threads=_num_threads(options) or max(1, usable_cores() // (parallel.tp * options.data_parallel_size)),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend, device),
@@ -344,9 +345,10 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:
-    """The ranks. Sizes that have no implementation yet are refused, never ignored."""
+    """The ranks of one replica. Sizes that have no implementation yet are refused, never ignored."""
     tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
     positive("tensor_parallel_size", tp)
+    positive("data_parallel_size", options.data_parallel_size)
     if pp != 1:
         message = f"pipeline_parallel_size={pp} is not available yet: only 1 is"
         raise ConfigError(message, param="pipeline_parallel_size")
@@ -367,18 +369,20 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
         raise ConfigError(
             f"gpu_memory_utilization must be in (0, 1], not {utilization}", param="gpu_memory_utilization"
         )
-    memory = options.kv_cache_memory
+    memory, num_replicas = options.kv_cache_memory, options.data_parallel_size
+    swap_space = _swap_space(options)
     return CacheConfig(
         block_size=block_size,
-        memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory"),
+        memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory") // num_replicas,
         memory_utilization=utilization,
         num_blocks_override=positive("num_blocks_override", options.num_blocks_override),
         enable_prefix_caching=options.enable_prefix_caching and not model.takes_whole_prompts,
-        swap_space=_swap_space(options),
+        swap_space=None if swap_space is None else swap_space // num_replicas,
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
         state_snapshot_interval=options.state_snapshot_interval,
         prefault=options.prefault_kv_cache,
+        num_replicas=num_replicas,
     )
 
 

@@ -28,6 +28,7 @@ from quire.engine.async_load import AsyncLoad
 from quire.engine.async_pooling import AsyncPooling
 from quire.engine.async_text import AsyncText
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
+from quire.engine.fleet import open_fleet
 from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
@@ -39,7 +40,6 @@ from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
 from quire.engine.request_part import CLIENT_NAME, EACH_STEP, Preparations, RequestPart, turn_of
-from quire.engine.restarting_client import start_restarting
 from quire.engine.shared_client import SharedClient
 from quire.engine.shared_state import EngineState
 from quire.errors import ConfigError, EngineDeadError, InternalError, QuireError, UserError
@@ -67,13 +67,14 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         self,
         *,
         in_process: bool = False,
-        restart_engine: bool = False,
+        restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         **engine_options: Any,
     ) -> None:
-        """in_process: run the core in a thread of this process. restart_engine: when the engine process dies, or has
+        """in_process: run the core in a thread of this process. restart_engine: when an engine process dies, or has
         given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
-        every request goes on (quire/engine/restarting_client.py). Raises ConfigError or ModelLoadError."""
+        every request goes on (quire/engine/fleet.py); None: where there are several (`data_parallel_size`). Raises
+        ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
         options = EngineOptions.from_keywords(engine_options)
         self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
@@ -84,7 +85,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         options: EngineOptions,
         *,
         in_process: bool = False,
-        restart_engine: bool = False,
+        restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         executor: str = DEFAULT_EXECUTOR,
     ) -> AsyncLLM:
@@ -564,12 +565,18 @@ async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGener
                 yield output
 
 
-def _starter(in_process: bool, restart_engine: bool, hung_engine_timeout: float) -> Callable[..., EngineClient]:
+def _starter(in_process: bool, restart_engine: bool | None, hung_engine_timeout: float) -> Callable[..., EngineClient]:
     if in_process and restart_engine:
         raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
     if in_process:
         return InProcessClient
-    return partial(start_restarting, hung_engine_timeout=hung_engine_timeout) if restart_engine else ProcessClient
+
+    def start(options: EngineOptions, executor: str) -> EngineClient:
+        if restart_engine or options.data_parallel_size > 1:
+            return open_fleet(options, executor, restarts=restart_engine, hung_engine_timeout=hung_engine_timeout)
+        return ProcessClient(options, executor=executor)
+
+    return start
 
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:

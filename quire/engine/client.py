@@ -36,7 +36,7 @@ class EngineClient(Protocol):
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the core has died and another one is not ready yet (quire/engine/restarting_client.py)."""
+        """Whether the core has died and another one is not ready yet (quire/engine/fleet.py)."""
         ...
 
     @property

@@ -30,6 +30,11 @@ class CulpritSearch:
         """Whether requests are held back."""
         return bool(self._tried)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether `note_progress` may find anything."""
+        return bool(self._suspects)
+
     def allows(self, request_id: str) -> bool:
         """Whether the engine may have a request now: any, when no search goes on."""
         return not self._tried or request_id in self._tried

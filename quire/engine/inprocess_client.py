@@ -14,7 +14,7 @@ from quire.engine.core import BLOCKED_SECONDS
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
 from quire.engine.output_window import OutputWindow
-from quire.errors import EngineDeadError, is_interrupt
+from quire.errors import ConfigError, EngineDeadError, is_interrupt
 from quire.utils.failures import explain
 
 
@@ -24,6 +24,12 @@ class InProcessClient:
 
     def __init__(self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> None:
         """Load the model here and now. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
+        if options.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={options.data_parallel_size} is for engines in processes of their own, and this "
+                "one runs in its caller's thread: serve the model, use AsyncLLM, or start one program a replica",
+                param="data_parallel_size",
+            )
         self._core = build_core(options, executor)
         self._window = OutputWindow(0.0, SystemClock())  # no front end is woken
         self._messages: deque[ClientMessage] = deque()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
+from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.snapshot import KVSnapshot
@@ -66,20 +68,17 @@ class CallResult(msgspec.Struct, array_like=True):
 
 class RequestRejected(msgspec.Struct, array_like=True):
     """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
-    Nothing was queued. is_dead: the core has ended, and another one takes requests (quire/engine/replicas.py).
+    Nothing was queued.
     is_culprit: it has ended one core after the other (quire/engine/culprit_search.py)."""
 
     request_id: str
     message: str
     param: str | None = None
     is_asleep: bool = False
-    is_dead: bool = False
     is_culprit: bool = False
 
     def error(self) -> QuireError:
         """What the caller gets."""
-        if self.is_dead:
-            return EngineDeadError(self.message, summary="a replica of the engine has ended")
         if self.is_culprit:
             summary = "the engine died whenever it ran this request, which is not tried again"
             return InternalError(self.message, summary=summary)
@@ -110,43 +109,44 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     max_concurrency: float = 0.0
     """Sequences of `max_model_len` tokens that the KV cache holds; 0 without one."""
 
+    @staticmethod
+    def of_all(each: Sequence[EngineReady]) -> EngineReady:
+        """Facts of several engines of one configuration together: their blocks, and the longest phases of their
+        starts."""
+        return EngineReady(
+            max_model_len=min(ready.max_model_len for ready in each),
+            num_blocks=sum(ready.num_blocks for ready in each),
+            block_size=each[0].block_size,
+            seconds={phase: max(ready.seconds[phase] for ready in each) for phase in each[0].seconds},
+            backend=f"{each[0].backend}, {len(each)} replicas",
+            max_concurrency=sum(ready.max_concurrency for ready in each),
+        )
+
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """A message of a front end to its parent, for one of the parent's services (quire/engine/shared_engine.py)."""
+    """A question of a front end (quire/engine/questions.py). to: a service of its parent, by name, or another
+    session."""
 
-    ask_id: int
-    service: str
-    payload: bytes
-
-
-class AskSession(msgspec.Struct, tag="ask_session", array_like=True):
-    """A question of a front end to the one of another session, which its parent passes on as a `Question`."""
-
-    ask_id: int
-    session: int
+    number: int
+    to: str | int
     payload: bytes
 
 
 class Question(msgspec.Struct, tag="question", array_like=True):
+    """A question of another session, which the parent passes on."""
+
     number: int
     payload: bytes
 
 
-class Reply(msgspec.Struct, tag="reply", array_like=True):
-    """Answers a Question, as Answer."""
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """An answer to an Ask or a Question. payload: None when the one that was asked has failed or ended."""
 
     number: int
     payload: bytes | None
 
 
-class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """Of an Ask or an AskSession. payload: None when who was asked failed, or has ended."""
-
-    ask_id: int
-    payload: bytes | None
-
-
-SessionMessage = ClientMessage | Ask | AskSession | Reply
+SessionMessage = ClientMessage | Ask | Answer
 """What one of several front ends sends."""
 
 

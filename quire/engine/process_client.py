@@ -58,10 +58,12 @@ class ProcessClient:
         *,
         executor: str = DEFAULT_EXECUTOR,
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+        name: str = "engine",
     ) -> None:
-        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process."""
+        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name: of
+        the process, behind "quire: "."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
-        self._process, self._alive_fd = _launch(options, executor, self._directory)
+        self._process, self._alive_fd = _launch(options, executor, self._directory, name)
         self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
@@ -258,12 +260,14 @@ class ProcessClient:
         return f": in {'; '.join(frames[:3])}" if frames else ""
 
 
-def _launch(options: EngineOptions, executor: str, directory: RuntimeDirectory) -> tuple[subprocess.Popen[bytes], int]:
+def _launch(
+    options: EngineOptions, executor: str, directory: RuntimeDirectory, name: str
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process; return it and the read end of the pipe that its end closes."""
     alive_fd, child_fd = os.pipe()
     try:
         spec = LaunchSpec(options, executor, str(directory.path), child_fd)
-        process = start_interpreter("quire.engine.boot", "quire: engine", msgspec.json.encode(spec), [child_fd])
+        process = start_interpreter("quire.engine.boot", f"quire: {name}", msgspec.json.encode(spec), [child_fd])
     finally:
         os.close(child_fd)
     return process, alive_fd

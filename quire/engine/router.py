@@ -1,7 +1,7 @@
 """Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
 
 A report says how many requests each replica has. From one report to the next a router counts what it sends; what
-finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/replicas.py), the
+finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/fleet.py), the
 simulator at a fixed interval.
 """
 
@@ -11,12 +11,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from quire.errors import UserError, nearest_name
+from quire.request import EngineRequest
 
 SLACK = 1.25
 """A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
 SLACK_REQUESTS = 4
 """... plus this number."""
+PREFIX_TOKENS = 256
+"""First tokens by which requests that begin alike are told. To compute fewer again costs less than to wait."""
+MAX_BEGINNINGS = 16384
+"""Longer beginnings whose last replica a router remembers."""
 
 
 class Router(Protocol):
@@ -25,13 +32,13 @@ class Router(Protocol):
     needs_reports: bool
     """Whether the choice depends on the reports at all."""
 
-    def choose(self, prefix: str | None) -> int:
-        """The replica for a request; it counts as sent there. prefix: the same for requests that begin alike, None for
-        one that shares no prefix."""
+    def choose(self, beginnings: Sequence[str]) -> int:
+        """The replica for a request; it counts as sent there. beginnings: names that are the same for requests that
+        begin alike, the shortest beginning first; empty for one that shares none."""
         ...
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        """Every replica reports how many requests it has that have not ended."""
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        """Every replica reports how many requests it has that have not ended; None: it takes none now."""
         ...
 
 
@@ -41,16 +48,15 @@ class RoundRobin:
     needs_reports = False
 
     def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-        self._next = 0
+        self._takers = list(range(num_replicas))
+        self._last = -1
 
-    def choose(self, prefix: str | None) -> int:
-        chosen = self._next
-        self._next = (chosen + 1) % self._num_replicas
-        return chosen
+    def choose(self, beginnings: Sequence[str]) -> int:
+        self._last = next((each for each in self._takers if each > self._last), self._takers[0])
+        return self._last
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        """Nothing depends on it."""
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        self._takers = [number for number, live in enumerate(num_live) if live is not None]
 
 
 class LeastLoaded:
@@ -59,49 +65,57 @@ class LeastLoaded:
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
-        self._loads = [0] * num_replicas
+        self._num_replicas = num_replicas
+        self.loads = dict.fromkeys(range(num_replicas), 0)
+        """Requests of the replicas that take more."""
         self._next = 0
 
-    def choose(self, prefix: str | None) -> int:
-        loads, num_replicas = self._loads, len(self._loads)
-        order = (*range(self._next, num_replicas), *range(self._next))
-        chosen = min(order, key=loads.__getitem__)
-        self._next = (chosen + 1) % num_replicas
+    def choose(self, beginnings: Sequence[str]) -> int:
+        order = (*range(self._next, self._num_replicas), *range(self._next))
+        chosen = min((each for each in order if each in self.loads), key=self.loads.__getitem__)
+        self._next = (chosen + 1) % self._num_replicas
         return self.send(chosen)
 
     def send(self, replica: int) -> int:
         """Count a request that is sent to `replica`; returns `replica`."""
-        self._loads[replica] += 1
+        self.loads[replica] += 1
         return replica
 
-    def learn(self, num_live: Sequence[int]) -> None:
-        self._loads = list(num_live)
-
-    @property
-    def loads(self) -> Sequence[int]:
-        return self._loads
+    def learn(self, num_live: Sequence[int | None]) -> None:
+        self.loads = {number: live for number, live in enumerate(num_live) if live is not None}
 
 
 class PrefixAware:
-    """Requests of one prefix go to the same replica, whose cache then holds the prefix, unless it has far more
-    than its share of the requests: then to the next one in the prefix's own order of all replicas (rendezvous hashing),
-    so that a popular prefix spreads over as few of them as it needs. Others go to the least loaded."""
+    """Requests that begin alike go to the same replica, whose cache then holds that prefix, unless it has far more than
+    its share of the requests. The longest beginning that a replica was sent before counts most: that replica has the
+    conversation. For the shortest one each has its own order of all replicas (rendezvous hashing), so that a popular
+    prefix spreads over as few of them as it needs. Requests that share nothing go to the least loaded."""
 
     needs_reports = True
 
     def __init__(self, num_replicas: int) -> None:
         self._least_loaded = LeastLoaded(num_replicas)
+        self._sent: dict[str, int] = {}
+        """The longer beginnings, the latest last, and their replicas."""
 
-    def choose(self, prefix: str | None) -> int:
-        if prefix is None:
-            return self._least_loaded.choose(None)
+    def choose(self, beginnings: Sequence[str]) -> int:
+        if not beginnings:
+            return self._least_loaded.choose(())
+        shortest, *longer = beginnings
         loads = self._least_loaded.loads
-        limit = SLACK * sum(loads) / len(loads) + SLACK_REQUESTS
-        order = sorted(range(len(loads)), key=lambda replica: _weight(prefix, replica))
-        chosen = next((replica for replica in order if loads[replica] <= limit), order[0])
+        limit = SLACK * sum(loads.values()) / len(loads) + SLACK_REQUESTS
+        known = [self._sent[each] for each in reversed(longer) if each in self._sent]
+        order = sorted(loads, key=lambda replica: _weight(shortest, replica))
+        candidates = [replica for replica in (*known, *order) if loads.get(replica, limit + 1) <= limit]
+        chosen = candidates[0] if candidates else order[0]
+        for each in longer:
+            self._sent.pop(each, None)
+            self._sent[each] = chosen
+        while len(self._sent) > MAX_BEGINNINGS:
+            del self._sent[next(iter(self._sent))]
         return self._least_loaded.send(chosen)
 
-    def learn(self, num_live: Sequence[int]) -> None:
+    def learn(self, num_live: Sequence[int | None]) -> None:
         self._least_loaded.learn(num_live)
 
 
@@ -123,3 +137,15 @@ def make_router(name: str, num_replicas: int) -> Router:
             f"unknown router {name!r}{nearest_name(name, ROUTERS)} (known: {', '.join(ROUTERS)})", param="router"
         )
     return ROUTERS[name](num_replicas)
+
+
+def beginnings_of(request: EngineRequest) -> list[str]:
+    """Names of a request's first PREFIX_TOKENS tokens, twice as many, four times as many, up to its length."""
+    names = []
+    token_ids, start, end = request.prompt_token_ids, 0, PREFIX_TOKENS
+    digest = hashlib.blake2b(request.cache_salt.encode(), digest_size=16)
+    while end <= len(token_ids):
+        digest.update(msgspec.msgpack.encode(token_ids[start:end]))
+        names.append(digest.hexdigest())
+        start, end = end, 2 * end
+    return names

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -18,25 +13,20 @@ import zmq
 from quire.engine.long_prompts import encode_message, send_parts
 from quire.engine.messages import (
     Answer,
-    Ask,
-    AskSession,
     ClientMessage,
     EngineDied,
     EngineOutputs,
     EngineReady,
     Question,
-    Reply,
     SessionMessage,
 )
+from quire.engine.questions import Questions
 from quire.engine.shared_engine import INBOX, session_address
 from quire.engine.shared_state import SharedState
-from quire.errors import EngineDeadError, InternalError
-from quire.logging import get_logger
+from quire.errors import EngineDeadError
 from quire.utils.heartbeat import BEAT_SECONDS, Heartbeat
 
 Received = EngineReady | EngineOutputs | EngineDied | Answer | Question
-
-logger = get_logger(__name__)
 
 
 class SharedClient:
@@ -50,9 +40,8 @@ class SharedClient:
         self._ready: EngineReady | None = None
         self._death: EngineDeadError | None = None
         self._is_closed = False
-        self._asked: dict[int, Future[bytes | None]] = {}
-        self._answering: _Answering | None = None
-        self._ask_numbers = itertools.count(1)
+        self.questions = Questions(self._send)
+        """To the parent and to other sessions."""
         self._num_ticks = -1
         self._heartbeat = Heartbeat()
         self._sending = threading.Lock()
@@ -98,31 +87,6 @@ class SharedClient:
 
     def send(self, *messages: ClientMessage) -> None:
         self._send(*messages)
-
-    async def ask(self, service: str, payload: bytes) -> bytes:
-        """What a service of the parent answers. Raises EngineDeadError when the engine or the parent is gone, and
-        InternalError when the service fails."""
-        answer = await self._ask(Ask(next(self._ask_numbers), service, payload))
-        if answer is None:
-            raise InternalError("the parent process failed to answer (its log says more)")
-        return answer
-
-    async def ask_session(self, session: int, payload: bytes) -> bytes | None:
-        """What the front end of another session answers, with what it gave to `answer_questions`; None when it has
-        ended or failed to. Raises EngineDeadError when the engine or the parent is gone."""
-        return await self._ask(AskSession(next(self._ask_numbers), session, payload))
-
-    async def _ask(self, message: Ask | AskSession) -> bytes | None:
-        future = self._asked[message.ask_id] = Future()
-        try:
-            self._send(message)
-            return await asyncio.wrap_future(future)
-        finally:
-            self._asked.pop(message.ask_id, None)
-
-    def answer_questions(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer what other sessions ask, in the event loop that calls this. The first call counts."""
-        self._answering = self._answering or _Answering(asyncio.get_running_loop(), answer, self._send)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready
@@ -170,21 +134,12 @@ class SharedClient:
                 return None
 
     def _note(self, message: EngineDied | Answer | Question) -> None:
-        if isinstance(message, Question):
-            assert self._answering is not None, "questions come after answer_questions"
-            self._answering.begin(message)
-            return
-        if isinstance(message, Answer):
-            future = self._asked.pop(message.ask_id, None)
-            if future is not None and future.set_running_or_notify_cancel():  # else the task that asked was cancelled
-                future.set_result(message.payload)
+        if isinstance(message, Answer | Question):
+            self.questions.take(message)
             return
         with self._sending:
             self._death = EngineDeadError(message.message, summary=message.summary, error_id=message.error_id)
-            asked, self._asked = self._asked, {}
-        for future in asked.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._death.again())
+        self.questions.fail(self._death)
 
     def _listen(self) -> None:
         """Take note of what the parent says of the engine's silence, or that it says nothing."""
@@ -198,35 +153,3 @@ class SharedClient:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise self._death.again()
-
-
-class _Answering:
-    """Answers questions in tasks of an event loop."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        answer: Callable[[bytes], Awaitable[bytes]],
-        send: Callable[[Reply], None],
-    ) -> None:
-        self._loop, self._answer, self._send = loop, answer, send
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, question: Question) -> None:
-        """From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
-            self._loop.call_soon_threadsafe(self._start, question)
-
-    def _start(self, question: Question) -> None:
-        task = self._loop.create_task(self._reply(question))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _reply(self, question: Question) -> None:
-        payload: bytes | None = None
-        try:
-            payload = await self._answer(question.payload)
-        except Exception:
-            logger.exception("a question of another API process was not answered")
-        with contextlib.suppress(EngineDeadError):  # then the asker hears of that itself
-            self._send(Reply(question.number, payload))

@@ -1,7 +1,7 @@
-"""One engine for several front ends, each in a process of its own: which of them asked for what, and who hears of it.
+"""One fleet for several front ends, each in a process of its own: the sockets between them and the ledger.
 
-A front end's process is a *session* (quire/engine/shared_client.py). The engine itself knows of one client alone, which
-is why it may be of any kind, also one that survives its engine.
+A front end's process is a *session* (quire/engine/shared_client.py). The ledger (quire/engine/fleet.py) knows who asked
+for what; engines do not know of sessions.
 """
 
 from __future__ import annotations
@@ -11,43 +11,39 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
-from quire.engine.client import EngineClient, cause_of_death
+from quire.engine.calls import Parts
+from quire.engine.client import cause_of_death
+from quire.engine.fleet import Fleet
 from quire.engine.long_prompts import take_piece
 from quire.engine.messages import (
-    Abort,
     AddRequest,
     Answer,
     Ask,
-    AskSession,
     Call,
-    CallResult,
-    ClientMessage,
     EngineDied,
     EngineOutputs,
     EngineReady,
     Question,
-    Reply,
-    RequestRejected,
     SessionMessage,
 )
+from quire.engine.questions import Switchboard
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
-from quire.logging import get_logger
-from quire.request import EngineRequest
 from quire.stats import EngineStats
 from quire.utils.runtime_directory import RuntimeDirectory
 
-logger = get_logger(__name__)
-
 INBOX = "front-ends"
 """The socket of the parent."""
+PARENT = 0
+"""The session of the parent's own calls."""
+OWN_CALLS = ("is_sleeping", "is_paused")
+"""Methods of those, by their ids."""
 STATS_SECONDS = 0.5
-"""How often a session without outputs of its own gets a snapshot."""
+"""Seconds between two snapshots for a session without outputs of its own."""
 _STOP = b""
 
 
@@ -56,38 +52,12 @@ def session_address(number: int) -> str:
     return f"session-{number}"
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request that the engine has. name: the caller's. num_sequences: how many of it are reported."""
-
-    session: int
-    name: str
-    num_sequences: int
-    ended: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, session: int, request: EngineRequest) -> _Request:
-        name, mark, _ = request.request_id.rpartition("#")
-        params = request.params
-        num_sequences = params.n if params.use_beam_search else params.num_sequences
-        return cls(session, name if mark else request.request_id, num_sequences)
-
-
-@dataclass(slots=True, frozen=True)
-class _Asked:
-    """A question of a session to another one."""
-
-    asker: int
-    ask_id: int
-    session: int
-
-
 class SharedEngine:
-    """Two threads serve the sessions once `start` is called: one carries messages to the engine, one its outputs."""
+    """Two threads serve the sessions once `start` is called: one carries messages to the fleet, one its outputs."""
 
     def __init__(
         self,
-        client: EngineClient,
+        fleet: Fleet,
         directory: RuntimeDirectory,
         state: EngineState,
         *,
@@ -95,28 +65,22 @@ class SharedEngine:
         on_stats: Callable[[EngineStats], None],
         on_change: Callable[[], None],
     ) -> None:
-        """directory: of the sockets. services: what answers a session's `Ask`, by name. on_stats: hears of snapshots.
+        """directory: of the sockets. services: of the parent (quire/engine/questions.py). on_stats: hears of snapshots.
         on_change: is called when the engine is ready and when it has ended. All are called by threads."""
-        self._client = client
+        self._fleet = fleet
         self._directory = directory
         self._state = state
-        self._services, self._on_stats, self._on_change = services, on_stats, on_change
+        self._on_stats, self._on_change = on_stats, on_change
         self.ready: EngineReady | None = None
         self.failure: QuireError | None = None
         """Why there is no engine: what its start failed with, or how it died."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Of everything below, and of sending."""
         self._sessions: dict[int, zmq.Socket[bytes]] = {}
         self._heard: dict[int, float] = {}
         """When a session got its last snapshot."""
-        self._requests: dict[str, _Request] = {}
-        self._names: set[str] = set()
-        self._calls: dict[int, tuple[int, int]] = {}
-        """Our id of a call -> session and its id."""
-        self._own_calls: dict[int, str] = {}
-        self._questions: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        self._session_numbers = itertools.count(1)
+        self._switchboard = Switchboard(services, self._send)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
@@ -137,7 +101,7 @@ class SharedEngine:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         with self._lock:
-            number = next(self._session_numbers)
+            number = next(self._numbers)
             socket.connect(self._directory.address(session_address(number)))
             self._sessions[number] = socket
             if self.ready is not None:
@@ -152,32 +116,24 @@ class SharedEngine:
                 return
             socket.close(linger=0)
             self._heard.pop(number, None)
-            for request_id in [key for key, request in self._requests.items() if request.session == number]:
-                self._forget(request_id)
-                self._to_engine(Abort(request_id))
-            for key, asked in list(self._questions.items()):
-                if number in (asked.session, asked.asker):
-                    self._reply(key, None)
-            if self.ready is None:
-                return
-            # It may have been about to change these: the engine knows how far it came.
-            for method in ("is_sleeping", "is_paused"):
-                call_id = next(self._numbers)
-                self._own_calls[call_id] = method
-                self._to_engine(Call(call_id, method))
+            with contextlib.suppress(QuireError):  # the thread that carries outputs tells all sessions
+                self._fleet.close_session(number)
+                # It may have been about to change these: the engine knows how far it came.
+                self._fleet.submit(PARENT, *(Call(number, method) for number, method in enumerate(OWN_CALLS)))
+        self._switchboard.end_session(number)
 
     def tell(self) -> None:
         """Tell all sessions how the engine does, and that this process gets on. To be called several times a second."""
-        self._state.silence = self._client.silence
-        self._state.is_restarting = self._client.is_restarting
-        self._state.num_restarts = self._client.num_restarts
+        self._state.silence = self._fleet.silence
+        self._state.is_restarting = self._fleet.is_restarting
+        self._state.num_restarts = self._fleet.num_restarts
         self._state.num_ticks += 1
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the engine, as EngineClient.shutdown, and the threads. Idempotent."""
         if self._context.closed:
             return
-        self._client.shutdown(timeout)
+        self._fleet.shutdown(timeout)
         if self._threads[0].ident is not None:
             with self._context.socket(zmq.PUSH) as stop:
                 stop.connect(self._directory.address(INBOX))
@@ -212,16 +168,16 @@ class SharedEngine:
         self._on_change()
 
     def _carry_outputs(self) -> None:
-        ready = self._client.ready
+        ready = self._fleet.ready
         with self._lock:
             self.ready = ready
             for session in self._sessions:
                 self._send(session, ready)
         self._on_change()
         while True:
-            outputs = self._client.receive()
-            if outputs is not None:
-                self._route(outputs)
+            parts = self._fleet.receive_parts()
+            if parts is not None:
+                self._route(parts)
 
     def _carry_messages(self) -> None:
         while True:
@@ -234,143 +190,49 @@ class SharedEngine:
                     take_piece(message)
             self._take(int(sender), messages)
 
-    # From the sessions.
-
     def _take(self, session: int, messages: list[SessionMessage]) -> None:
-        answers = [Answer(ask.ask_id, self._answer(session, ask)) for ask in messages if isinstance(ask, Ask)]
+        """From a session."""
+        for_fleet = []
+        for message in messages:
+            if isinstance(message, Ask | Answer):
+                self._switchboard.take(session, message)
+            else:
+                for_fleet.append(message)
         with self._lock:
-            for answer in answers:
-                self._send(session, answer)
-            if session not in self._sessions:
-                return  # what a process that has ended had still sent
-            passed: list[ClientMessage] = []
-            for message in messages:
-                match message:
-                    case AddRequest(request):
-                        if self._add(session, request):
-                            passed.append(message)
-                    case Abort(request_id, index):
-                        self._note_end(request_id, index)
-                        passed.append(message)
-                    case Call(call_id, method, argument):
-                        number = next(self._numbers)
-                        self._calls[number] = session, call_id
-                        passed.append(Call(number, method, argument))
-                    case AskSession(ask_id, other, payload):
-                        self._pass_question(_Asked(session, ask_id, other), payload)
-                    case Reply(number, payload):
-                        self._reply(number, payload)
-            if passed:
-                self._to_engine(*passed)
+            if for_fleet and session in self._sessions:  # else its process has ended
+                with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
+                    rejections = self._fleet.submit(session, *for_fleet)
+                    if rejections:
+                        self._send(session, EngineOutputs(rejections=rejections))
 
-    def _add(self, session: int, request: EngineRequest) -> bool:
-        """Take note of a request, or reject it: another one of this name has not ended."""
-        added = _Request.of(session, request)
-        if added.name in self._names:
-            text = f"request id {added.name!r} is already in use"
-            rejected = RequestRejected(request.request_id, text, "request_id")
-            self._send(session, EngineOutputs(rejections=[rejected]))
-            return False
-        self._names.add(added.name)
-        self._requests[request.request_id] = added
-        return True
-
-    def _pass_question(self, asked: _Asked, payload: bytes) -> None:
-        number = next(self._numbers)
-        self._questions[number] = asked
-        if asked.session in self._sessions:
-            self._send(asked.session, Question(number, payload))
-        else:
-            self._reply(number, None)
-
-    def _reply(self, number: int, payload: bytes | None) -> None:
-        asked = self._questions.pop(number, None)
-        if asked is not None:
-            self._send(asked.asker, Answer(asked.ask_id, payload))
-
-    def _answer(self, session: int, ask: Ask) -> bytes | None:
-        try:
-            return self._services[ask.service](session, ask.payload)
-        except Exception:
-            logger.exception("the service %r failed", ask.service)
-            return None
-
-    def _to_engine(self, *messages: ClientMessage) -> None:
-        with contextlib.suppress(EngineDeadError):  # the thread that carries outputs tells all sessions
-            self._client.send(*messages)
-
-    # To the sessions.
-
-    def _route(self, outputs: EngineOutputs) -> None:
+    def _route(self, parts: Parts) -> None:
+        """To the sessions."""
+        own = parts.pop(PARENT, None) or EngineOutputs()
         with self._lock:
-            parts: dict[int, EngineOutputs] = {}
-            for update in outputs.updates:
-                request = self._requests.get(update.request_id)
-                if request is not None:
-                    if update.finish_reason is not None:
-                        self._note_end(update.request_id, update.index)
-                    _part(parts, request.session).updates.append(update)
-            for rejected in outputs.rejections:
-                request = self._forget(rejected.request_id)
-                if request is not None:
-                    _part(parts, request.session).rejections.append(rejected)
-            for result in outputs.results:
-                self._route_result(parts, result)
-            if outputs.stats is not None:
-                self._state.num_running = outputs.stats.num_running
-                self._on_stats(outputs.stats)
-                self._add_stats(parts, outputs.stats)
+            for result in own.results:
+                if OWN_CALLS[result.call_id] == "is_paused":
+                    self._state.pauses, self._state.refuses_new = bool(result.value), result.value == 1
+                else:
+                    self._state.is_asleep = bool(result.value)
+                    self._state.sleep_level = self._state.sleep_level if result.value else 0
+            if own.stats is not None:
+                self._state.num_running = own.stats.num_running
+                self._on_stats(own.stats)
+                self._add_stats(parts, own.stats)
             for session, part in parts.items():
                 self._send(session, part)
 
-    def _route_result(self, parts: dict[int, EngineOutputs], result: CallResult) -> None:
-        method = self._own_calls.pop(result.call_id, None)
-        if method is not None:
-            self._note_state(method, result.value)
-        session, call_id = self._calls.pop(result.call_id, (0, 0))
-        if session:
-            result.call_id = call_id
-            _part(parts, session).results.append(result)
-
-    def _add_stats(self, parts: dict[int, EngineOutputs], stats: EngineStats) -> None:
+    def _add_stats(self, parts: Parts, stats: EngineStats) -> None:
         now = time.monotonic()
         for session in self._sessions:
             if session in parts or now - self._heard.get(session, 0.0) >= STATS_SECONDS:
                 self._heard[session] = now
-                _part(parts, session).stats = stats
+                parts.setdefault(session, EngineOutputs()).stats = stats
 
-    def _note_state(self, method: str, value: object) -> None:
-        if method == "is_paused":
-            self._state.pauses, self._state.refuses_new = bool(value), value == 1
-        else:
-            self._state.is_asleep = bool(value)
-            self._state.sleep_level = self._state.sleep_level if value else 0
-
-    def _note_end(self, request_id: str, index: int | None) -> None:
-        """A sequence of a request, or all of it, is over."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        if index is not None:
-            request.ended.add(index)
-        if index is None or len(request.ended) == request.num_sequences:
-            self._forget(request_id)
-
-    def _forget(self, request_id: str) -> _Request | None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._names.discard(request.name)
-        return request
-
-    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> None:
-        socket = self._sessions.get(session)
-        if socket is not None:
-            socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-
-
-def _part(parts: dict[int, EngineOutputs], session: int) -> EngineOutputs:
-    """What a session is told."""
-    found = parts.get(session)
-    if found is None:
-        found = parts[session] = EngineOutputs()
-    return found
+    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> bool:
+        """Send, unless the session has ended; returns whether it is there."""
+        with self._lock:
+            socket = self._sessions.get(session)
+            if socket is not None:
+                socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            return socket is not None

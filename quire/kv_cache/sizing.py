@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.cache import CacheConfig
 from quire.errors import InsufficientMemoryError
@@ -43,6 +43,12 @@ class MemoryProfile:
     activations: int
     weights: int
     device: DeviceShare | None = None
+
+    def share(self, num_replicas: int) -> MemoryProfile:
+        """What one of several engines may take, the first of which measured this before the others loaded their
+        weights."""
+        others = (num_replicas - 1) * self.weights
+        return replace(self, available=max(0, self.available - others) // num_replicas)
 
     @property
     def free(self) -> int:
@@ -103,6 +109,7 @@ def size_pool(
     """
     if not groups:
         return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)
+    profile = None if profile is None else profile.share(cache.num_replicas)
     bytes_per_block = block_bytes(groups, layers_per_group)
     most_useful = most_useful_blocks(groups, max_num_seqs, max_model_len)
     num_host_blocks = 0

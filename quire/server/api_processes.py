@@ -22,10 +22,8 @@ import msgspec
 from quire import envs
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.engine.client import EngineClient
+from quire.engine.fleet import Fleet, open_fleet
 from quire.engine.messages import EngineFailed
-from quire.engine.process_client import ProcessClient
-from quire.engine.restarting_client import start_restarting
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, QuireError, named_error
@@ -78,12 +76,9 @@ def serve_with_processes(
         if settings.api_key_file is not None:
             (directory.path / KEYS_FILE).write_bytes(Path(settings.api_key_file).read_bytes())
         numbers = Numbers.create(directory.path / NUMBERS_FILE, settings.api_server_count + 1)
-        client: EngineClient
-        if settings.restart_engine:
-            client = start_restarting(options, executor, settings.hung_engine_timeout)
-        else:
-            client = ProcessClient(options, executor=executor)
-        parent = _Parent(options, settings, listener, directory, numbers, client)
+        timeout = settings.hung_engine_timeout
+        fleet = open_fleet(options, executor, restarts=settings.restart_engine, hung_engine_timeout=timeout)
+        parent = _Parent(options, settings, listener, directory, numbers, fleet)
         report.phase("launch engine process")
         names = settings.served_model_name or [config.model.name]
         try:
@@ -121,7 +116,7 @@ class _Parent:
         listener: Listener,
         directory: RuntimeDirectory,
         numbers: Numbers,
-        client: EngineClient,
+        fleet: Fleet,
     ) -> None:
         self._options, self._settings = options, settings
         self._listener, self._accepting, self._directory = listener, listener.socket, directory
@@ -132,7 +127,7 @@ class _Parent:
         self._loads.begin(settings.api_server_count, os.getpid())
         self._responses = ResponseService(ResponseStore(settings.max_stored_responses, settings.response_store_bytes))
         self._engine = SharedEngine(
-            client,
+            fleet,
             directory,
             state.engine,
             services={SERVICE: self._responses.answer},

@@ -38,7 +38,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         file of keys may name another one for a key.
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     max_num_queued_tokens: most prompt tokens of requests that have got no token yet before new ones get 429.
-    restart_engine: start another engine when it dies; all requests go on in it (quire/engine/restarting_client.py).
+    restart_engine: start another engine when one dies; all requests go on in it (quire/engine/fleet.py). None: where
+        `data_parallel_size` is more than 1.
     hung_engine_timeout: seconds without a sign of life after which `restart_engine` ends an engine and starts another
         one; 0: only an engine that has died is followed by another one.
     api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
@@ -97,7 +98,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_queued: int | None = 4096
     max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
-    restart_engine: bool = False
+    restart_engine: bool | None = None
     hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
@@ -357,7 +358,7 @@ HELP: dict[str, str] = {
     "max_num_queued_tokens": "most prompt tokens that may wait before new requests are refused with 429",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
-    "restart_engine": "when the engine dies, start another one, in which all requests go on with the same tokens",
+    "restart_engine": "when an engine dies, start another one, in which its requests go on (default: with several)",
     "hung_engine_timeout": "seconds without a sign of life after which --restart-engine ends the engine (0: never)",
     "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",

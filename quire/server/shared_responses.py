@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from quire.engine.shared_client import SharedClient
+from quire.errors import InternalError
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 
 SERVICE = "responses"
@@ -43,10 +44,11 @@ _Message = _Put | _Begin | _Finish | _Find | _Remove
 
 
 class ParentsResponses:
-    """Responses that the parent of this process has. Raises what `SharedClient.ask` raises."""
+    """Responses that the parent of this process has. Raises EngineDeadError when it or the engine is gone, and
+    InternalError when it fails to answer."""
 
     def __init__(self, client: SharedClient) -> None:
-        self._client = client
+        self._questions = client.questions
         self.maker = client.session
 
     async def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
@@ -67,13 +69,16 @@ class ParentsResponses:
         return msgspec.msgpack.decode(await self._ask(_Remove(owner, response_id)), type=bool)
 
     async def ask(self, maker: int, question: bytes) -> bytes | None:
-        return await self._client.ask_session(maker, question)
+        return await self._questions.ask(maker, question)
 
     def answer_with(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        self._client.answer_questions(answer)
+        self._questions.answer_with(answer)
 
     async def _ask(self, message: _Message) -> bytes:
-        return await self._client.ask(SERVICE, msgspec.msgpack.encode(message))
+        answer = await self._questions.ask(SERVICE, msgspec.msgpack.encode(message))
+        if answer is None:
+            raise InternalError("the parent process failed to answer (its log says more)")
+        return answer
 
 
 class ResponseService:

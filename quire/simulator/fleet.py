@@ -88,7 +88,7 @@ def simulate_fleet(
         for until, arrived in _windows(requests, window):
             shares: list[list[TraceRequest]] = [[] for _ in range(num_replicas)]
             for request in arrived:
-                shares[chooser.choose(request.prefix_group if request.prefix_tokens else None)].append(request)
+                shares[chooser.choose(_beginnings(request))].append(request)
             for number, group in enumerate(groups):
                 group.begin_window(shares[number :: len(groups)], until)
             num_live = [0] * num_replicas
@@ -99,6 +99,10 @@ def simulate_fleet(
     finally:
         for group in groups:
             group.close()
+
+
+def _beginnings(request: TraceRequest) -> tuple[str, ...]:
+    return (request.prefix_group,) if request.prefix_group is not None and request.prefix_tokens else ()
 
 
 def merged(results: Sequence[Metrics]) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from quire.attention.interface import AttentionBatch
 from quire.attention.torch_backend import TorchAttention
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import ExpertWeights
+from quire.kernels.experts import experts
+from quire.kernels.matmul import row_linear
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import layer_context
@@ -35,31 +39,39 @@ class WatchingLinear(UnquantizedLinear):
         super().__init__(torch.float32)
         self.loading = ""
         self._names: dict[int, list[str]] = {}
+        """By the address of a matrix: those whose rows lie in it."""
         self._sums: dict[int, torch.Tensor] = {}
-        self._rows = 0
+        self._rows: Counter[int] = Counter()
 
     def load_rows(
         self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
         super().load_rows(parameters, suffix, tensor, first_row, num_rows)
         if suffix == "weight":
-            self._names.setdefault(id(parameters), []).append(self.loading)
+            self._names.setdefault(parameters.weight.data_ptr(), []).append(self.loading)
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        squares = x.double().square().sum(0)
-        known = self._sums.get(id(parameters))
-        self._sums[id(parameters)] = squares if known is None else known + squares
+        self._watch(parameters, x)
         return super().apply(parameters, x, residual)
 
-    def count(self, num_rows: int) -> None:
-        """Add to the rows that have gone through every matrix."""
-        self._rows += num_rows
+    def apply_experts(
+        self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        def product(parameters: PlainParameters, rows: torch.Tensor) -> torch.Tensor:
+            self._watch(parameters, rows)
+            return row_linear(rows, parameters.weight, parameters.bias)
+
+        return experts(weights, x, routing, residual, product)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """[columns] float32 by the names of the tensors that were loaded."""
-        return {
-            name: (sums / max(self._rows, 1)).float() for key, sums in self._sums.items() for name in self._names[key]
-        }
+        """[columns] float32 by the names of the tensors that were loaded; nothing for those that were not multiplied,
+        as experts that no token chose."""
+        return {name: (sums / self._rows[key]).float() for key, sums in self._sums.items() for name in self._names[key]}
+
+    def _watch(self, parameters: PlainParameters, x: torch.Tensor) -> None:
+        key, squares = parameters.weight.data_ptr(), x.double().square().sum(0)
+        self._sums[key] = self._sums[key] + squares if key in self._sums else squares
+        self._rows[key] += len(x)
 
 
 def watch_inputs(
@@ -91,7 +103,6 @@ def watch_inputs(
         for first in range(0, len(token_ids), size):
             chunk = token_ids[first : first + size]
             _forward(model, chunk)
-            linear.count(len(chunk))
             report(first + len(chunk), len(token_ids))
     return linear.means()
 

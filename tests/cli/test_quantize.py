@@ -21,7 +21,7 @@ from quire.utils.gguf import GGUFFile
 from tests.fakes.gguf import GGUFWriter, StoredTensor, typed
 from tests.fakes.gguf_model import WIDE
 from tests.models.dense_families import gemma, gemma2, gemma3, phi3
-from tests.models.families import llama, mistral, qwen2, qwen3, rope
+from tests.models.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, rope
 from tests.models.harness import randomize, save
 from tests.models.test_gguf import GEMMA_ROPE, YARN, assert_logits
 
@@ -37,6 +37,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": qwen2,
     "qwen2-yarn": lambda: qwen2(rope_parameters=YARN),
     "qwen3": qwen3,
+    "qwen2moe": qwen2_moe,
+    "qwen3moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "mixtral": lambda: mixtral(5, 2),
     "gemma": gemma,
     "gemma2": lambda: gemma2(query_pre_attn_scalar=40),
     "gemma3": lambda: gemma3(query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE),
@@ -78,6 +81,38 @@ def test_the_mix_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert float(error) < 0.01, name
 
 
+def test_stacks_of_experts_are_written_matrix_by_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its own columns' importance, and none where no token chose it."""
+    model = randomize(qwen3_moe(norm_topk_prob=True, hidden_size=256, moe_intermediate_size=256, num_experts=4))
+    directory, path = save(model, tmp_path / "directory"), tmp_path / "model.gguf"
+    counts = np.ones((4, 256))
+    counts[1, ::7], counts[3] = 300.0, 0.0
+    (tmp_path / "matrix").write_bytes(older_matrix({"blk.1.ffn_down_exps.weight": counts.reshape(-1)}, 2))
+    line = (directory, "--to", "q4_k_m", "-o", path, "--no-tokenizer")
+    stored = load_file(directory / "model.safetensors")
+    errors = []
+    for more in ((), ("--imatrix", tmp_path / "matrix")):
+        assert run(capsys, *line, *more)[0] == 0
+        with GGUFFile(path) as file:
+            kinds = {name: entry.type.name for name, entry in file.tensors.items() if "blk.0." in name}
+        assert kinds["blk.0.ffn_gate_inp.weight"] == "F32"
+        assert kinds["blk.0.ffn_up_exps.weight"] == "Q4_K"
+        found = dict(GGUFWeights(path).stream(lambda done, total: None))
+        squares = []
+        for expert in range(4):
+            name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+            weight = found[name]
+            assert isinstance(weight, QuantizedWeight)
+            error = (weight.dequantize() - stored[name]).square().sum(0)
+            assert float(error.sum() / stored[name].square().sum()) < 0.02
+            squares.append(error)
+        errors.append(squares)
+    plain, weighed = errors
+    weights = torch.from_numpy(counts[1])
+    assert float((weighed[1] * weights).sum()) < 0.9 * float((plain[1] * weights).sum())
+    assert torch.equal(weighed[3], plain[3])
+
+
 def test_directories_in_bfloat16_and_in_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = randomize(qwen3(**SIZES)).bfloat16()
     whole, parts = save(model, tmp_path / "whole"), save(model, tmp_path / "parts", max_shard_size="1MB")
@@ -96,6 +131,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "another rotation": (lambda: rope("dynamic", factor=2.0), "cannot say the RoPE settings 'dynamic'"),
     "another scale": (lambda: gemma3(query_pre_attn_scalar=20), "query_pre_attn_scalar is 20, and would be read as 24"),
     "another activation": (lambda: llama(hidden_act="gelu"), "hidden_act is .gelu., and would be read as .silu."),
+    "other shares": (lambda: qwen3_moe(norm_topk_prob=False), "norm_topk_prob is False, and would be read as True"),
     "a window": (lambda: qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1), "no sliding window"),
 }
 

@@ -282,7 +282,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message
         ("--hf-overrides.a", "--hf-overrides.a needs a value"),
         ("--enable-lor", "--enable-lora is not supported"),
         ("--enabel-lora", "unknown option '--enabel-lora'; did you mean '--enable-lora'"),
-        ("-dp 2", "--data-parallel-size is not supported: one engine serves"),
+        ("-dpr 1", "--data-parallel-start-rank is not supported: all replicas are on this machine"),
     ],
 )
 def test_mistakes(line: str, message: str) -> None:

@@ -61,6 +61,22 @@ def test_what_is_known_of_the_columns_and_the_size_change_the_mix() -> None:
     assert kinds == {"Q5_K", "Q6_K"}
 
 
+def test_few_experts_leave_room_for_attention() -> None:
+    model = MixedModel(32, 4, False, False, False, num_experts=8)
+    found = [
+        tensor_type(f"blk.9.{own}.weight", (64, 512), mix, model)
+        for mix in ("q4_k_m", "q6_k", "iq4_xs")
+        for own in ("attn_v", "attn_k", "attn_output", "attn_q", "ffn_gate_inp")
+    ]
+    assert found == [
+        *("Q8_0", "Q8_0", "Q5_K", "Q4_K", "F32"),
+        *("Q8_0", "Q8_0", "Q6_K", "Q6_K", "F32"),
+        *("Q8_0", "Q8_0", "Q5_K", "IQ4_XS", "F32"),
+    ]
+    stacks = {tensor_type(f"blk.{layer}.ffn_down_exps.weight", (8, 64, 512), "q4_k_m", model) for layer in (0, 8)}
+    assert stacks == {"Q6_K", "Q4_K"}
+
+
 def test_file_types_have_llama_cpps_numbers() -> None:
     numbers = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "q8_0": 7, "iq4_xs": 30, "bf16": 32, "f16": 1, "f32": 0}
     assert {name: mix.number for name, mix in MIXES.items()} == numbers

@@ -20,9 +20,9 @@ import pytest
 
 from quire import AsyncLLM, SamplingParams
 from quire.config.options import EngineOptions
+from quire.engine.fleet import Fleet
 from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
-from quire.engine.restarting_client import RestartingClient
 from quire.outputs import RequestOutput
 from quire.parsers.reasoning import ThinkFormat
 from tests.fakes.fates import Fates
@@ -219,9 +219,10 @@ async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_kill
 
 def ranks_of(engine: AsyncLLM) -> list[psutil.Process]:
     client = engine._client
-    assert isinstance(client, RestartingClient)
-    assert isinstance(client.client, ProcessClient)
-    return psutil.Process(client.client.pid).children()
+    assert isinstance(client, Fleet)
+    process = client.members[0].client
+    assert isinstance(process, ProcessClient)
+    return psutil.Process(process.pid).children()
 
 
 async def soak(fates: Fates, arguments: argparse.Namespace) -> None:

@@ -47,6 +47,21 @@ def options(weightless_model: Path) -> EngineOptions:
     return EngineOptions(model=str(weightless_model), num_blocks_override=256)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    """A pool that a few requests fill, so that they preempt and swap one another."""
+    path = write_weightless_model(tmp_path_factory.mktemp("models") / "tiny")
+    return EngineOptions(
+        model=str(path),
+        num_blocks_override=24,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        preemption_mode="swap",
+        swap_space="1MiB",
+    )
+
+
 @pytest.fixture
 async def process_engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
     engine = start(options, "slow", in_process=False)

@@ -70,10 +70,20 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving_apart(
-    model_path: Path, *, max_num_seqs: int, restart_engine: bool = False, executor: str = "slow"
+    model_path: Path,
+    *,
+    max_num_seqs: int,
+    restart_engine: bool | None = None,
+    executor: str = "slow",
+    data_parallel_size: int = 1,
 ) -> AsyncIterator[Served]:
-    """The application over an engine in a process of its own, slow enough to be met at work."""
-    options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=max_num_seqs)
+    """The application over engines in processes of their own, slow enough to be met at work."""
+    options = EngineOptions(
+        model=str(model_path),
+        num_blocks_override=128,
+        max_num_seqs=max_num_seqs,
+        data_parallel_size=data_parallel_size,
+    )
     engine = AsyncLLM.from_options(
         options,
         restart_engine=restart_engine,

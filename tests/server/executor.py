@@ -48,6 +48,10 @@ def fated(config: EngineConfig) -> FatedExecutor:
     return FatedExecutor(readable(config))
 
 
+def fated_slow(config: EngineConfig) -> FatedExecutor:
+    return FatedExecutor(slow(config))
+
+
 def slow_between_signals(config: EngineConfig) -> FakeExecutor:
     """In a process of its own: as slow as `very_slow`, but for the time from a SIGUSR1 to a SIGUSR2."""
     executor = very_slow(config)

@@ -34,10 +34,16 @@ class Process:
         max_num_seqs: int = 4,
         *,
         stderr: int = subprocess.PIPE,
+        data_parallel_size: int = 1,
         **settings: Any,
     ) -> None:
         """stderr: a descriptor in place of the pipe that `finish` reads."""
-        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
+        options = {
+            "model": str(model_path),
+            "num_blocks_override": 64,
+            "max_num_seqs": max_num_seqs,
+            "data_parallel_size": data_parallel_size,
+        }
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, arguments],

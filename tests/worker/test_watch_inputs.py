@@ -14,7 +14,7 @@ from quire.models.gguf.make import open_weights
 from quire.worker import watch_inputs as module
 from quire.worker.watch_inputs import watch_inputs
 from tests.models.dense_families import gemma3
-from tests.models.families import llama, qwen3
+from tests.models.families import llama, qwen3, qwen3_moe
 from tests.models.harness import random_prompts, randomize, save
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -22,6 +22,28 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": qwen3,
     "gemma3-windows": gemma3,
 }
+
+
+def test_experts_have_the_squares_of_the_tokens_that_chose_them(tmp_path: Path) -> None:
+    model = randomize(qwen3_moe(norm_topk_prob=True))
+    directory = save(model, tmp_path)
+    config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
+    config, files = open_weights(config)
+    (token_ids,) = random_prompts([60], 97)
+    found = watch_inputs(config, files, token_ids, lambda part, total: None)
+    inputs: list[torch.Tensor] = []
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda _module, arguments: inputs.append(arguments[0].flatten(0, -2)))
+    with torch.no_grad():
+        model(torch.tensor([token_ids]))
+        (x,) = inputs
+        chosen = mlp.gate.weight.matmul(x.T).T.topk(config.shape.layers[1].experts.num_active, dim=1).indices
+    for expert in range(config.shape.layers[1].experts.num_experts):
+        rows = x[(chosen == expert).any(1)]
+        name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
+        assert (name in found) == bool(len(rows))
+        if len(rows):
+            assert torch.allclose(found[name], rows.square().mean(0), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
 ONE_MACHINE = "all ranks run on this machine"
-NO_REPLICAS = "one engine serves: start one server a replica, behind a load balancer"
+ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
 NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
 ALL_RANKS_ALIKE = "the ranks pass messages over gloo"
@@ -36,16 +36,16 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("dcp_kv_cache_interleave_size", "int", NO_CONTEXT_RANKS, 1),
     noted("cp_kv_cache_interleave_size", "int", NO_CONTEXT_RANKS, 1),
     refused("prefill_context_parallel_size", "int", NO_CONTEXT_RANKS, 1, short=("-pcp",)),
-    refused("data_parallel_size", "int", NO_REPLICAS, 1, short=("-dp",)),
-    refused("data_parallel_rank", "int", NO_REPLICAS, short=("-dpn",)),
-    refused("data_parallel_start_rank", "int", NO_REPLICAS, 0, short=("-dpr",)),
-    refused("data_parallel_size_local", "int", NO_REPLICAS, 1, short=("-dpl",)),
-    noted("data_parallel_address", "text", NO_REPLICAS, short=("-dpa",)),
-    noted("data_parallel_rpc_port", "int", NO_REPLICAS, short=("-dpp",)),
-    noted("data_parallel_backend", "text", NO_REPLICAS, "mp", short=("-dpb",)),
-    refused("data_parallel_hybrid_lb", "flag", NO_REPLICAS, False, short=("-dph",)),
-    refused("data_parallel_external_lb", "flag", NO_REPLICAS, False, short=("-dpe",)),
-    refused("data_parallel_multi_port_external_lb", "flag", NO_REPLICAS, False, short=("-dpm",)),
+    to("data_parallel_size", "int", short=("-dp",), why="on a CPU so far: its cores and memory are shared out"),
+    refused("data_parallel_rank", "int", ONE_ROUTER, short=("-dpn",)),
+    refused("data_parallel_start_rank", "int", ONE_ROUTER, 0, short=("-dpr",)),
+    refused("data_parallel_size_local", "int", ONE_ROUTER, 1, short=("-dpl",)),
+    noted("data_parallel_address", "text", ONE_ROUTER, short=("-dpa",)),
+    noted("data_parallel_rpc_port", "int", ONE_ROUTER, short=("-dpp",)),
+    noted("data_parallel_backend", "text", ONE_ROUTER, "mp", short=("-dpb",)),
+    refused("data_parallel_hybrid_lb", "flag", ONE_ROUTER, False, short=("-dph",)),
+    refused("data_parallel_external_lb", "flag", ONE_ROUTER, False, short=("-dpe",)),
+    refused("data_parallel_multi_port_external_lb", "flag", ONE_ROUTER, False, short=("-dpm",)),
     noted("enable_hc_sp", "flag", ALL_RANKS_ALIKE, False),
     noted("enable_expert_parallel", "flag", NO_EXPERT_RANKS, False, short=("-ep",)),
     noted("enable_batch_sharded_sampling", "flag", "every rank has all logits", False),
@@ -57,9 +57,9 @@ PARALLEL: tuple[VllmFlag, ...] = (
     refused("enable_elastic_ep", "flag", NO_EXPERT_RANKS, False),
     noted("elastic_ep_max_dp_size", "int", NO_EXPERT_RANKS),
     noted("dbo_decode_token_threshold", "int", NO_EXPERT_RANKS),
-    noted("dp_sync_interval", "int", NO_REPLICAS),
+    noted("dp_sync_interval", "int", ONE_ROUTER),
     noted("dbo_prefill_token_threshold", "int", NO_EXPERT_RANKS),
-    noted("disable_nccl_for_dp_synchronization", "flag", NO_REPLICAS, True, False),
+    noted("disable_nccl_for_dp_synchronization", "flag", ONE_ROUTER, True, False),
     noted("enable_eplb", "flag", NO_EXPERT_RANKS, False),
     noted("eplb_config", "json", NO_EXPERT_RANKS, {}),
     noted("expert_placement_strategy", "text", NO_EXPERT_RANKS, "linear"),
@@ -68,8 +68,8 @@ PARALLEL: tuple[VllmFlag, ...] = (
     noted("disable_custom_all_reduce", "flag", ALL_RANKS_ALIKE, True, False),
     refused("worker_cls", "text", "no code of users runs in the engine", "auto"),
     refused("worker_extension_cls", "text", "no code of users runs in the engine", ""),
-    noted("enable_fault_tolerance", "flag", "it is for replicas of one model", False),
-    noted("fault_tolerance_config", "json", "it is for replicas of one model", {}),
+    noted("enable_fault_tolerance", "flag", "replicas that die are started again, and their requests go on", False),
+    noted("fault_tolerance_config", "json", "replicas that die are started again, and their requests go on", {}),
 )
 
 ADAPTERS: tuple[VllmFlag, ...] = (

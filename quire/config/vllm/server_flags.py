@@ -7,7 +7,7 @@ from dataclasses import replace
 from quire.config.vllm.record import VllmFlag, noted, refused, so, to
 
 NO_COHERE = "Cohere's chat is not served"
-SUPERVISOR = "one engine serves: there is no supervisor of replicas"
+SUPERVISOR = "the server itself starts replicas again"
 
 _CHAT: tuple[VllmFlag, ...] = (
     refused("lora_modules", "texts", "adapters are not supported yet", []),

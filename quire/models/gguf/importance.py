@@ -8,11 +8,13 @@ name, the number of calls, the number of columns, and sums in float32, which are
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from quire.config.gguf_export import Place
 from quire.errors import ModelLoadError
 from quire.utils.gguf import MAGIC, GGUFFile
 from quire.utils.model_files import read_model_file
@@ -92,11 +94,24 @@ def _read_older(path: Path) -> Importance:
     return found
 
 
-def importance_of(importance: Importance, name: str, columns: int, where: str) -> torch.Tensor | None:
+def by_tensor(means: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> Importance:
+    """The same by the tensors' names in the file. means: by Hugging Face's names; a matrix of which nothing is known
+    beside others of its stack has zeros."""
+    known = {places[source].name: means[source] for source in means}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in known}
+    for source, place in places.items():
+        if place.name in known:
+            parts[place.name].append(means.get(source, torch.zeros_like(known[place.name])))
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def importance_of(importance: Importance, place: Place, columns: int, where: str) -> torch.Tensor | None:
     """What counts for a matrix; None where nothing is known. Raises ModelLoadError for another number of columns."""
-    found = importance.get(name)
-    if found is None or not bool(found.any()):
+    found = importance.get(place.name)
+    if found is None:
         return None
+    if place.expert is not None:
+        found = found[place.expert * columns : (place.expert + 1) * columns]
     if len(found) != columns:
-        raise ModelLoadError(f"{where}: {name!r} has {len(found)} columns, and the model's matrix {columns}")
-    return found
+        raise ModelLoadError(f"{where}: {place.name!r} has {len(found)} columns, and the model's matrix {columns}")
+    return found if bool(found.any()) else None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quire.config.gguf import ROPE_FACTORS
-from quire.config.gguf_export import Description
+from quire.config.gguf_export import Description, Place
 from quire.config.gguf_mixes import MixedModel, tensor_type
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
@@ -50,12 +50,14 @@ def open_weights(config: ModelConfig) -> tuple[ModelConfig, WeightFiles]:
 
 def plan_tensors(config: ModelConfig, description: Description, recipe: Recipe) -> list[PlannedTensor]:
     """The tensors of the file, each with its type."""
+    experts = config.shape.layers[0].experts
     model = MixedModel(
         config.num_layers,
         config.num_heads // config.num_kv_heads,
         config.shape.is_tied,
         description.is_large,
         recipe.importance is not None,
+        0 if experts is None else experts.num_experts,
     )
     kinds = {name: tensor_type(name, shape, recipe.mix, model) for name, shape in description.shapes.items()}
     return [
@@ -84,18 +86,16 @@ def write_gguf(
         if description.rope_factors:  # a part of the configuration
             writer.write(ROPE_FACTORS, np.array(description.rope_factors, dtype="<f4").tobytes())
         check(writer.partial)
-        for name, tensor in _named(config, files, description, report):
-            kind, columns = by_name[name].type.name, tensor.shape[-1]
-            counts = None
-            if recipe.importance is not None and tensor.dim() == 2:
-                counts = importance_of(recipe.importance, name, columns, recipe.importance_from)
+        for source, place, tensor in _placed(config, files, description, report):
+            kind, columns = by_name[place.name].type.name, tensor.shape[-1]
             try:
+                counts = None
+                if recipe.importance is not None and tensor.dim() == 2:
+                    counts = importance_of(recipe.importance, place, columns, recipe.importance_from)
                 encoded = encode(tensor.view(-1, columns), kind, counts, pool)
             except ModelLoadError as error:
-                raise ModelLoadError(
-                    f"{files.current}: tensor {description.sources[name]!r}: {error.message}"
-                ) from None
-            writer.write(name, encoded.data.cast("B"))
+                raise ModelLoadError(f"{files.current}: tensor {source!r}: {error.message}") from None
+            writer.write(place.name, encoded.data.cast("B"), (place.expert or 0) * encoded.nbytes)
         writer.finish()
     sizes: Counter[str] = Counter()
     for each in planned:
@@ -103,29 +103,30 @@ def write_gguf(
     return sizes
 
 
-def _named(
+def _placed(
     config: ModelConfig, files: WeightFiles, description: Description, report: Progress
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor once, under its name in the file and as the file has it. Raises ModelLoadError for one that is
+) -> Iterator[tuple[str, Place, torch.Tensor]]:
+    """Every tensor once, with its place in the file, and as the file has it. Raises ModelLoadError for one that is
     missing, of another shape or of no model like this."""
-    names = CheckpointNames.of(config)
-    by_source = {source: name for name, source in description.sources.items()}
-    seen = set()
+    names, seen = CheckpointNames.of(config), set()
     for source, tensor in checkpoint_tensors(files, config, report):
-        own = names.find(source, by_source, (), tensor)
+        own = names.find(source, description.places, (), tensor)
         if own is None:
             continue
-        name = by_source[own]
-        where = f"{files.current}: tensor {source!r}"
-        if name in seen:
+        place, where = description.places[own], f"{files.current}: tensor {source!r}"
+        shape = description.shapes[place.name]
+        shape = shape if place.expert is None else shape[1:]
+        if own in seen:
             raise ModelLoadError(f"{where} occurs twice")
-        if tuple(tensor.shape) != description.shapes[name]:
-            raise ModelLoadError(f"{where} is {list(tensor.shape)}, not {list(description.shapes[name])}")
+        is_gate = len(shape) == 1 and tuple(tensor.shape) == (1, *shape)  # of one row, a vector in files
+        if tuple(tensor.shape) != shape and not is_gate:
+            raise ModelLoadError(f"{where} is {list(tensor.shape)}, not {list(shape)}")
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{where} is not floating point: the checkpoint is quantised already")
-        seen.add(name)
-        yield name, _as_file_has(tensor.read() if isinstance(tensor, FileTensor) else tensor, name, config, description)
-    if missing := by_source.keys() - {description.sources[name] for name in seen}:
+        seen.add(own)
+        whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
+        yield source, place, _as_file_has(whole.reshape(shape), place.name, config, description)
+    if missing := description.places.keys() - seen:
         raise ModelLoadError(f"{config.path}: tensor {min(missing)!r} is missing")
 
 

@@ -13,92 +13,17 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from quire.config.options import EngineOptions
+from quire.engine.fleet import MAX_FRUITLESS_DEATHS, Fleet
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.messages import Abort, AddRequest, Call, EngineReady, RequestRejected
-from quire.engine.restarting_client import MAX_FRUITLESS_DEATHS, RestartingClient
+from quire.engine.messages import Abort, AddRequest, Call, EngineReady
 from quire.errors import EngineDeadError, InternalError, ModelLoadError
-from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest
-from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
-from tests.engine.conftest import write_weightless_model
 from tests.engine.driving import add, call, stats, tokens_until_finished
+from tests.engine.requests import KINDS, Heard, hear, hear_rest, request, told
 from tests.fakes.mortal import FAKE, MortalClient
 
-Heard = dict[tuple[str, int], list[SequenceUpdate]]
 
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
-    """A pool that a few requests fill, so that they preempt and swap one another."""
-    path = write_weightless_model(tmp_path_factory.mktemp("models") / "tiny")
-    return EngineOptions(
-        model=str(path),
-        num_blocks_override=24,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        preemption_mode="swap",
-        swap_space="1MiB",
-    )
-
-
-def request(number: int, **params: object) -> EngineRequest:
-    settings = SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    prompt = [1 + (number * 7 + place) % 90 for place in range(3 + 5 * (number % 4))]
-    return EngineRequest(
-        request_id=f"r{number}",
-        prompt_token_ids=prompt,
-        params=settings,
-        max_tokens=settings.max_tokens or 9,
-        seed=number,
-    )
-
-
-KINDS: list[dict[str, object]] = [
-    {"max_tokens": 30},
-    {"max_tokens": 12, "n": 3, "logprobs": 2},
-    {"max_tokens": 9, "prompt_logprobs": 1},
-    {"max_tokens": 14, "n": 2, "best_of": 4},
-    {"max_tokens": 6, "n": 2, "use_beam_search": True, "temperature": 0.0},
-    {"max_tokens": 25, "stop_token_ids": [3, 5, 8, 13, 21, 34], "min_tokens": 3},
-]
-
-
-def hear(
-    client: RestartingClient | InProcessClient, requests: list[EngineRequest]
-) -> tuple[Heard, list[RequestRejected]]:
-    """Run the requests to their ends; the updates of each sequence, and what was rejected."""
-    for each in requests:
-        client.send(AddRequest(each))
-    heard: Heard = {}
-    return heard, hear_rest(client, requests, heard)
-
-
-def hear_rest(
-    client: RestartingClient | InProcessClient, requests: list[EngineRequest], heard: Heard
-) -> list[RequestRejected]:
-    """Add to the updates of each sequence until all of these requests have ended; what was rejected."""
-    unfinished = {
-        (each.request_id, index)
-        for each in requests
-        for index in range(each.params.n if each.params.use_beam_search else each.params.num_sequences)
-    }
-    unfinished -= {key for key, updates in heard.items() if updates[-1].finish_reason is not None}
-    rejected: list[RequestRejected] = []
-    while unfinished:
-        outputs = client.receive(30)
-        assert outputs is not None, f"still waiting for {unfinished}"
-        rejected += outputs.rejections
-        unfinished -= {key for key in unfinished for each in outputs.rejections if key[0] == each.request_id}
-        for update in outputs.updates:
-            heard.setdefault((update.request_id, update.index), []).append(update)
-            if update.finish_reason is not None:
-                unfinished.discard((update.request_id, update.index))
-    return rejected
-
-
-def receive_updates(client: RestartingClient, heard: Heard, num_steps: int) -> None:
+def receive_updates(client: Fleet, heard: Heard, num_steps: int) -> None:
     for _ in range(num_steps):
         outputs = client.receive(30)
         assert outputs is not None
@@ -106,34 +31,16 @@ def receive_updates(client: RestartingClient, heard: Heard, num_steps: int) -> N
             heard.setdefault((update.request_id, update.index), []).append(update)
 
 
-def told(heard: Heard) -> dict[tuple[str, int], object]:
-    """What a front end makes of the updates, whatever steps they came in."""
-    return {
-        key: (
-            [token_id for update in updates for token_id in update.new_token_ids],
-            [msgspec.to_builtins(entry) for update in updates for entry in update.logprobs or ()],
-            [
-                (each.prompt_logprobs.start + place, msgspec.to_builtins(entry))
-                for each in updates
-                if each.prompt_logprobs is not None
-                for place, entry in enumerate(each.prompt_logprobs.entries)
-            ],
-            [(u.finish_reason, u.stop_reason, u.ranking) for u in updates if u.finish_reason is not None],
-        )
-        for key, updates in heard.items()
-    }
-
-
 def restarting(
     options: EngineOptions, is_due: Callable[[set[str]], bool], *, loses: bool = False, hung_engine_timeout: float = 0.0
-) -> tuple[RestartingClient, list[MortalClient]]:
+) -> tuple[Fleet, list[MortalClient]]:
     engines: list[MortalClient] = []
 
     def start(ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
         engines.append(MortalClient(options, FAKE, is_due, loses=loses))
         return engines[-1]
 
-    return RestartingClient(start, hung_engine_timeout), engines
+    return Fleet([start], hung_engine_timeout=hung_engine_timeout), engines
 
 
 def due_at(steps: list[int]) -> Callable[[set[str]], bool]:
@@ -296,7 +203,7 @@ class HeldStart:
 
 def test_what_is_sent_and_aborted_while_an_engine_starts(small: EngineOptions) -> None:
     start = HeldStart(small)
-    client = RestartingClient(start)
+    client = Fleet([start])
     requests = [request(number, max_tokens=8) for number in range(4)]
     with ThreadPoolExecutor(1) as pool:
         for each in requests[:3]:
@@ -325,7 +232,7 @@ def test_what_is_sent_and_aborted_while_an_engine_starts(small: EngineOptions) -
 
 def test_shutdown_while_an_engine_starts(small: EngineOptions) -> None:
     start = HeldStart(small)
-    client = RestartingClient(start)
+    client = Fleet([start])
     with ThreadPoolExecutor(1) as pool:
         hearing = pool.submit(hear, client, [request(0, max_tokens=8)])
         assert start.has_begun.wait(120)
@@ -424,7 +331,7 @@ def test_under_a_pause_what_has_begun_goes_on_and_new_requests_wait(small: Engin
     client.shutdown()
 
 
-def _with(client: RestartingClient, message: AddRequest) -> RestartingClient:
+def _with(client: Fleet, message: AddRequest) -> Fleet:
     client.send(message)
     return client
 
@@ -440,7 +347,7 @@ def test_an_engine_that_dies_without_a_token_is_given_up(small: EngineOptions) -
 
 
 def test_an_engine_that_cannot_start_again_is_given_up(small: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.restarting_client.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("quire.engine.fleet.PAUSE_SECONDS", 0.001)
     num_starts = 0
 
     def start(ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
@@ -450,7 +357,7 @@ def test_an_engine_that_cannot_start_again_is_given_up(small: EngineOptions, mon
             raise ModelLoadError("the checkpoint is gone")
         return MortalClient(small, FAKE, lambda _request_ids: True, loses=False)
 
-    client = RestartingClient(start)
+    client = Fleet([start])
     client.send(add("a"))
     with pytest.raises(EngineDeadError, match="could not be started again: the checkpoint is gone: killed by the test"):
         client.receive(5)
