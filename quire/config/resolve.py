@@ -51,6 +51,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
+GGUF_ACTIVATION_BITS = 8
 ACTIVATION_BITS = ("auto", "8", "16", "32")
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8")
 QUANTIZATIONS: dict[str, int | None] = {
@@ -275,10 +276,12 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """As ModelConfig has them."""
+    """As ModelConfig has them. "auto" is 8 for a GGUF file on the native kernels where neither a dtype nor a precision of
+    products is asked for: as little as perplexity shows it."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
-        return 0
+        is_free = model.is_gguf and model.quantization is None and backend == "native"
+        return GGUF_ACTIVATION_BITS if is_free and options.dtype == options.matmul_precision == "auto" else 0
     reason = None
     if backend != "native":
         reason = f"they are bits that the native CPU kernels keep, and {backend} computes the model"

@@ -98,6 +98,8 @@ class CpuPlatform:
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
         reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
         formats = f"{model.weight_format} weights, {model.cache_format}, {precision} products{reason}"
+        if model.activation_bits:
+            formats += f", {model.activation_bits} bits of activations that meet quantised weights"
         expanded = ", prompts of latent attention expanded: bits depend on chunks" if model.expands_prompts else ""
         return f"{kernels}, {threads}, {formats}{expanded}"
 
