@@ -284,8 +284,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """As ModelConfig has them. "auto" is 8 for a GGUF file on the native kernels where neither a dtype nor a precision of
-    products is asked for: as little as perplexity shows it."""
+    """As ModelConfig has them. "auto" is 8 for a GGUF file on the native kernels where neither a dtype nor a precision
+    of products is asked for: perplexity does not show it."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
         is_free = model.is_gguf and model.quantization is None and backend == "native"
