@@ -96,6 +96,26 @@ void bind_weight(nb::module_& module) {
   module.attr("MAX_COLUMNS") = kMaxColumns;
 }
 
+void bind_collectives(nb::module_& module) {
+  nb::class_<SharedRanks>(module, "SharedRanks")
+      .def_static("num_bytes", &SharedRanks::bytes, "ranks"_a)
+      .def(
+          "__init__",
+          [](SharedRanks* self, uintptr_t memory, int rank, int ranks, int spins, double seconds) {
+            new (self) SharedRanks(reinterpret_cast<std::byte*>(memory), rank, ranks, spins, seconds);
+          },
+          "memory"_a, "rank"_a, "ranks"_a, "spins"_a, "seconds"_a)
+      .def(
+          "all_reduce",
+          [](SharedRanks& ranks, uintptr_t x, uintptr_t out, int64_t rows, int64_t width) {
+            TeamShared alone;
+            Team team(0, 1, &alone, nullptr);
+            ranks.all_reduce(at<float>(x), width, reinterpret_cast<float*>(out), width, rows, width, team);
+            ranks.check();
+          },
+          "x"_a, "out"_a, "rows"_a, "width"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
 void bind_program(nb::module_& module) {
   nb::class_<Pool>(module, "Pool")
       .def(nb::init<int, bool>(), "threads"_a, "pin"_a)
@@ -276,6 +296,18 @@ void bind_program(nb::module_& module) {
           },
           "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
       .def(
+          "all_reduce",
+          [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out) {
+            program.add(AllReduceArgs{std::move(ranks), width, x, out});
+          },
+          "ranks"_a, "width"_a, "x"_a, "out"_a)
+      .def(
+          "all_gather",
+          [](Program& program, std::shared_ptr<SharedRanks> ranks, int64_t width, const Ref& x, const Ref& out) {
+            program.add(AllGatherArgs{std::move(ranks), width, x, out});
+          },
+          "ranks"_a, "width"_a, "x"_a, "out"_a)
+      .def(
           "outside",
           [](Program& program, nb::callable function, std::vector<Ref> rows) {
             program.add([function = std::move(function), rows = std::move(rows)](const Step& step) {
@@ -326,7 +358,9 @@ NB_MODULE(_native, module) {
   module.def("has_bf16_products", [](const std::string& name) { return quire::kernels_for(name).bf16_products; });
   quire::bind_weight(module);
   quire::bind_attention(module);
+  quire::bind_drafts(module);
   quire::bind_encoder(module);
+  quire::bind_collectives(module);
   quire::bind_program(module);
   quire::bind_step_inputs(module);
   quire::bind_limits(module);

@@ -8,6 +8,7 @@ namespace quire {
 class Program;
 
 void bind_attention(nanobind::module_& module);  // attention_plan.cpp
+void bind_drafts(nanobind::module_& module);     // drafts.cpp
 void bind_block_packing(nanobind::module_& module);  // packing_blocks.cpp
 void bind_encoder(nanobind::module_& module);    // encoder_plan.cpp
 void bind_limits(nanobind::module_& module);     // limits_bindings.cpp

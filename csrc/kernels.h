@@ -390,6 +390,7 @@ struct ConvolutionArgs {
   int64_t offset = 0;  // bytes of a page before the kept inputs
   int64_t channels = 0;
   int64_t width = 0;              // taps
+  int64_t kept = 0;               // inputs of a page, at least width - 1: that of position p in row p % kept
   const float* kernel = nullptr;  // [width][channels]
   const float* bias = nullptr;    // [channels] or null
   Activation activation = Activation::kNone;  // or kSilu

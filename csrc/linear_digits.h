@@ -126,7 +126,7 @@ QUIRE_INLINE void add_block(const Tile& tile, int64_t group, int part, const Row
 
 template <class Weight, int kDigits, int kRows>
 void digit_tile(const Tile& tile) {
-  constexpr int kQuads = Weight::kQuads, kStep = kRows * kDigits * kQuads * kQuadBytes;
+  constexpr int kQuads = Weight::kQuads, kLines = Weight::kBytes / 64, kStep = kRows * kDigits * kQuads * kQuadBytes;
   constexpr int kChains = kRows == 1 && kQuads > 1 ? 2 : 1;  // sums of one row: more, to keep the processor busy
   const int64_t groups = num_groups(*tile.weight);
   for (int r = 0; r < kRows * kPanel; r += kLanes) store(tile.out + r, zero());
@@ -164,9 +164,11 @@ void digit_tile(const Tile& tile) {
                 low_sum = add_products(low_sum, low_quad, four);
                 high_sum = add_products(high_sum, high_quad, four);
               }
+            // Asked for one by one: a burst of them waits for room among the lines under way.
+#pragma GCC unroll 2
+            for (int64_t line = kLines * quad / kQuads; line < kLines * (quad + 1) / kQuads; ++line, soon += tile.prefetch_step)
+              prefetch_line(tile, soon);
           }
-#pragma GCC unroll 10
-          for (int64_t line = 0; line < Weight::kBytes / 64; ++line, soon += tile.prefetch_step) prefetch_line(tile, soon);
         }
 #pragma GCC unroll 2
         for (int chain = 1; chain < kChains; ++chain)

@@ -26,7 +26,7 @@ QUIRE_INLINE const float* input_row(const ConvolutionArgs& args, const StatePlan
   const int64_t start = plan.starts[sequence];
   if (start + place < 0) return nullptr;
   const float* kept = page_of(plan, args.layer, sequence, (start - 1) / plan.interval, args.offset);
-  return kept + (args.width - 1 + place) * line_elements(args.channels);
+  return kept + (start + place) % args.kept * line_elements(args.channels);
 }
 
 QUIRE_INLINE vf activated(Activation activation, vf x) { return activation == Activation::kSilu ? x * sigmoid(x) : x; }
@@ -70,20 +70,19 @@ void convolve(const ConvolutionArgs& args, const Step& step, Team& team) {
 void keep_inputs(const ConvolutionArgs& args, const Step& step, Team& team) {
   const StatePlan& plan = *step.states;
   const float* x = step.at(args.x);
-  const int64_t kept = args.width - 1, row_elements = line_elements(args.channels);
+  const int64_t kept = args.kept, row_elements = line_elements(args.channels);
   for (int64_t s = team.take(); s < plan.num_sequences; s = team.take()) {
     const int64_t count = plan.query_start[s + 1] - plan.query_start[s], start = plan.starts[s], end = start + count;
     if (count == 0) continue;
     // The block of the step's first token last: the page that is read may be its own.
     for (int64_t block = (end - 1) / plan.interval; block >= start / plan.interval; --block) {
       const int64_t block_end = (block + 1) * plan.interval < end ? (block + 1) * plan.interval : end;
-      float* to = page_of(plan, args.layer, s, block, args.offset);
-      for (int64_t row = 0; row < kept; ++row, to += row_elements) {
-        const float* from = input_row(args, plan, x, s, block_end - start - kept + row);
-        if (from == nullptr)
-          std::memset(to, 0, static_cast<std::size_t>(row_elements) * sizeof(float));
-        else if (from != to)
-          std::memmove(to, from, static_cast<std::size_t>(args.channels) * sizeof(float));
+      float* page = page_of(plan, args.layer, s, block, args.offset);
+      for (int64_t position = block_end < kept ? 0 : block_end - kept; position < block_end; ++position) {
+        float* to = page + position % kept * row_elements;
+        const float* from = input_row(args, plan, x, s, position - start);
+        if (from != to)
+          std::memcpy(to, from, static_cast<std::size_t>(args.channels) * sizeof(float));
       }
     }
   }

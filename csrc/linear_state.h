@@ -6,7 +6,7 @@
 //   updates  [value_heads][kKeptRows][value]  of the tokens behind the border
 //   keys     [key_heads][kKeptRows][key]      of unit length
 //   decays   [value_heads][kBorder]           logarithms; the last has no meaning
-// Of a convolution, from ConvolutionArgs::offset on: inputs [width - 1][channels], the last ones, the earliest first.
+// Of a convolution, from ConvolutionArgs::offset on: inputs [kept][channels], the last ones, by their positions modulo kept.
 #pragma once
 
 #include <cstdint>

@@ -45,12 +45,12 @@ void bind_states(nb::module_& module, nb::class_<Program>& program) {
   program
       .def(
           "convolution",
-          [](Program& program, int64_t layer, int64_t offset, int64_t channels, int64_t width, uintptr_t kernel,
-             uintptr_t bias, Activation activation, const Ref& x, const Ref& out) {
-            program.add(ConvolutionArgs{layer, offset, channels, width, at<float>(kernel), at<float>(bias), activation,
-                                        x, out});
+          [](Program& program, int64_t layer, int64_t offset, int64_t channels, int64_t width, int64_t kept,
+             uintptr_t kernel, uintptr_t bias, Activation activation, const Ref& x, const Ref& out) {
+            program.add(ConvolutionArgs{layer, offset, channels, width, kept, at<float>(kernel), at<float>(bias),
+                                        activation, x, out});
           },
-          "layer"_a, "offset"_a, "channels"_a, "width"_a, "kernel"_a, "bias"_a, "activation"_a, "x"_a, "out"_a)
+          "layer"_a, "offset"_a, "channels"_a, "width"_a, "kept"_a, "kernel"_a, "bias"_a, "activation"_a, "x"_a, "out"_a)
       .def(
           "delta_rule",
           [](Program& program, int64_t layer, int64_t offset, int64_t key_heads, int64_t value_heads, int64_t key_dim,

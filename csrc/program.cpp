@@ -114,9 +114,9 @@ void Program::add(ExpertsArgs args) {
 
 void Program::add(const ConvolutionArgs& args) {
   require_all_rows();
-  if (args.width < 1 || args.width > kMaxTaps || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
+  if (args.width < 1 || args.width > kMaxTaps || args.kept < args.width - 1 || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
     throw std::invalid_argument("a convolution of too many taps, or with another activation than SiLU");
-  const int64_t kept = (args.width - 1) * line_elements(args.channels) * static_cast<int64_t>(sizeof(float));
+  const int64_t kept = args.kept * line_elements(args.channels) * static_cast<int64_t>(sizeof(float));
   states_.emplace_back(args.layer, args.offset + kept);
   ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.convolve, args});
   ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.keep_inputs, args});
@@ -134,6 +134,16 @@ void Program::add(const DeltaArgs& args) {
 
 void Program::add(const GatedNormArgs& args) {
   ops_.emplace_back(Call<GatedNormArgs>{kernels_.states.gated_norm, args});
+}
+
+void Program::add(AllReduceArgs args) {
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<AllReduceArgs>{all_reduce, std::move(args)});
+}
+
+void Program::add(AllGatherArgs args) {
+  ranks_ = args.ranks;
+  ops_.emplace_back(Call<AllGatherArgs>{all_gather, std::move(args)});
 }
 
 void Program::add(Outside call) { outside_.emplace_back(ops_.size(), std::move(call)); }
@@ -220,6 +230,7 @@ void Program::run(const Step& step) {
     first = place;
   }
   run_kernels(first, ops_.size(), step, reading);
+  if (ranks_ != nullptr) ranks_->check();
 }
 
 void Program::run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading) {

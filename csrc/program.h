@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "collectives.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -41,6 +42,8 @@ class Program {
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
   void add(const GatedNormArgs& args);
+  void add(AllReduceArgs args);
+  void add(AllGatherArgs args);
   // What is no kernel, between those before and behind it: on the thread that runs the program, while no other of its
   // threads computes, so that it may run other programs. It is given the step with the rows that there are at its place;
   // what it throws ends the run.
@@ -65,7 +68,7 @@ class Program {
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
                           Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
-                          Call<EncoderArgs>>;
+                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>>;
 
   void require_all_rows() const;
   // Runs the kernels [first, last) of ops_. reading: the step behind a gather.
@@ -87,6 +90,7 @@ class Program {
   std::vector<IndexArgs> index_;
   std::vector<EmbedArgs> embeddings_;
   std::vector<int64_t> rotated_;  // columns of positions
+  std::shared_ptr<SharedRanks> ranks_;  // of the collectives, if any
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;
 };

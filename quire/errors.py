@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Self
 
 from quire.utils.failures import explain
 
@@ -25,6 +27,22 @@ class UserError(QuireError, ValueError):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def named(self, names: Mapping[str, str]) -> Self:
+        """The error in the terms of an API with other names of fields (`in_terms`)."""
+        message, param = in_terms(self.message, self.param, names)
+        return type(self)(message, param=param)
+
+
+def in_terms(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """What an error says, and the path of its field, for callers who know fields by other names. names: our name of a
+    field -> the caller's path. A name that is a plain word means the field only where the message begins with it."""
+    head = re.split(r"[.\[]", param or "", maxsplit=1)[0]
+    if head in names and message.startswith(head):
+        message = names[head] + message[len(head) :]
+    if known := [name for name in names if "_" in name]:
+        message = re.sub(rf"\b(?:{'|'.join(known)})\b", lambda found: names[found[0]], message)
+    return message, names.get(head, param)
 
 
 class ConfigError(UserError):

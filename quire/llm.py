@@ -26,8 +26,7 @@ from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.tokenization.chat_template import TemplateChoice
-from quire.tokenization.template_messages import ContentFormat
+from quire.tokenization.conversation import ContentFormat, conversation_of
 from quire.utils.progress import ProgressBar
 
 _POLL_SECONDS = 1.0
@@ -134,7 +133,6 @@ class LLM(OfflineEngine, PoolingMethods):
         """
         refuse_adapters(lora_request)
         content_format = options.pop("chat_template_content_format", "auto")
-        choice = TemplateChoice(chat_template, content_format)
         priority = options.pop("priority", None)
         of_texts = CallOptions(
             tokenization_kwargs=options.pop("tokenization_kwargs", None),
@@ -147,9 +145,12 @@ class LLM(OfflineEngine, PoolingMethods):
         for index, conversation in enumerate(conversations):
             with _naming(index, "conversation", of=len(conversations)):
                 rendered = self._input_processor.render_chat(
-                    conversation,  # type: ignore[arg-type]  # told apart above
-                    choice=choice,
-                    **options,
+                    conversation_of(
+                        conversation,  # type: ignore[arg-type]  # told apart above
+                        source=chat_template,
+                        content_format=content_format,
+                        **options,
+                    )
                 )
             prompts.append({"prompt_token_ids": rendered.token_ids, "prompt": rendered.text})
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **of_texts)

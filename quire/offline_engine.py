@@ -21,7 +21,7 @@ from quire.engine.sleep import part_of
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
-from quire.tokenization.chat_template import TemplateChoice
+from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.user_tokenizer import UserTokenizer
 
@@ -55,8 +55,9 @@ class OfflineEngine:
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer")
 
-        def render(messages: Conversation, source: str | None = None, **options: Any) -> str:
-            return self._input_processor.submit_chat(messages, choice=TemplateChoice(source), **options).result()
+        def render(messages: Conversation, **options: Any) -> str:
+            inputs = self._input_processor
+            return inputs.write_text(inputs.prepare_chat(conversation_of(messages, **options))).text
 
         return UserTokenizer(self.tokenizer, render)
 

@@ -66,6 +66,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens_total: int = 0
     """Of requests that have started, those that the prefix cache had included."""
     generation_tokens_total: int = 0
+    draft_tokens_total: int = 0
+    """Drafts that steps computed (`speculative_config`)."""
+    accepted_draft_tokens_total: int = 0
+    """Those of them that were the sequences' own tokens."""
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
     """Those of the preemptions that swapped."""

@@ -10,8 +10,9 @@ Drafts are tokens that a step computes behind a sequence's last token, before it
 sequence's own. Sampling accepts the leading ones that equal what it draws itself, and one token more, so such a step
 yields at least one token and at most `num_drafts` + 1. How many, the scheduler learns with the result, which may come
 when later plans are made: until then `start_positions` are upper bounds for that sequence. The workers' own count is
-the truth: a step starts behind the tokens whose keys and values the worker has computed and kept, and the last of
-`num_tokens` are the drafts. The blocks of a plan suffice for the bound, so they do for the truth.
+the truth: a step starts behind the tokens whose keys and values the worker has computed and kept, at the plan's start
+at the latest, and the last of `num_tokens` are the drafts, of which the workers may compute fewer. The blocks of a plan
+suffice for the bound, so they do for the truth.
 
 A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result brings what the model makes of the
 sequence's last hidden states (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row
@@ -120,8 +121,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
     num_drafts: list[int] = []
-    """How many of `num_tokens` are drafts, the last ones; empty where no sequence has any. Only a sequence that is
-    sampled from its own logits has drafts, behind its last token."""
+    """How many of `num_tokens` are drafts at most, the last ones; empty where no sequence has any. Only a sequence that
+    is sampled from its own logits has drafts, behind its last token."""
     drafts: dict[int, list[int]] = {}
     """seq_id -> the drafts that the scheduler proposes. For a sequence with `num_drafts` that is not here the workers
     propose them."""
@@ -184,13 +185,18 @@ class StepResult(msgspec.Struct, array_like=True):
     step_id: int
     token_ids: list[list[int]]
     """Aligned with the plan's `sample_seq_ids`: per sample the new tokens, one and those drafts before it that were
-    accepted; empty for a pooled one."""
+    accepted. Empty for a pooled one, and for one that the workers discard: the sequence then computes its last known
+    token again."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Index into `token_ids` -> logprobs, one entry per token, where asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
+    num_drafts: int = 0
+    """Drafts that the workers computed in the step."""
+    foreseen: dict[int, int] = {}
+    """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where they have any."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""
     nonfinite: list[int] = []

@@ -298,7 +298,8 @@ def _prompts(namespace: argparse.Namespace, rng: random.Random, default_ids: str
 
 @contextmanager
 def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Generator]:
-    """`LLM.generate` of a new engine, which is taken down at the end."""
+    """`LLM.generate` of a new engine, which is taken down at the end. Prints how many drafts were accepted, if any."""
+    from quire.cli import report
     from quire.llm import LLM
 
     import_executor()
@@ -311,6 +312,11 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
             return outputs
 
         yield generate
+        stats = llm.stats()
+        if num_drafts := cast("int", stats["draft_tokens_total"]):
+            accepted = cast("int", stats["accepted_draft_tokens_total"])
+            share = f"{accepted:,} of {num_drafts:,} ({accepted / num_drafts:.0%}), warm-ups included"
+            report.print_rows("speculation", [("drafts accepted", share)])
 
 
 def _json_object(text: str) -> dict[str, Any]:

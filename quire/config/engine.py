@@ -11,6 +11,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.sampling_params import MAX_LOGPROBS
 
@@ -33,4 +34,6 @@ class EngineConfig:
     """Where the executor's steps are logged, None: nowhere."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The ranks that run the model."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """The drafts that steps compute."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -52,7 +52,8 @@ class AttentionShape:
     index_heads, index_dim, index_top: of an indexer beside "latent", its heads, the elements of the key that it keeps
     of a token, and the tokens that it chooses to be read (0: there is none).
     conv_channels, conv_inputs: of "state", channels of the short convolution, and the inputs that it keeps of each,
-    besides the state itself: a matrix key_dim x value_dim for each of the num_kv_heads heads of values.
+    besides the state itself: a matrix key_dim x value_dim for each of the num_kv_heads heads of values. spare_inputs:
+    inputs that it keeps besides, for as many drafts to be taken back.
     """
 
     kind: Kind
@@ -68,6 +69,7 @@ class AttentionShape:
     index_top: int = 0
     conv_channels: int = 0
     conv_inputs: int = 0
+    spare_inputs: int = 0
 
     @property
     def rotated_dim(self) -> int:
@@ -126,7 +128,7 @@ class AttentionShape:
             return 0
         num_keys, num_values = max(1, self.num_heads // tp), max(1, self.num_kv_heads // tp)
         rows = KEPT_ROWS * (num_keys * line_elements(self.key_dim) + num_values * line_elements(self.value_dim))
-        inputs = self.conv_inputs * line_elements(-(-self.conv_channels // tp))
+        inputs = (self.conv_inputs + self.spare_inputs) * line_elements(-(-self.conv_channels // tp))
         return self.matrix_bytes(tp) + STATE_BYTES * (rows + num_values * line_elements(KEPT_ROWS) + inputs)
 
 
@@ -258,6 +260,15 @@ class ModelShape:
         if layer.experts is not None:
             width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
         return layer.attention_parameters + self.mlp_parameters(width) + router
+
+    def with_spare_inputs(self, count: int) -> ModelShape:
+        """The shape whose states keep `count` inputs more of their convolutions: as many tokens can be taken back."""
+
+        def spared(layer: LayerShape) -> LayerShape:
+            kept = layer.attention
+            return layer if kept.kind != "state" else replace(layer, attention=replace(kept, spare_inputs=count))
+
+        return replace(self, layers=tuple(map(spared, self.layers)))
 
     @cached_property
     def draft_parameters(self) -> int:

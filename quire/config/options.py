@@ -36,7 +36,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     load_format: str = "auto"
     model_impl: str = "auto"
-    load_draft_head: bool = True
+    load_draft_head: bool = False
     revision: str | None = None
     download_dir: str | None = None
     hf_overrides: dict[str, Any] | None = None
@@ -45,6 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = "raw_logprobs"
     structured_outputs_config: dict[str, Any] | None = None
+    speculative_config: dict[str, Any] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -125,7 +126,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
-    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; no drafts are made yet",
+    "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; it makes no drafts yet",
     "revision": "branch, tag or commit of a hub id",
     "download_dir": "directory that hub ids are fetched into (default: the hub library's cache)",
     "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
@@ -134,6 +135,7 @@ HELP: dict[str, str] = {
     "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
+    "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens, prompt_lookup_min and _max",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",

@@ -35,6 +35,8 @@ from quire.config.resolve_device import (
     triton_model,
 )
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import OPTION as SPECULATION
+from quire.config.speculation import SpeculationConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.errors import ConfigError
 from quire.utils.control_groups import usable_cores
@@ -49,6 +51,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (a device has no int8 yet, which is said by name)."""
 CACHE_ALIASES = {"fp8_e4m3": "fp8"}
+GGUF_ACTIVATION_BITS = 8
 ACTIVATION_BITS = ("auto", "8", "16", "32")
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8")
 QUANTIZATIONS: dict[str, int | None] = {
@@ -116,6 +119,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.tp > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
+    speculation = _speculation(options, model)
+    if speculation.max_drafts:
+        model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
@@ -138,6 +144,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             cuda_graph_sizes=cuda_graph_sizes,
             batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
             platform="cuda" if is_accelerated else "cpu",
+            collectives="shared_memory" if backend == "native" else "gloo",
         ),
         seed=options.seed,
         max_logprobs=_max_logprobs(options),
@@ -145,8 +152,18 @@ def resolve(options: EngineOptions) -> EngineConfig:
         output_window=_output_window(options),
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
+        speculation=speculation,
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
+
+
+def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
+    speculation = SpeculationConfig.of(options.speculative_config)
+    if speculation.max_drafts and model.pooling is not None:
+        raise ConfigError(
+            f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
+        )
+    return speculation
 
 
 def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
@@ -259,10 +276,12 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 
 
 def _activation_bits(options: EngineOptions, model: ModelConfig, backend: str) -> int:
-    """As ModelConfig has them."""
+    """As ModelConfig has them. "auto" is 8 for a GGUF file on the native kernels where neither a dtype nor a precision of
+    products is asked for: as little as perplexity shows it."""
     asked = choice("activation_bits", options.activation_bits, ACTIVATION_BITS)
     if asked == "auto":
-        return 0
+        is_free = model.is_gguf and model.quantization is None and backend == "native"
+        return GGUF_ACTIVATION_BITS if is_free and options.dtype == options.matmul_precision == "auto" else 0
     reason = None
     if backend != "native":
         reason = f"they are bits that the native CPU kernels keep, and {backend} computes the model"

@@ -30,6 +30,8 @@ class Drafter(Protocol):
 
     max_drafts: int
     """Most drafts of a sequence in one step; 0: `propose` is never called."""
+    asks_always: bool
+    """Whether `propose` is called for every token. Else a sequence without `num_foreseen` takes the fast path."""
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
         """At most `limit` (>= 1) drafts. Tokens of its own it can propose only for a sequence whose tokens are all
@@ -41,12 +43,34 @@ class NoDrafter:
     """Every step computes known tokens."""
 
     max_drafts = 0
+    asks_always = False
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
         return NO_DRAFTS
 
 
 NO_DRAFTER = NoDrafter()
+
+
+class WorkerDrafts:
+    """The workers make the drafts, of tokens that the scheduler need not know, and say with each result for which
+    sequences they have any. Where they have none, steps are planned as without drafts."""
+
+    asks_always = False
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+
+    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+        return Drafts(min(limit, sequence.num_foreseen))
+
+
+def note_foreseen(samples: list[Sequence], foreseen: dict[int, int]) -> None:
+    """Note how many drafts the workers have for the sequences of a result, as StepResult has it."""
+    for index, sequence in enumerate(samples):
+        sequence.num_foreseen = num_foreseen = foreseen.get(index, 0)
+        if num_foreseen:
+            sequence.fast_path_until = 0
 
 
 def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int) -> Drafts:
@@ -66,17 +90,19 @@ def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
 ) -> dict[int, list[int]]:
     """Correct the counts of the sequences with drafts in a plan, now that its result says how many were accepted, and
-    free the blocks that they no longer need. Returns seq_id -> table entries kept per KV group, where some were freed.
+    of those whose samples were discarded, and free the blocks that they no longer need. Returns seq_id -> table entries
+    kept per KV group, where some were freed.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """
     trimmed = {}
     for sequence, source, accepted in zip(samples, plan.sample_from, token_ids, strict=True):
-        num_drafts = plan.num_drafts[source]
-        if not num_drafts:
+        num_drafts = plan.num_drafts[source] if plan.num_drafts else 0
+        if not num_drafts and (accepted or sequence.request.pooling):
             continue
         sequence.num_pending_tokens -= num_drafts
         sequence.num_pending_drafts -= num_drafts
+        sequence.fast_path_until = 0
         num_rejected = num_drafts + 1 - len(accepted)
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:

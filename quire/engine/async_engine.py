@@ -113,7 +113,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
         self._front_end: FrontEnd = open_front_end(options, start)
-        self.long_texts = self._front_end.encode_long_texts_elsewhere(options)
+        self._front_end.encode_long_texts_elsewhere()
         self._client: EngineClient = self._front_end.client
         self._namespace = ""
         """What tells the keys of our requests from those of other processes."""
@@ -132,7 +132,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         AsyncLoad.__init__(self)
         self._draining = False
         self._all_finished = asyncio.Event()
-        AsyncText.__init__(self)
+        AsyncText.__init__(self, self._front_end.helpers)
         self._finalizer = weakref.finalize(self, self._front_end.shutdown)
         receiver = threading.Thread(
             target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from typing import Any, TypeVar
 
+from quire.clock import Clock, SystemClock
 from quire.engine.input_processor import InputProcessor, RenderedChat
-from quire.engine.long_texts import ABANDONMENT, Abandonment, LongTexts
-from quire.errors import UserError
-from quire.tokenization.chat_template import PreparedConversation
+from quire.errors import QuireError, UserError
+from quire.tokenization.conversation import Conversation, conversation_of
+from quire.tokenization.helpers import ABANDONMENT, Abandonment, Helpers, Rendering
 from quire.tokenization.tokenizer import Tokenizer
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
-MESSAGE_CHARACTERS = 64
-"""What a message counts besides its content."""
-
 MAX_LONG_TEXTS = 2
-"""Long texts tokenised at a time: tokenising takes 70 to 300 times a text's size in memory."""
+"""Long texts and conversations worked on at a time: tokenising takes 70 to 300 times a text's size in memory."""
 LONG_WORK = 2 * 2**20
-"""Characters or bytes. A longer text never takes the last free thread, so that shorter ones do not wait for it."""
+"""Characters or bytes. A longer text never takes the last of these threads, so that shorter ones do not wait for it."""
+SHORT_CONVERSATION_BYTES = 64 * 2**10
+"""Conversations of at most as many bytes have a thread of their own, so that they wait for no long work."""
 
 T = TypeVar("T")
 
@@ -31,11 +30,12 @@ T = TypeVar("T")
 class AsyncText(ABC):
     """Part of AsyncLLM."""
 
-    long_texts: LongTexts | None
-    """The processes that work on long texts; None where the model has no tokenizer."""
-
-    def __init__(self) -> None:
+    def __init__(self, helpers: Helpers | None, clock: Clock | None = None) -> None:
+        """helpers: None where the model has no tokenizer. clock: for the time that conversations wait."""
+        self.helpers = helpers
+        self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
+        self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
 
     @property
     @abstractmethod
@@ -50,14 +50,18 @@ class AsyncText(ABC):
     def close_threads(self) -> None:
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
+        self._chat_thread.shutdown(wait=False)
 
-    async def read_elsewhere(self, reader: str, argument: str, content: bytes, decode: Callable[[bytes], T]) -> T:
-        """What the function `reader` ("module:name") makes of `argument` and `content` in one of these processes,
+    async def read_elsewhere(
+        self, reader: str, argument: str, content: Sequence[bytes], decode: Callable[[bytes | bytearray], T]
+    ) -> T:
+        """What the function `reader` ("module:name") of a helper makes of `argument` and the bytes of `content`,
         decoded on another thread. Cancelled, it drops what is waiting, and what is being read when it is done. Raises
-        InternalError when the process ends."""
-        texts = self.long_texts
-        assert texts is not None, "servers are of models that have a tokenizer"
-        work = self._text_threads.submit(len(content), lambda: decode(texts.read(reader, argument, content)))
+        InternalError when the helper ends."""
+        helpers = self.helpers
+        assert helpers is not None, "servers are of models that have a tokenizer"
+        size = sum(map(len, content))
+        work = self._text_threads.submit(size, lambda: decode(helpers.read(reader, argument, content)))
         return await asyncio.wrap_future(work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
@@ -77,51 +81,52 @@ class AsyncText(ABC):
         return await self.off_loop(len(text), work)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
-        return self.input_processor.render_chat(messages, **options)
+        """Write and tokenise a conversation; `options` as in `conversation_of`."""
+        return self.input_processor.render_chat(conversation_of(messages, **options))
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]] | PreparedConversation,
-        *,
-        add_special_tokens: bool = False,
-        **options: Any,
-    ) -> RenderedChat:
-        """`render_chat` that keeps the loop free: templates are rendered in another process."""
+    async def render(self, conversation: Conversation) -> RenderedChat:
+        """`render_chat` that keeps the loop free. One job of a helper writes the conversation, and tokenises the text
+        where that is long. Cancelled, it drops what is waiting, and ends the helper that tokenises.
+
+        Raises as InputProcessor.render_chat, and QuireError for a conversation that has waited too long."""
         inputs = self.input_processor
-        rendering = await self.off_loop(_size(messages), lambda: inputs.submit_chat(messages, **options))
-        text = await asyncio.wrap_future(rendering)
-        return await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
+        work = inputs.prepare_chat(conversation)
+        since = self._clock.now()
+        limit = self.helpers.limits.queue_seconds if self.helpers is not None else 0.0
+
+        def write() -> Rendering:
+            waited = self._clock.now() - since
+            if waited > limit:
+                raise QuireError(f"too many conversations are being rendered: this one has waited {waited:.0f} seconds")
+            return inputs.write_text(work)
+
+        threads = self._chat_thread if work.size <= SHORT_CONVERSATION_BYTES else self._text_threads
+        text, token_ids = await _in_turn(threads, work.size, write)
+        if token_ids is None:
+            add_special_tokens = conversation.add_special_tokens
+            token_ids = await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
+        return RenderedChat(text, token_ids)
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
         as much. Cancelled, it ends what another process does for `work`."""
-        if size <= INLINE_CHARACTERS:
-            return work()
-        context, abandonment = copy_context(), Abandonment()
-        context.run(ABANDONMENT.set, abandonment)
+        return work() if size <= INLINE_CHARACTERS else await _in_turn(self._text_threads, size, work)
+
+
+async def _in_turn(threads: FairThreads, size: int, work: Callable[[], T]) -> T:
+    """Run `work` on one of the threads, in the callers' turns. Cancelled, it ends what another process tokenises for
+    `work`."""
+    abandonment = Abandonment()
+
+    def run() -> T:
+        ABANDONMENT.set(abandonment)
         try:
-            return await asyncio.wrap_future(self._text_threads.submit(size, lambda: context.run(work)))
-        except asyncio.CancelledError:
-            abandonment.leave()
-            raise
+            return work()
+        finally:
+            ABANDONMENT.set(None)
 
-
-def _size(messages: Sequence[Mapping[str, Any]] | PreparedConversation) -> int:
-    """Characters of a conversation, roughly and no more than it takes to call it long."""
-    size = 0
-    if isinstance(messages, PreparedConversation):
-        return sum(len(memoryview(message)) for message in messages.messages)
-    for message in messages:
-        content = message.get("content")
-        size += MESSAGE_CHARACTERS + (len(content) if isinstance(content, str) else _size_of_parts(content))
-        if size > INLINE_CHARACTERS:
-            break
-    return size
-
-
-def _size_of_parts(content: Any) -> int:
-    """Characters of a content that is a list of parts."""
-    parts = content if isinstance(content, list) else ()
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return sum(MESSAGE_CHARACTERS + (len(text) if isinstance(text, str) else 0) for text in texts)
+    try:
+        return await asyncio.wrap_future(threads.submit(size, run))
+    except asyncio.CancelledError:
+        abandonment.leave()
+        raise

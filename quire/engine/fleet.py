@@ -368,8 +368,8 @@ class Fleet:
                 member.num_fruitless = 0
             for update in outputs.updates:
                 entry = self._entries.get(update.request_id)
-                if entry is None or entry.member is not member:
-                    continue  # aborted, or moved, meanwhile
+                if entry is None:
+                    continue  # aborted meanwhile
                 entry.note(update)
                 part = parts.get(entry.session)
                 if part is None:
@@ -385,7 +385,7 @@ class Fleet:
                     self._send_waiting(member)
             for rejected in outputs.rejections:
                 entry = self._entries.get(rejected.request_id)
-                if entry is not None and entry.member is member:
+                if entry is not None:
                     self._forget(entry)
                     parts.setdefault(entry.session, EngineOutputs()).rejections.append(rejected)
                     if entry.request.register_prefix:

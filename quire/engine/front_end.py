@@ -5,25 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.config.structured_outputs import OTHER_BACKENDS
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
-from quire.engine.long_texts import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, LongTexts
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
+from quire.errors import UserError
 from quire.logging import get_logger
-from quire.tokenization.tokenizer import Tokenizer, open_tokenizer
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.helpers import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, Helpers
+from quire.tokenization.jobs import TokenizerSource, packed
+from quire.tokenization.tokenizer import SAMPLE, Tokenizer, open_tokenizer
 
 logger = get_logger(__name__)
 
 
 class FrontEnd:
-    """One engine as seen from the outside. tokenizer: None when the model has none or was asked to do without."""
+    """One engine as seen from the outside. tokenizer: None when the model has none or was asked to do without. options:
+    those that it was opened with."""
 
-    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
+    ) -> None:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
@@ -31,17 +39,24 @@ class FrontEnd:
         self._input_processor: InputProcessor | None = None
         self._pooling_processor: PoolingProcessor | None = None
         self._making = threading.Lock()
-        self._long_texts: LongTexts | None = None
+        self._chat_template: ChatTemplate | None = None
+        if tokenizer is not None:
+            source = TokenizerSource(msgspec.json.encode(options), config.model.vocab_size, _sample_of(tokenizer))
+            self._chat_template = ChatTemplate.of(tokenizer, source)
+            if tokenizer.has_own_patterns:  # some take any time, and only the end of a process stops them
+                tokenizer.encode_elsewhere = self._chat_template.helpers.encode
+                tokenizer.inline_characters = UNKNOWN_PATTERN_CHARACTERS
 
-    def encode_long_texts_elsewhere(self, options: EngineOptions) -> LongTexts | None:
-        """For a front end with an event loop: long texts must not keep it. options: those of this front end. Returns
-        the processes that work on them; None without a tokenizer."""
-        if self.tokenizer is not None:
-            self._long_texts = LongTexts(options, self.config.model.vocab_size, self.tokenizer)
-            has_own = self.tokenizer.has_own_patterns
-            self.tokenizer.inline_characters = UNKNOWN_PATTERN_CHARACTERS if has_own else LONG_TEXT_CHARACTERS
-            self.tokenizer.encode_elsewhere = self._long_texts.encode
-        return self._long_texts
+    @property
+    def helpers(self) -> Helpers | None:
+        """The processes that render conversations and tokenise; None without a tokenizer."""
+        return None if self._chat_template is None else self._chat_template.helpers
+
+    def encode_long_texts_elsewhere(self) -> None:
+        """For a front end with an event loop: long texts must not keep it."""
+        if self.tokenizer is not None and self.tokenizer.encode_elsewhere is None and self.helpers is not None:
+            self.tokenizer.encode_elsewhere = self.helpers.encode
+            self.tokenizer.inline_characters = LONG_TEXT_CHARACTERS
 
     @property
     def is_ready(self) -> bool:
@@ -63,6 +78,7 @@ class FrontEnd:
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                     pools=self.config.model.pooling is not None,
                 )
+                self._input_processor.chat_template = self._chat_template
                 self._input_processor.grammars.config = self.config.structured_outputs
                 self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor
@@ -76,12 +92,18 @@ class FrontEnd:
         return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop the core, as EngineClient.shutdown, and what renders conversations and tokenises. Idempotent."""
-        if self._long_texts is not None:
-            self._long_texts.close()
+        """Stop the core, as EngineClient.shutdown, and the helpers. Idempotent."""
+        if self.helpers is not None:
+            self.helpers.close()
         self.client.shutdown(timeout)
-        if self._input_processor is not None:
-            self._input_processor.close()
+
+
+def _sample_of(tokenizer: Tokenizer) -> bytes | None:
+    """The ids of SAMPLE; None where the vocabulary has no token for what it does not know."""
+    try:
+        return packed(tokenizer.encode(SAMPLE))
+    except UserError:
+        return None
 
 
 def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> FrontEnd:
@@ -95,7 +117,7 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
         logger.info("llguidance compiles every grammar: structured_outputs_config.backend %s has no effect", backend)
     client = start(options)
     try:
-        return FrontEnd(config, client, open_tokenizer(options, config.model.vocab_size))
+        return FrontEnd(config, client, open_tokenizer(options, config.model.vocab_size), options)
     except BaseException:
         client.shutdown()
         raise

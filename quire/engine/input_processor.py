@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future
 from copy import copy
 from typing import Any, NamedTuple, TypedDict
 
@@ -22,23 +21,21 @@ from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.writer import GrammarWriter
-from quire.tokenization.chat_template import DEFAULT_CHOICE, ChatTemplate, PreparedConversation, TemplateChoice
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.conversation import Conversation
+from quire.tokenization.helpers import Conversion, Rendering
+from quire.tokenization.jobs import Tokenising
+from quire.tokenization.text_lengths import (
+    MAX_CHARACTERS_PER_TOKEN,
+    check_num_characters,
+    check_num_tokens,
+    longest,
+)
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
 PROMPT_TAIL = 64
 """Tokens at the end of a prompt in which an open mark of thoughts is looked for."""
-MAX_CHARACTERS_PER_TOKEN = 64
-"""No text averages more: a prompt beyond it is rejected without spending seconds on its tokens."""
-USUAL_CHARACTERS_PER_TOKEN = 8
-UNCOUNTED_CHARACTERS = 2**18
-"""A text that has no more characters than these, or than the usual ones for the model's context, is tokenised whole."""
-COUNTED_CHARACTERS = 2**16
-"""Of the pieces in which the tokens of longer texts are counted first."""
-SEAM_TOKENS = 1024
-"""Tokens by which a piece and its neighbours may have more than the text there has."""
-MAX_CUT_CHARACTERS = 2**20
-"""Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
 PIECE_TOKENS = 2**16
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
@@ -83,7 +80,7 @@ class InputProcessor:
     `clips_max_tokens`: a max_tokens that does not fit behind the prompt means what fits, as in `LLM.generate`; servers
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
     model's own (generation_config.json). `reasoning`: how the model writes its thoughts, as its chat template shows;
-    servers set it to the parser that they were told of.
+    servers set it to the parser that they were told of. `chat_template`: front ends set one whose helpers tokenise.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class InputProcessor:
         self.reports_logits = False
         self.max_new_tokens: int | None = None
         self._request_numbers = itertools.count()  # next() is atomic
-        self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
+        self.chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
         self.reasoning = None if tokenizer is None else detected_reasoning(tokenizer)
 
     def process(
@@ -156,8 +153,8 @@ class InputProcessor:
             )
         if params.max_tokens is not None and params.max_tokens > room and not self.clips_max_tokens:
             raise PromptTooLongError(
-                f"{self._longest}, but {len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) = "
-                f"{len(token_ids) + params.max_tokens} tokens: ask for at most {room}, or for a shorter prompt",
+                f"{longest(self.max_model_len)}, but {len(token_ids)} prompt tokens + {params.max_tokens} (max_tokens) "
+                f"= {len(token_ids) + params.max_tokens} tokens: ask for at most {room}, or for a shorter prompt",
                 param="max_tokens",
             )
         constraint, constraint_start = "", []
@@ -219,52 +216,42 @@ class InputProcessor:
             register_prefix=True,
         )
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
-    ) -> RenderedChat:
-        """Write a conversation with the model's chat template, and tokenise it.
+    def render_chat(self, conversation: Conversation) -> RenderedChat:
+        """Write a conversation with the model's chat template, and tokenise it. Raises as `prepare_chat` and
+        `write_chat`."""
+        return self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
 
-        options: as for `submit_chat`. The template writes special tokens itself, hence `add_special_tokens` is off.
-        Raises what `submit_chat` and its future raise.
-        """
-        return self.tokenise_chat(self.submit_chat(messages, **options).result(), add_special_tokens)
-
-    def submit_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]] | PreparedConversation,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        choice: TemplateChoice = DEFAULT_CHOICE,
-    ) -> Future[str]:
-        """Have a conversation written in a process beside this one. Raises UserError when the model has no template;
-        else as ChatTemplate.submit."""
-        if self._chat_template is None:
+    def prepare_chat(self, conversation: Conversation) -> Conversion:
+        """The job of the helper that writes a conversation. Raises UserError when the model has no template; else as
+        ChatTemplate.prepare."""
+        template, tokenizer = self.chat_template, self.tokenizer
+        if template is None or tokenizer is None:
             raise UserError("chat needs a tokenizer, and this model has none", param="messages")
-        return self._chat_template.submit(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            options=chat_template_kwargs,
-            documents=documents,
-            choice=choice,
-            max_characters=self.max_model_len * MAX_CHARACTERS_PER_TOKEN,
-        )
+        tokenising = None
+        if tokenizer.encode_elsewhere is not None and template.helpers.has_tokenizer:
+            tokenising = Tokenising(tokenizer.inline_characters, conversation.add_special_tokens, self.max_model_len)
+        return template.prepare(conversation, self.max_model_len * MAX_CHARACTERS_PER_TOKEN, tokenising)
 
-    def tokenise_chat(self, text: str, add_special_tokens: bool = False) -> RenderedChat:
-        """The second half of `render_chat`, for the text that the future of `submit_chat` holds."""
+    def write_chat(self, work: Conversion, add_special_tokens: bool) -> RenderedChat:
+        """Waits for the helper. Raises as ChatTemplate.write, and PromptTooLongError for far too many tokens."""
+        text, token_ids = self.write_text(work)
+        return RenderedChat(text, self.tokenise_chat(text, add_special_tokens) if token_ids is None else token_ids)
+
+    def write_text(self, work: Conversion) -> Rendering:
+        """The text, and the token ids of a long one; waits for the helper. Raises as ChatTemplate.write."""
+        assert self.chat_template is not None, "there is a job only where there is a template"
+        return self.chat_template.write(work)
+
+    def tokenise_chat(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text that the helper leaves to this process."""
         assert self.tokenizer is not None, "there is a text only where there is a template"
         self.check_num_tokens(text, "messages")
-        return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def close(self) -> None:
-        """Leave nothing of the processes that render conversations. Idempotent."""
-        if self._chat_template is not None:
-            self._chat_template.close()
+        """Leave nothing of the helper processes. Idempotent."""
+        if self.chat_template is not None:
+            self.chat_template.helpers.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
         """The prompt's tokens: checked, cut to `truncate_prompt_tokens`, and short enough for one new token."""
@@ -295,16 +282,11 @@ class InputProcessor:
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
-                f"{self._longest}, prompt and at least one new token together, but the prompt has "
+                f"{longest(self.max_model_len)}, prompt and at least one new token together, but the prompt has "
                 f"{len(token_ids)} tokens",
                 param="prompt",
             )
         return token_ids
-
-    @property
-    def _longest(self) -> str:
-        """The beginning of errors about length; clients know them by OpenAI's words, which these are."""
-        return f"this model's maximum context length is {self.max_model_len} tokens"
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
         """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
@@ -319,29 +301,12 @@ class InputProcessor:
     def check_text_length(self, text: str, param: str, *, is_cut: bool = False) -> None:
         """Raise PromptTooLongError for a text that is not worth the time and memory of its tokens. is_cut: only its
         last ones are wanted."""
-        limit = self.max_model_len * MAX_CHARACTERS_PER_TOKEN
-        if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
-            raise PromptTooLongError(
-                f"{self._longest}, far fewer than the prompt's {len(text)} characters make",
-                param=param,
-            )
+        check_num_characters(text, self.max_model_len, param, is_cut=is_cut)
 
     def check_num_tokens(self, text: str, param: str) -> None:
-        """Raise PromptTooLongError for a text that has far more tokens than fit, before it is tokenised: that takes up
-        to 300 times its size in memory. The tokens of its pieces are counted until they are too many, where the text
-        has as many characters that they may be."""
-        uncounted = max(UNCOUNTED_CHARACTERS, USUAL_CHARACTERS_PER_TOKEN * self.max_model_len)
-        if self.tokenizer is None or len(text) <= uncounted:
-            return
-        num_tokens, most = 0, self.max_model_len
-        for start in range(0, len(text), COUNTED_CHARACTERS):
-            piece = text[start : start + COUNTED_CHARACTERS]
-            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
-            most += SEAM_TOKENS
-            if num_tokens > most:
-                raise PromptTooLongError(
-                    f"{self._longest}, far fewer than the prompt's {len(text)} characters make", param=param
-                )
+        """Raise PromptTooLongError for a text that has far more tokens than fit, before it is tokenised."""
+        if self.tokenizer is not None:
+            check_num_tokens(self.tokenizer, text, self.max_model_len, param)
 
     def check_priority(self, priority: object) -> None:
         if type(priority) is not int:

@@ -72,19 +72,26 @@ class StatePart:
 class ConvolutionWeights:
     """A causal convolution of each channel by itself. kernel: [width, channels] float32, the last row for the token
     itself; bias: [channels] float32 or None. activation: a name of `kernels/activation.py`, or None. layer, offset: the
-    place of the last width - 1 inputs in a page."""
+    place of the last inputs in a page. num_spare: inputs kept besides the width - 1 which a token needs, for as many
+    tokens to be taken back."""
 
     kernel: torch.Tensor
     bias: torch.Tensor | None
     activation: str | None
     layer: int
     offset: int
+    num_spare: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Inputs of a page."""
+        return len(self.kernel) - 1 + self.num_spare
 
     @property
     def inputs(self) -> StatePart:
-        """[width - 1, channels], the earliest input first; rows are filled up to whole cache lines."""
-        width, channels = self.kernel.shape
-        return StatePart(self.layer, self.offset, (width - 1, line_elements(channels)))
+        """[num_kept, channels]: the input of position p in row p % num_kept; rows are filled up to whole cache
+        lines."""
+        return StatePart(self.layer, self.offset, (self.num_kept, line_elements(self.kernel.shape[1])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,8 +222,7 @@ class KVCacheManager:
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
         """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, none
-        when all are. A recurrent state cannot be taken back, so no group may hold states."""
-        assert len(self.token_groups) == self.num_groups, "models with states take no drafts"
+        when all are. The worker keeps drafts from changing the state that a block of states holds behind fewer."""
         kept = [-(-num_tokens // size) for size in self._sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []

@@ -21,7 +21,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution."""
+    """Sizes of a layer. width: taps of the convolution. num_spare: as that of ConvolutionWeights."""
 
     hidden_size: int
     num_key_heads: int
@@ -29,6 +29,7 @@ class DeltaNetShape:
     key_dim: int
     value_dim: int
     width: int
+    num_spare: int = 0
 
 
 class GatedDeltaNet:
@@ -66,7 +67,9 @@ class GatedDeltaNet:
         floats = partial(torch.empty, dtype=torch.float32, device=context.device)
         sizes = (shape.num_key_heads, heads, shape.key_dim, shape.value_dim)
         self._rule = DeltaRule(*sizes, floats(heads), floats(heads), layer, offset=0)
-        self._convolution = ConvolutionWeights(floats(shape.width, channels), None, activation, layer, self._rule.end)
+        self._convolution = ConvolutionWeights(
+            floats(shape.width, channels), None, activation, layer, self._rule.end, shape.num_spare
+        )
         weight = torch.empty(shape.value_dim, dtype=context.dtype, device=context.device)
         self._norm = GatedNormWeights(shape.value_dim, weight, epsilon)
         self._output = RowParallelLinear(wide, size, bias=False, context=context)

@@ -122,10 +122,14 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
         return _elementwise(_native.Elementwise.GATE_ROWS, x, gate)
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
-        return x.recorder.call_torch(group.all_reduce, x.width, [x])
+        if group.native is None:
+            return x.recorder.call_torch(group.all_reduce, x.width, [x])
+        return x.recorder.call("all_reduce", x.width, over=x, buffers={"x": x}, ranks=group.native, width=x.width)
 
     def all_gather(self, group: ProcessGroup, x: Buffer, width: int) -> Buffer:
-        return x.recorder.call_torch(partial(gather_columns, group, width), width, [x])
+        if group.native is None:
+            return x.recorder.call_torch(partial(gather_columns, group, width), width, [x])
+        return x.recorder.call("all_gather", width, buffers={"x": x}, ranks=group.native, width=width)
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
         return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])

@@ -26,6 +26,7 @@ class NativeStates:
             offset=weights.offset,
             channels=channels,
             width=width,
+            kept=weights.num_kept,
             kernel=_address(weights.kernel),
             bias=0 if weights.bias is None else _address(weights.bias),
             activation=ACTIVATIONS[weights.activation],

@@ -67,10 +67,13 @@ class TorchStates:
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
     """As `StateOperations.short_convolution`."""
     width, channels = weights.kernel.shape
-    kept = weights.inputs.blocks(states)[..., :channels]
-    read = torch.where((states.starts == 0)[:, None, None], 0.0, kept[_read_blocks(states, weights.layer)])
-    inputs = torch.cat((read.flatten(0, 1), x.float()))
-    windows, tails, blocks = _windows(states, width, weights.layer)
+    kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
+    behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
+    positions = states.starts[:, None] + behind
+    slots = (positions % num_kept).to(x.device)
+    read = kept[_read_blocks(states, weights.layer)[:, None], slots]
+    inputs = torch.cat((torch.where((positions < 0)[..., None].to(x.device), 0.0, read).flatten(0, 1), x.float()))
+    windows, tails, blocks, ends = _windows(states, width, weights)
     total = torch.zeros_like(x, dtype=torch.float32)
     for tap, kernel in enumerate(weights.kernel.float()):
         total = total + inputs[windows[:, tap].to(x.device)] * kernel
@@ -78,29 +81,31 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: Stat
         total = total + weights.bias.float()
     if weights.activation is not None:
         total = ACTIVATIONS[weights.activation](total)
-    kept[blocks] = inputs[tails.to(x.device)]
+    kept[blocks[:, None], ((ends[:, None] + behind) % num_kept).to(x.device)] = inputs[tails.to(x.device)]
     return total.to(x.dtype)
 
 
-def _windows(states: StateStep, width: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of the kept inputs (width - 1 of each sequence) and the step's tokens behind them: [T, width] of each token,
-    [N, width - 1] that the N blocks keep which the step writes, and these blocks, [N]."""
-    kept, num_seqs = width - 1, len(states.starts)
-    windows, tails, sequences, numbers = [], [], [], []
+def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tuple[torch.Tensor, ...]:
+    """Rows of the kept inputs (`num_kept` of each sequence) and the step's tokens behind them: [T, width] of each
+    token, [N, num_kept] that the N blocks keep which the step writes; these blocks, [N], and the tokens before their
+    ends."""
+    kept, num_seqs = weights.num_kept, len(states.starts)
+    windows, tails, sequences, numbers, ends = [], [], [], [], []
     for index, (start, (first, last)) in enumerate(
         zip(states.starts.tolist(), pairwise(states.query_start), strict=True)
     ):
         behind = torch.arange(num_seqs * kept + first, num_seqs * kept + last)
         rows = torch.cat((torch.arange(index * kept, (index + 1) * kept), behind))
-        windows.append(rows.unfold(0, width, 1))
+        windows.append(rows[kept - (width - 1) :].unfold(0, width, 1))
         for block in range(start // states.interval, (start + last - first - 1) // states.interval + 1):
             end = min(start + last - first, (block + 1) * states.interval) - start
             tails.append(rows[end : end + kept])
             sequences.append(index)
             numbers.append(block)
-    table = states.tables[layer]
+            ends.append(start + end)
+    table = states.tables[weights.layer]
     blocks = table[torch.tensor(sequences, device=table.device), torch.tensor(numbers, device=table.device)]
-    return torch.cat(windows), torch.stack(tails), blocks.long()
+    return torch.cat(windows), torch.stack(tails), blocks.long(), torch.tensor(ends, device=states.starts.device)
 
 
 def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StateStep) -> torch.Tensor:

@@ -92,7 +92,13 @@ class HybridLayer:
         self._attention: GatedAttention | None = None
         if kept.kind == "state":
             shape = DeltaNetShape(
-                size, kept.num_heads, kept.num_kv_heads, kept.key_dim, kept.value_dim, kept.conv_inputs + 1
+                size,
+                kept.num_heads,
+                kept.num_kv_heads,
+                kept.key_dim,
+                kept.value_dim,
+                kept.conv_inputs + 1,
+                kept.spare_inputs,
             )
             by_head = config.architecture in BY_HEAD
             self._net = GatedDeltaNet(

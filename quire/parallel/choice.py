@@ -7,7 +7,13 @@ from pathlib import Path
 from quire.parallel.interface import ProcessGroup
 from quire.registry import Registry, load_target
 
-GROUPS = Registry("collectives", {"gloo": "quire.parallel.torch_dist:GlooGroup"})
+GROUPS = Registry(
+    "collectives",
+    {
+        "gloo": "quire.parallel.torch_dist:GlooGroup",
+        "shared_memory": "quire.parallel.shared_memory:SharedMemoryGroup",
+    },
+)
 
 
 def join_group(name: str, meeting_point: Path, rank: int, size: int) -> ProcessGroup:

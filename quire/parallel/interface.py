@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,11 @@ class ProcessGroup(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def native(self) -> Any:
+        """What native programs record collectives over (`_native.SharedRanks`); None: they call back into torch."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, added in rank order on every rank (so that all hold the same bits)."""

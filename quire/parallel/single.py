@@ -12,6 +12,7 @@ class SingleRank:
 
     rank = 0
     size = 1
+    native = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -20,6 +20,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 class GlooGroup:
     """Implements ProcessGroup for tensors in host memory."""
 
+    native: Any = None
+
     def __init__(self, meeting_point: Path, rank: int, size: int) -> None:
         """Return when all ranks have joined. meeting_point: a file, made by the ranks, in a directory that only this
         user can enter; the ranks exchange their addresses there."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
+from quire.decoding.drafts import NO_DRAFTER, WorkerDrafts
 from quire.decoding.masks import Constraint, Matcher
 from quire.errors import UserError
 from quire.kv_cache.connectors.registry import connector_factory
@@ -153,4 +154,5 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
         enable_prefix_caching=config.cache.enable_prefix_caching,
         make_connector=connector_factory(config.cache),
     )
-    return Scheduler(config.scheduler, kv, costs)
+    max_drafts = config.speculation.max_drafts
+    return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)

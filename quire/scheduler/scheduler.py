@@ -14,7 +14,15 @@ from itertools import count, repeat
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
+from quire.decoding.drafts import (
+    NO_DRAFTER,
+    NO_DRAFTS,
+    Drafter,
+    note_foreseen,
+    propose_drafts,
+    take_accepted,
+    take_back_rejected,
+)
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
 from quire.decoding.sequence import Request, RequestStatus, Sequence
@@ -74,6 +82,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
+        self._foresees = False
+        """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = count()
         self._arrivals = count()
@@ -259,8 +269,15 @@ class Scheduler:
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
         sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
-        if plan.num_drafts:
+        if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
+            if result.num_drafts:
+                self._stats.draft_tokens_total += result.num_drafts
+                accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
+                self._stats.accepted_draft_tokens_total += accepted
+        if result.foreseen or self._foresees:
+            self._foresees = bool(result.foreseen)
+            note_foreseen(samples, result.foreseen)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
@@ -289,6 +306,8 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
+            if not new_ids:
+                continue  # the workers have discarded the sample
             if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_tokens += len(new_ids) - 1
@@ -387,7 +406,7 @@ class Scheduler:
         """
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
-        max_drafts = self._drafter.max_drafts
+        max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         preempted = False
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
@@ -438,8 +457,10 @@ class Scheduler:
                 builder.append_forced(sequence)
             if start + num_tokens == request.fork_position:
                 builder.fork(sequence, kv)
-            if max_drafts:
+            if drafts.num_tokens or sequence.num_pending_drafts:
                 builder.place_drafts(drafts)
+            elif asks_always:
+                continue
             elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted

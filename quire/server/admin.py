@@ -15,9 +15,9 @@ from quire.errors import UserError
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
-from quire.server.long_bodies import read_request
 from quire.server.protocol.common import RequestStruct
 from quire.server.query import truth
+from quire.server.reading import read_request
 from quire.server.responses import json_response
 from quire.version import __version__
 

@@ -15,7 +15,6 @@ from quire.server.chat import Asked
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import MESSAGES_PATH, ApiError, error_body
-from quire.server.long_conversations import read_chat
 from quire.server.protocol.anthropic import (
     NAMES,
     AnswerBlock,
@@ -28,9 +27,11 @@ from quire.server.protocol.anthropic import (
     TokenCount,
     ToolUseBlock,
 )
+from quire.server.protocol.messages import found_messages
+from quire.server.reading import read_request
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, count_prompt_tokens
+from quire.server.turn import Event, Kind, Segment, Step, Turn, begin_turn, chat_body, count_prompt_tokens
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -43,12 +44,10 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post(MESSAGES_PATH)
     async def create(request: Request) -> Response:
-        read = await read_chat(request, context, MessagesRequest)
-        body = read.body
+        body = await read_request(request, context, MessagesRequest)
         _report(request, context, body)
         model = context.served_name(body.model)
-        read.check()
-        chat = read.chat(body.to_chat(reasons=reasons), NAMES)
+        chat = chat_body(body.to_chat(reasons=reasons), found_messages(body.messages), NAMES)
         asked = Asked("other", is_streamed=body.stream)
         turn = begin_turn(context, request, chat, NAMES, asked=asked, ends_with_context=True)
         answer = _MessageAnswer(turn, model, body.max_tokens)
@@ -59,10 +58,9 @@ def add_message_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        read = await read_chat(request, context, CountTokensRequest)
-        context.served_name(read.body.model)
-        read.check()
-        chat = read.chat(read.body.to_chat(reasons=reasons), NAMES)
+        body = await read_request(request, context, CountTokensRequest)
+        context.served_name(body.model)
+        chat = chat_body(body.to_chat(reasons=reasons), found_messages(body.messages), NAMES)
         return json_response(TokenCount(await count_prompt_tokens(context, chat, NAMES)))
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from quire.server.errors import ApiError, invalid_request, overloaded
-from quire.server.response_answer import Conversation, ResponseAnswer
+from quire.server.protocol.response_items import Listing
+from quire.server.response_answer import ResponseAnswer
 from quire.server.response_store import ResponseRejection, Responses, StoredResponse
 
 RETRY_SECONDS = 10
@@ -85,7 +86,7 @@ class FinishedResponse:
 class BackgroundResponse:
     """One response in a task of its own."""
 
-    def __init__(self, answer: ResponseAnswer, conversation: Conversation, *, keeps_events: bool) -> None:
+    def __init__(self, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool) -> None:
         """keeps_events: whether it may be streamed."""
         self._answer, self._conversation = answer, conversation
         self._events: list[bytes] | None = [] if keeps_events else None
@@ -180,7 +181,7 @@ class BackgroundResponses:
         return self._running.get((owner, response_id))
 
     async def start(
-        self, owner: str, answer: ResponseAnswer, conversation: Conversation, *, keeps_events: bool
+        self, owner: str, answer: ResponseAnswer, conversation: Listing, *, keeps_events: bool
     ) -> BackgroundResponse:
         """Raises ApiError: 400 for an id that is in use, 429 where there is no room."""
         response_id = answer.body.id

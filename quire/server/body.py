@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 IGNORED_FIELDS = "quire.ignored_fields"
 """The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
 SHORT_BODY_BYTES = 64 * 1024
-"""Longer bodies are parsed on another thread."""
+"""Longer bodies are converted in pieces."""
 MAX_SHOWN_KEYS, MAX_SHOWN_KEY = 8, 40
 """Wrong keys that an error names, and characters of each."""
 MIN_LONG_LIST = 256
@@ -34,15 +33,6 @@ _OF_A_KEY = "key` in `"
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-async def parse_request(request: Request, context: ServerContext, body: bytes, kind: type[T]) -> T:
-    """Parse the body of a request in this process; its unknown fields are logged once each, and reported in a header.
-    Raises as `parse_body`."""
-    parse = partial(parse_body, body, kind, strict=context.settings.strict_fields)
-    parsed, unknown = parse() if len(body) <= SHORT_BODY_BYTES else await context.engine.off_loop(len(body), parse)
-    report_ignored(request, context, unknown)
-    return parsed
-
-
 def report_ignored(request: Request, context: ServerContext, names: Sequence[str]) -> None:
     """Log fields without effect once each, and report them in a header."""
     if names:
@@ -50,8 +40,9 @@ def report_ignored(request: Request, context: ServerContext, names: Sequence[str
         context.log_unknown_fields(request.scope["path"], list(names))
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of at most `limit` bytes. A larger one raises a 413 error as soon as that is known."""
+async def read_body(request: Request, limit: int) -> list[bytes]:
+    """Return the body of at most `limit` bytes, in the parts that it came in: to join those of a large one holds the
+    event loop. A larger one raises a 413 error as soon as that is known."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -62,7 +53,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
-    return b"".join(parts)
+    return parts
 
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:

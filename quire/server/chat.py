@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
@@ -21,9 +21,8 @@ from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import FieldNames, generate, render_chat, spaced
+from quire.server.generation import generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.long_bodies import read_request
 from quire.server.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -35,6 +34,8 @@ from quire.server.protocol.chat import (
     Delta,
 )
 from quire.server.protocol.common import Usage
+from quire.server.protocol.messages import found_messages
+from quire.server.reading import read_request
 from quire.server.streaming import DONE, encode_event
 from quire.server.weight import AnswerWeight, num_alternatives
 
@@ -52,8 +53,29 @@ class Asked(NamedTuple):
     is_streamed: bool
 
 
+class Begin(NamedTuple):
+    """A choice begins; is_first: before all others. output: has what is said of the prompt."""
+
+    choice: int
+    output: RequestOutput
+    is_first: bool
+
+
+class Piece(NamedTuple):
+    """What is new in a choice: text, thoughts and calls of tools (`delta`), the log-probabilities and ids of its tokens
+    where the request asks for them, and its end."""
+
+    choice: int
+    delta: OutputDelta
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
 class ChatAnswer(Answer[ChatRequest]):
-    """One conversation being answered, as a whole or as a stream."""
+    """One conversation being answered. `events` says what happens; `complete` and `stream` are OpenAI's forms of it,
+    and the other APIs (turn.py) have theirs."""
 
     ID_PREFIX = "chatcmpl"
 
@@ -79,14 +101,16 @@ class ChatAnswer(Answer[ChatRequest]):
             num_listed=len(body.logprob_token_ids or ()),
         )
         self._has_functions = bool(body.functions)
-        self._in_wire_words = body.in_wire_words
+        self._names = body.names
         try:
             self._body = body = self._body.with_tools
             self._format = context.formats.answer(body)
         except UserError as error:
-            raise self._in_wire_words(error) from None
+            raise error.named(self._names) from None
         self._prompt_text = ""
-        logger.debug("%s: %d messages, user %.100r", self.response_id, body.num_messages, body.user)
+        self._begun: set[int] = set()
+        """Choices that have begun."""
+        logger.debug("%s: %d messages, user %.100r", self.response_id, found_messages(body.messages).number, body.user)
 
     @property
     def ineffective_fields(self) -> list[str]:
@@ -106,10 +130,12 @@ class ChatAnswer(Answer[ChatRequest]):
             async for _, output in outputs:
                 self._weigh_answer(output)
                 first = first or output
-                self._counter.count_output(0, output)
-                for completion in output.outputs:
-                    texts[completion.index].add(self._read(completion))
-                    self._extend(choices, completion)
+                for event in self._events_of(output):
+                    if isinstance(event, Begin):
+                        choices[event.choice] = self._new_choice(event.choice)
+                    else:
+                        texts[event.choice].add(event.delta)
+                        self._extend(choices[event.choice], event)
         assert first is not None
         for index, choice in choices.items():
             message = choice.message = texts[index].message(has_functions=self._has_functions)
@@ -122,34 +148,52 @@ class ChatAnswer(Answer[ChatRequest]):
             model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=[choices[index] for index in sorted(choices)],
-            usage=self._usage(),
+            usage=self.usage,
             metrics=self._times(),
         )
         self._add_prompt(response, first)
         return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        begun: set[int] = set()
         async with aclosing(await self._outputs()) as outputs:
             async for _, output in outputs:
-                for completion in output.outputs:
-                    if completion.index not in begun:
-                        self._counter.count_output(0, output, count_completion=False)  # a role is no token
-                        yield self._role_event(completion.index, output, is_first=not begun)
+                for event in self._events_of(output):
+                    if isinstance(event, Begin):
+                        yield self._role_event(event)
                         if echoed := self._body.echoed(self._role):
                             delta = Delta(content=echoed)
-                            yield encode_event(self._chunk([ChatChunkChoice(index=completion.index, delta=delta)]))
-                        begun.add(completion.index)
-                self._counter.count_output(0, output)
-                for completion in output.outputs:
-                    if (piece := self._piece(completion)) is not None:
-                        yield encode_event(self._chunk([piece]))
+                            yield encode_event(self._chunk([ChatChunkChoice(index=event.choice, delta=delta)]))
+                    else:
+                        yield encode_event(self._chunk([self._written(event)]))
         if self._body.include_usage:
             chunk = self._chunk([])
-            chunk.usage = self._usage()
+            chunk.usage = self.usage
             chunk.metrics = self._times()
             yield encode_event(chunk)
         yield DONE
+
+    async def events(self) -> AsyncGenerator[Begin | Piece, None]:
+        """What happens to the answer, as it happens; `usage` is that of each moment."""
+        async with aclosing(await self._outputs()) as outputs:
+            async for _, output in outputs:
+                for event in self._events_of(output):
+                    yield event
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the answer so far."""
+        return self._counter.usage(self._format.num_reasoning_tokens)
+
+    def _events_of(self, output: RequestOutput) -> Iterator[Begin | Piece]:
+        for completion in output.outputs:
+            if completion.index not in self._begun:
+                self._counter.count_output(0, output, count_completion=False)  # a role is no token
+                yield Begin(completion.index, output, is_first=not self._begun)
+                self._begun.add(completion.index)
+        self._counter.count_output(0, output)
+        for completion in output.outputs:
+            if (piece := self._piece(completion)) is not None:
+                yield piece
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
@@ -170,7 +214,11 @@ class ChatAnswer(Answer[ChatRequest]):
             answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            names=FieldNames("messages", self._format.constraint_field, self._in_wire_words),
+            names={
+                **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
+                "structured_outputs": self._names.get(self._format.constraint_field, self._format.constraint_field),
+                **self._names,
+            },
         )
         return spaced(outputs, body.stream_interval if body.stream else None)
 
@@ -197,13 +245,13 @@ class ChatAnswer(Answer[ChatRequest]):
         try:
             self.weight.generated(output.outputs)
         except UserError as error:
-            raise self._in_wire_words(error) from None
+            raise error.named(self._names) from None
 
-    def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
+    def _role_event(self, event: Begin) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
-        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role=self._role, content=""))])
-        if is_first:
-            self._add_prompt(chunk, output)
+        chunk = self._chunk([ChatChunkChoice(index=event.choice, delta=Delta(role=self._role, content=""))])
+        if event.is_first:
+            self._add_prompt(chunk, event.output)
         return encode_event(chunk)
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
@@ -214,7 +262,7 @@ class ChatAnswer(Answer[ChatRequest]):
             model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=choices,
-            usage=self._usage() if self._body.continuous_usage else usage,
+            usage=self.usage if self._body.continuous_usage else usage,
         )
 
     def _add_prompt(self, body: ChatResponse | ChatChunk, output: RequestOutput) -> None:
@@ -225,22 +273,29 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._body.prompt_logprobs is not None:
             body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
 
-    def _usage(self) -> Usage:
-        return self._counter.usage(self._format.num_reasoning_tokens)
-
-    def _piece(self, completion: CompletionOutput) -> ChatChunkChoice | None:
+    def _piece(self, completion: CompletionOutput) -> Piece | None:
         """What is new in a completion; None: nothing that can be told yet."""
         delta = self._read(completion)
         is_news = bool(delta) or completion.finish_reason is not None
         if not is_news and not (completion.token_ids and self._tells_tokens):
             return None
+        return Piece(
+            completion.index,
+            delta,
+            self._logprobs(completion),
+            completion.token_ids if self._body.return_token_ids else None,
+            self._finish_reason(completion),
+            completion.stop_reason,
+        )
+
+    def _written(self, piece: Piece) -> ChatChunkChoice:
         return ChatChunkChoice(
-            index=completion.index,
-            delta=to_delta(delta, has_functions=self._has_functions),
-            logprobs=self._logprobs(completion),
-            finish_reason=self._finish_reason(completion),
-            stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
-            token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
+            index=piece.choice,
+            delta=to_delta(piece.delta, has_functions=self._has_functions),
+            logprobs=piece.logprobs,
+            finish_reason=piece.finish_reason,
+            stop_reason=UNSET if piece.stop_reason is None else piece.stop_reason,
+            token_ids=UNSET if piece.token_ids is None else piece.token_ids,
         )
 
     def _read(self, completion: CompletionOutput) -> OutputDelta:
@@ -264,23 +319,20 @@ class ChatAnswer(Answer[ChatRequest]):
         body = self._body
         return not self._format.parses or body.logprobs or body.return_token_ids or body.continuous_usage
 
-    def _extend(self, choices: dict[int, ChatChoice], completion: CompletionOutput) -> None:
-        choice = choices.get(completion.index)
-        if choice is None:
-            choice = ChatChoice(
-                index=completion.index,
-                message=AssistantMessage(self._role, ""),
-                token_ids=[] if self._body.return_token_ids else None,
-                logprobs=ChatLogprobs([]) if self._body.logprobs else None,
-            )
-            choices[completion.index] = choice
-        choice.finish_reason = self._finish_reason(completion)
-        choice.stop_reason = completion.stop_reason
-        if choice.token_ids is not None:
-            choice.token_ids = choice.token_ids + completion.token_ids
-        logprobs = self._logprobs(completion)
-        if choice.logprobs is not None and logprobs is not None:
-            choice.logprobs.content.extend(logprobs.content)
+    def _new_choice(self, index: int) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(self._role, ""),
+            token_ids=[] if self._body.return_token_ids else None,
+            logprobs=ChatLogprobs([]) if self._body.logprobs else None,
+        )
+
+    def _extend(self, choice: ChatChoice, piece: Piece) -> None:
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if choice.token_ids is not None and piece.token_ids is not None:
+            choice.token_ids = choice.token_ids + piece.token_ids
+        if choice.logprobs is not None and piece.logprobs is not None:
+            choice.logprobs.content.extend(piece.logprobs.content)
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:

@@ -14,9 +14,9 @@ from quire.server.answer import Answer, add_answer_route
 from quire.server.chat import ChatAnswer
 from quire.server.context import ServerContext
 from quire.server.limits import CHARGE, Charge
-from quire.server.long_bodies import read_request
 from quire.server.protocol.chat import ChatBatchRequest, ChatResponse
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
+from quire.server.reading import read_request
 from quire.server.turns import Turns, share_of
 
 

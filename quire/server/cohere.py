@@ -35,9 +35,7 @@ async def _embed(context: ServerContext, body: CohereEmbedRequest) -> CohereEmbe
     try:
         return await _embedded(context, body)
     except UserError as error:
-        if error.param not in NAMES:
-            raise
-        raise UserError(error.message.replace(error.param, NAMES[error.param]), param=NAMES[error.param]) from None
+        raise error.named(NAMES) from None
 
 
 async def _embedded(context: ServerContext, body: CohereEmbedRequest) -> CohereEmbedResponse:

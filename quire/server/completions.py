@@ -14,9 +14,8 @@ from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.answer import Answer, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import FieldNames, generate, spaced
+from quire.server.generation import generate, spaced
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
-from quire.server.long_bodies import read_request
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
     CompletionChoice,
@@ -24,6 +23,7 @@ from quire.server.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
+from quire.server.reading import read_request
 from quire.server.streaming import DONE, TEXT_MARK, EventTemplate, encode_event
 from quire.server.weight import AnswerWeight, num_alternatives
 from quire.tokenization.infill import infill
@@ -120,7 +120,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
-            names=FieldNames("prompt", body.constraint_field),
+            names={"prompt_token_ids": "prompt", "structured_outputs": body.constraint_field},
         )
         return spaced(outputs, body.stream_interval if body.stream else None)
 

@@ -21,6 +21,7 @@ from quire.errors import (
     QuireError,
     UnknownModelError,
     UserError,
+    in_terms,
     new_error_id,
 )
 from quire.logging import get_logger
@@ -122,6 +123,11 @@ class ApiError(Exception):
         self.status = status
         self.detail = detail
         self.headers = dict(headers or {})
+
+    def named(self, names: Mapping[str, str]) -> ApiError:
+        """As UserError.named."""
+        message, param = in_terms(self.detail.message, self.detail.param, names)
+        return ApiError(self.status, msgspec.structs.replace(self.detail, message=message, param=param), self.headers)
 
 
 def api_error(

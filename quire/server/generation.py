@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from quire.engine.async_text import INLINE_CHARACTERS
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
@@ -20,10 +19,10 @@ from quire.sampling_params import SamplingParams
 from quire.server.limits import CHARGE, Charge, client_salt
 from quire.server.protocol.chat import TemplateInputs
 from quire.server.protocol.common import AnswerTimes, CompletionTokensDetails, PromptTokensDetails, Usage
-from quire.server.protocol.messages import ChatMessage, LongMessages
+from quire.server.protocol.messages import ChatMessage, found_messages
 from quire.server.running import Work
 from quire.server.turns import Part, Turns, share_of, split
-from quire.tokenization.chat_template import TemplateChoice
+from quire.tokenization.conversation import Conversation
 
 if TYPE_CHECKING:
     from quire.engine.input_processor import Prompt, RenderedChat
@@ -54,63 +53,30 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedChat:
-    """Write the conversation with the model's template and tokenise it. Of a long one only the last message stays in
-    `body.messages`. Raises UserError where that fails, and for a template that the request brings to a server that does
-    not trust it."""
+    """Write the conversation of a body that was read with the model's template and tokenise it. Raises UserError where
+    that fails, and for a template that the request brings to a server that does not trust it."""
     if inputs.source is not None and not context.settings.trust_request_chat_template:
         raise UserError(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
             param="chat_template",
         )
-    engine, messages = context.engine, body.messages or []
-    size, written, conversation = 0, [], None
-    if isinstance(messages, LongMessages):
-        conversation = messages.conversation
-    else:
-        size = sum(message.size for message in messages)
-        written = await engine.off_loop(size, lambda: [message.to_dict() for message in messages])
-    rendered = await engine.render(
-        written if conversation is None else conversation,
-        add_generation_prompt=body.generation_prompt,
-        continue_final_message=body.continue_final_message,
-        tools=tools,
-        chat_template_kwargs={
-            **context.settings.default_chat_template_kwargs,
-            **body.chat_template_kwargs,
-            **inputs.options,
-        },
-        documents=inputs.documents,
-        choice=TemplateChoice(inputs.source, context.settings.chat_template_content_format),
-        add_special_tokens=body.special_tokens,
+    return await context.engine.render(
+        Conversation(
+            messages=found_messages(body.messages),
+            tools=tools,
+            add_generation_prompt=body.generation_prompt,
+            continue_final_message=body.continue_final_message,
+            documents=inputs.documents,
+            variables={
+                **context.settings.default_chat_template_kwargs,
+                **body.chat_template_kwargs,
+                **inputs.options,
+            },
+            source=inputs.source,
+            content_format=context.settings.chat_template_content_format,
+            add_special_tokens=body.special_tokens,
+        )
     )
-    if size > INLINE_CHARACTERS:
-        asyncio.get_running_loop().run_in_executor(None, _take_apart, written, messages)
-    return rendered
-
-
-def _take_apart(written: list[dict[str, Any]], messages: list[ChatMessage]) -> None:
-    """Free a conversation, but for its last message, one message at a time: to free all at once takes about as long as
-    to make them, and no other thread runs meanwhile."""
-    while written:
-        written.pop()
-    while len(messages) > 1:
-        del messages[-2]
-
-
-class FieldNames(NamedTuple):
-    """What a request calls its prompt and its constraint. wording: says an error as the request's API does."""
-
-    prompt: str
-    constraint: str = "structured_outputs"
-    wording: Callable[[UserError], UserError] | None = None
-
-    def explain(self, error: UserError) -> UserError:
-        """The engine's error in the request's words."""
-        if error.param in ("prompt", "prompt_token_ids"):
-            error.param = self.prompt
-        elif error.param == "structured_outputs":
-            error.param = self.constraint
-        return error if self.wording is None else self.wording(error)
 
 
 async def generate(
@@ -122,15 +88,15 @@ async def generate(
     answer_id: str,
     cache_salt: str | None,
     priority: int,
-    names: FieldNames,
+    names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
-    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: for errors about the
-    request.
+    computes NaN or infinite logits for a prompt. answer_id: the id that the client knows. names: our
+    name of a field -> the request's, for errors.
     """
     share = share_of(context.engine.max_num_seqs)
     if params.answers_at_end and params.num_sequences > share:
@@ -187,7 +153,7 @@ async def generate(
                     async for number, output in merged:
                         yield placed(number, output)
     except UserError as error:
-        raise names.explain(error) from None
+        raise error.named(names) from None
 
 
 def _part_ids(request_id: str, num_prompts: int, per_prompt: int) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,9 +14,9 @@ from quire.errors import UserError
 from quire.server.body import parse_body, read_body
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
-from quire.server.long_bodies import raw_fields
 from quire.server.protocol.common import RequestStruct
 from quire.server.protocol.pooling import FIRST_NAMES
+from quire.server.reading_helper import raw_fields
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
@@ -44,7 +43,8 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
     @app.post("/invocations")
     async def invoke(request: Request) -> Response:
         body = await read_body(request, context.max_body_bytes)
-        path = path_of(await context.engine.off_loop(len(body), partial(_names, body)), _task_of(context))
+        names = await context.engine.off_loop(sum(map(len, body)), lambda: _names(b"".join(body)))
+        path = path_of(names, _task_of(context))
         [endpoint] = [route.endpoint for route in app.routes if isinstance(route, Route) and route.path == path]
         response: Response = await endpoint(Request(request.scope, _Again(body, request)))
         return response
@@ -53,15 +53,15 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
 class _Again:
     """The receive channel of a request whose body was read: it brings the body again, then what comes behind it."""
 
-    def __init__(self, body: bytes, request: Request) -> None:
-        self._body: bytes | None = body
+    def __init__(self, body: list[bytes], request: Request) -> None:
+        self._parts = [*body, b""]
         self._request = request
 
     async def __call__(self) -> Message:
-        if self._body is None:
+        if not self._parts:
             return await self._request.receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        part = self._parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
 
 
 def _names(body: bytes) -> Collection[str]:

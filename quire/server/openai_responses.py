@@ -17,16 +17,16 @@ from quire.server.chat import Asked
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.long_conversations import ReadChat, read_chat
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.response_items import InputItem, items_of, response_of_item
+from quire.server.protocol.response_items import InputItem, Listing, ReadInput, items_of, response_of_item
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
-from quire.server.response_answer import Conversation, ResponseAnswer
+from quire.server.reading import read_request
+from quire.server.response_answer import ResponseAnswer
 from quire.server.response_store import Responses
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.server.turn import begin_turn, count_prompt_tokens
+from quire.server.turn import begin_turn, chat_body, count_prompt_tokens
 
 _PATH = "/v1/responses"
 MAX_LISTED_ITEMS = 100
@@ -74,17 +74,15 @@ class _Kept(NamedTuple):
             found.append(item)
         return found
 
-    async def chat(
-        self, owner: str, read: ReadChat[ResponsesRequest]
-    ) -> tuple[ChatRequest, Callable[[str], Conversation]]:
+    async def chat(self, owner: str, body: ResponsesRequest) -> tuple[ChatRequest, Callable[[str], Listing]]:
         """The chat completion that a request means, and what there is to list once the response's id is known."""
-        read.check()
-        body = read.body
+        given = body.input
+        if isinstance(given, ReadInput):
+            return chat_body(body.to_chat(), given.messages, NAMES), given.items.listing
         before = await self.conversation(owner, body.previous_response_id)
-        given = await self.resolve(owner, items_of(body.input))
-        items = [*msgspec.convert(before, list[InputItem]), *given]
-        chat = read.chat(body.to_chat(items, len(before)), NAMES)
-        return chat, partial(Conversation.of, before, given) if read.items is None else read.items.conversation
+        items = await self.resolve(owner, items_of(given))
+        messages = body.messages_of([*msgspec.convert(before, list[InputItem]), *items], len(before))
+        return chat_body(body.to_chat(), messages, NAMES), partial(Listing.of, before, items)
 
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
@@ -102,12 +100,11 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
 
     @app.post(_PATH)
     async def create(request: Request) -> Response:
-        read = await read_chat(request, context, ResponsesRequest)
-        body = read.body
+        body = await read_request(request, context, ResponsesRequest)
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        chat, conversation = await kept.chat(owner, read)
+        chat, conversation = await kept.chat(owner, body)
         turn = begin_turn(context, request, chat, NAMES, asked=Asked("responses", is_streamed=body.stream))
         stores = body.store and num_stored > 0
 
@@ -128,9 +125,9 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
 
     @app.post(_PATH + "/input_tokens")
     async def count_tokens(request: Request) -> Response:
-        read = await read_chat(request, context, ResponsesRequest)
-        context.served_name(read.body.model)
-        chat, _ = await kept.chat(owner_of(request), read)
+        body = await read_request(request, context, ResponsesRequest)
+        context.served_name(body.model)
+        chat, _ = await kept.chat(owner_of(request), body)
         return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
 

@@ -19,9 +19,8 @@ from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
-from quire.server.generation import FieldNames, render_chat
+from quire.server.generation import render_chat
 from quire.server.limits import Charge, client_salt
-from quire.server.long_bodies import read_request
 from quire.server.protocol.pooling import (
     POOLING_TASKS,
     ClassificationItem,
@@ -47,6 +46,7 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
+from quire.server.reading import read_request
 from quire.server.responses import json_response
 from quire.server.turns import Part, Turns, share_of
 from quire.server.vector_format import bytes_response, encoded
@@ -225,7 +225,7 @@ async def run_texts(
                 prompt, params, second=second, priority=priority, part=part, cache_salt=salt
             )
         except UserError as error:
-            raise FieldNames(names[index]).explain(error) from None
+            raise error.named(dict.fromkeys(("prompt", "prompt_token_ids"), names[index])) from None
         charge.count(index, output)
         return output
 

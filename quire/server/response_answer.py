@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.errors import to_api_error
-from quire.server.protocol.response_items import InputItem, input_item_id, listed
+from quire.server.protocol.response_items import InputItem, Listing, listed
 from quire.server.protocol.response_tools import namespaces_of
 from quire.server.protocol.responses import (
     IncompleteDetails,
@@ -42,38 +42,6 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status of what went wrong -> the code that a failed response has."""
 
 _encoder = msgspec.json.Encoder()
-
-
-class Conversation(NamedTuple):
-    """What a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
-
-    items: bytes
-    num_items: int
-
-    @classmethod
-    def of(cls, before: list[dict[str, Any]], given: list[InputItem], response_id: str) -> Conversation:
-        """before: the conversation that is gone on from, `given` what the request adds."""
-        name = response_id.removeprefix("resp_")
-        added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
-        return cls(_encoder.encode([*before, *added]), len(before) + len(added))
-
-
-class ListedItems(msgspec.Struct):
-    """The Conversation of a request that another process has read, before the response has an id: `name` stands in the
-    items' ids for that of the response."""
-
-    items: bytes
-    num_items: int
-    name: str
-
-    @classmethod
-    def of(cls, given: list[InputItem], name: str) -> ListedItems:
-        """name: found nowhere in the items, and in need of no escapes."""
-        return cls(*Conversation.of([], given, name), name)
-
-    def conversation(self, response_id: str) -> Conversation:
-        name = _encoder.encode(response_id.removeprefix("resp_"))[1:-1]
-        return Conversation(self.items.replace(self.name.encode(), name), self.num_items)
 
 
 class ResponseAnswer:
@@ -241,7 +209,7 @@ class ResponseAnswer:
             usage.prompt_tokens + usage.completion_tokens,
         )
 
-    def stored(self, conversation: Conversation) -> StoredResponse:
+    def stored(self, conversation: Listing) -> StoredResponse:
         """The response at its end, with the conversation that the next one goes on from. An answer that says nothing is
         an empty message there: templates expect the turns to alternate."""
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]

@@ -14,7 +14,8 @@ from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
-from quire.tokenization.template_messages import RESERVED_OPTIONS, ContentFormat
+from quire.tokenization.conversation import ContentFormat
+from quire.tokenization.jobs import RESERVED_OPTIONS
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535

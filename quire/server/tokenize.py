@@ -7,13 +7,13 @@ from fastapi import FastAPI, Request, Response
 from quire.errors import UserError
 from quire.server.context import ServerContext
 from quire.server.generation import render_chat
-from quire.server.long_bodies import read_request
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
+from quire.server.reading import read_request
 from quire.server.responses import json_response
 
 

@@ -1,7 +1,7 @@
 """One turn of the assistant, taken from the chat endpoint: what other APIs for conversations are made of.
 
-/v1/messages and /v1/responses turn their requests into the body of a chat completion, and its streamed chunks into
-their own events. What the chat endpoint learns (tools, reasoning, constraints) they have as well
+/v1/messages and /v1/responses turn their requests into the body of a chat completion, and what happens to its answer
+into their own events. What the chat endpoint learns (tools, reasoning, constraints) they have as well
 (docs/decisions/0043-conversations-through-chat.md).
 """
 
@@ -16,19 +16,20 @@ import msgspec
 from fastapi import Request
 
 from quire.errors import EngineDeadError, UserError
+from quire.parsers.output import ToolCallDelta
 from quire.sampling_params import SamplingParams
 from quire.server.answer import header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import Asked, ChatAnswer
+from quire.server.chat import Asked, Begin, ChatAnswer, Piece
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, to_api_error, unavailable
+from quire.server.errors import ApiError, unavailable
 from quire.server.generation import render_chat
-from quire.server.protocol.chat import ChatRequest
-from quire.server.streaming import DONE
+from quire.server.protocol.chat import ChatLogprob, ChatRequest
+from quire.server.protocol.common import Usage
+from quire.server.protocol.messages import ReadMessages
+from quire.tokenization.conversation import Messages
 
-_STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-_DATA = len(b"data: ")
 ENDED_BY_SERVER = {
     "abort": "the server ended the request",
     "timeout": "the request ran out of time",
@@ -50,7 +51,7 @@ class Segment:
     def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
         self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
         self._pieces: list[str] = []
-        self.logprobs: list[Any] = []
+        self.logprobs: list[ChatLogprob] = []
         """Of the text's tokens, where the request asks for them."""
 
     def as_opened(self) -> Segment:
@@ -78,71 +79,7 @@ class Event(NamedTuple):
     step: Step
     segment: Segment | None = None
     piece: str = ""
-    logprobs: Sequence[Any] = ()
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    stop_reason: int | str | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class TurnUsage(msgspec.Struct):
-    """Tokens of the turn so far."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
-
-    @property
-    def num_cached(self) -> int:
-        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else 0
-
-    @property
-    def num_reasoning(self) -> int:
-        return (self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens) or 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice]
-    usage: TurnUsage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-_decoder = msgspec.json.Decoder(_Chunk)
+    logprobs: Sequence[ChatLogprob] = ()
 
 
 class Turn:
@@ -157,14 +94,18 @@ class Turn:
         self.finish_reason = ""
         self.stop_string: str | None = None
         """The stop string that ended the turn, if one did."""
-        self.usage = TurnUsage()
         self.prompt_token_ids: list[int] = []
         self.token_ids: list[int] = []
         """Of the prompt and of the turn, where the request asks for them."""
         self._open: Segment | None = None
         self._call_index: int | None = None
-        self._logprobs: list[Any] = []
+        self._logprobs: list[ChatLogprob] = []
         """Of tokens whose text has not come yet."""
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the turn so far."""
+        return self._answer.usage
 
     @property
     def params(self) -> SamplingParams:
@@ -172,34 +113,23 @@ class Turn:
         return self._answer.params
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Everything that happens, as it happens. Raises as ChatAnswer.stream does, with the request's own names of
+        """Everything that happens, as it happens. Raises as ChatAnswer.events does, with the request's own names of
         fields, and ApiError (503) when the server ended the request early."""
-        begun = False
-        async with aclosing(self._chunks()) as chunks:
-            async for data in chunks:
-                if data == DONE:
-                    break
-                chunk = _decoder.decode(memoryview(data)[_DATA:])
-                self.usage = chunk.usage or self.usage
-                self.prompt_token_ids = chunk.prompt_token_ids or self.prompt_token_ids
-                if not begun:
-                    begun = True
-                    yield Event(Step.BEGIN)
-                for choice in chunk.choices:
-                    for event in self._take(choice):
-                        yield event
-        for event in self._close():
-            yield event
+        try:
+            async with aclosing(self._answer.events()) as events:
+                async for event in events:
+                    if isinstance(event, Begin):
+                        self.prompt_token_ids = event.output.prompt_token_ids
+                        yield Event(Step.BEGIN)
+                    else:
+                        for step in self._take(event):
+                            yield step
+        except (ApiError, UserError) as error:
+            raise error.named(self._names) from None
+        for step in self._close():
+            yield step
         if (reason := ENDED_BY_SERVER.get(self.finish_reason)) is not None:
             raise unavailable(f"{reason} before its end (finish reason {self.finish_reason!r})")
-
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        try:
-            async with aclosing(self._answer.stream()) as chunks:
-                async for data in chunks:
-                    yield data
-        except (ApiError, UserError) as error:
-            raise in_words(error, self._names) from None
 
     async def run(self) -> Turn:
         """The turn at its end."""
@@ -208,41 +138,41 @@ class Turn:
                 pass
         return self
 
-    def _take(self, choice: _Choice) -> list[Event]:
+    def _take(self, piece: Piece) -> list[Event]:
         found: list[Event] = []
-        delta = choice.delta
-        if choice.logprobs is not None:
-            self._logprobs += choice.logprobs.content or []
-        self.token_ids += choice.token_ids or []
-        if thought := delta.reasoning or delta.reasoning_content:
-            self._logprobs, kept = _split(self._logprobs, delta.content or "")
-            found += [*self._begin_other(Kind.REASONING), *self._grow(thought)]
+        delta = piece.delta
+        if piece.logprobs is not None:
+            self._logprobs += piece.logprobs.content
+        self.token_ids += piece.token_ids or ()
+        if delta.reasoning:
+            self._logprobs, kept = _split(self._logprobs, delta.content)
+            found += [*self._begin_other(Kind.REASONING), *self._grow(delta.reasoning)]
             self._logprobs = kept
         if delta.content:
             if self._open is not None and self._open.kind is Kind.REASONING:
                 self._logprobs = _split(self._logprobs, delta.content)[1]
             found += [*self._begin_other(Kind.TEXT), *self._grow(delta.content)]
-        for call in delta.tool_calls or ():
+        for call in delta.tool_calls:
             if self._open is None or self._open.kind is not Kind.CALL or call.index != self._call_index:
                 found += self._begin(Kind.CALL, call)
-            if call.function is not None and call.function.arguments:
-                found += self._grow(call.function.arguments)
-        if choice.finish_reason is not None:
-            self.finish_reason = choice.finish_reason
-            self.stop_string = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+            if call.arguments:
+                found += self._grow(call.arguments)
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
         return found
 
     def _begin_other(self, kind: Kind) -> list[Event]:
         """A part of this kind, where the open one is of another."""
         return [] if self._open is not None and self._open.kind is kind else self._begin(kind)
 
-    def _begin(self, kind: Kind, call: _Call | None = None) -> list[Event]:
+    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> list[Event]:
         closed = self._close()
         segment = Segment(len(self.segments), kind)
         if call is not None:
             self._call_index = call.index
             segment.call_id = call.id or f"call_{self.response_id}_{call.index}"
-            segment.name = (call.function and call.function.name) or ""
+            segment.name = call.name or ""
         self.segments.append(segment)
         self._open = segment
         return [*closed, Event(Step.OPEN, segment)]
@@ -260,9 +190,9 @@ class Turn:
         return [] if segment is None else [Event(Step.CLOSE, segment)]
 
 
-def _split(logprobs: list[Any], text: str) -> tuple[list[Any], list[Any]]:
+def _split(logprobs: list[ChatLogprob], text: str) -> tuple[list[ChatLogprob], list[ChatLogprob]]:
     """Log-probabilities of the tokens before a text, and from its first on."""
-    pieces = [bytes(entry["bytes"] or entry["token"].encode()) for entry in logprobs]
+    pieces = [bytes(entry.bytes or entry.token.encode()) for entry in logprobs]
     place = b"".join(pieces).rfind(text.encode()) if text else sum(map(len, pieces))
     index = 0
     while index < len(pieces) and place >= len(pieces[index]):
@@ -271,13 +201,15 @@ def _split(logprobs: list[Any], text: str) -> tuple[list[Any], list[Any]]:
     return logprobs[:index], logprobs[index:]
 
 
-def chat_body(fields: dict[str, Any], names: dict[str, str]) -> ChatRequest:
-    """The body of the chat completion that a request means. names: the chat endpoint's names of fields -> the
-    request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+def chat_body(fields: dict[str, Any], messages: Messages, names: dict[str, str]) -> ChatRequest:
+    """The chat completion that a request means. fields: of its body, but for its messages. names: the chat endpoint's
+    names of fields -> the request's, for errors. Raises ApiError for what the chat endpoint refuses."""
+    last = {"role": "assistant" if fields.get("continue_final_message") else "user", "content": ""}
     try:
-        return parse_fields({**fields, **_STREAMED}, ChatRequest)[0]
+        chat = parse_fields({**fields, "stream": True, "messages": [last]}, ChatRequest)[0]
     except (ApiError, UserError) as error:
-        raise in_words(error, names) from None
+        raise error.named(names) from None
+    return msgspec.structs.replace(chat, messages=ReadMessages(chat.messages[0], messages))
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: dict[str, str]) -> int:
@@ -286,7 +218,7 @@ async def count_prompt_tokens(context: ServerContext, body: ChatRequest, names: 
         tools = context.formats.answer(body).template_tools
         return len((await render_chat(context, body, tools)).token_ids)
     except UserError as error:
-        raise in_words(error, names) from None
+        raise error.named(names) from None
 
 
 def begin_turn(
@@ -309,17 +241,4 @@ def begin_turn(
     except EngineDeadError:
         raise
     except (ApiError, UserError) as error:
-        raise in_words(error, names) from None
-
-
-def in_words(error: ApiError | UserError, names: dict[str, str]) -> ApiError:
-    """The error with the request's own names of fields."""
-    found = to_api_error(error)
-    param = found.detail.param
-    if param is not None:
-        head = param.partition(".")[0].partition("[")[0]
-        if head in names:
-            message = found.detail.message.replace(head, names[head])
-            detail = msgspec.structs.replace(found.detail, message=message, param=names[head])
-            return ApiError(found.status, detail, found.headers)
-    return found
+        raise error.named(names) from None

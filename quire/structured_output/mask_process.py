@@ -37,8 +37,8 @@ from quire.structured_output.messages import (
 )
 from quire.structured_output.rehearsal import in_one_line, start_matcher
 from quire.structured_output.sequence_state import NO_TOKEN, MaskShape, SequenceState, unusable
-from quire.tokenization.template_messages import encode_frame
 from quire.utils.failures import explain
+from quire.utils.frames import encode_frame
 from quire.utils.process_memory import give_back_memory
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.config.options import EngineOptions
-from quire.tokenization.template_messages import HEADER, encode_frame
+from quire.utils.frames import HEADER, encode_frame
 
 _READ_BYTES = 2**16
 MAX_DESCRIPTORS = 4

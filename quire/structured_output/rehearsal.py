@@ -14,9 +14,9 @@ import msgspec
 
 from quire.structured_output.forks import be_silent, limit, limit_memory
 from quire.structured_output.messages import BlockingReader, Limits, Outcome, Try
-from quire.tokenization.template_messages import encode_frame
 from quire.utils.child_process import describe_exit
 from quire.utils.failures import explain
+from quire.utils.frames import encode_frame
 from quire.utils.process_memory import own_memory
 from quire.utils.sizes import format_bytes
 

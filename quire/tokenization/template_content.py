@@ -31,17 +31,13 @@ def knows_role(tree: nodes.Template, role: str) -> bool:
 
 
 def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: bool) -> dict[str, Any]:
-    """A message for one template. Its content, a string, a list of text parts or None, becomes a string (texts are
-    joined by line feeds), or with `as_parts` a list of parts; of a tool's message always a string. A developer's
+    """A message (conversation.py) for one template. Its content, a list of text parts or None, becomes a string (texts
+    are joined by line feeds), or with `as_parts` a list of parts; of a tool's message always a string. A developer's
     message is the system's where the template does not know developers."""
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    parts = message["content"] or []
     role = message["role"]
-    adapted = dict(message)
-    if as_parts and role != "tool":
-        adapted["content"] = parts
-    elif not isinstance(content, str):
-        adapted["content"] = "\n".join(part["text"] for part in parts)
+    content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts)
+    adapted = {"role": role, "content": content, **message["fields"]}
     if role == "developer" and not knows_developer:
         adapted["role"] = "system"
         adapted.pop("tools", None)

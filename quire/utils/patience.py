@@ -15,7 +15,7 @@ TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Patience:
-    """Waits for a connection to the process `pid`; in place of a Deadline (quire/tokenization/template_messages.py)."""
+    """Waits for a connection to the process `pid`; in place of a Deadline (quire/utils/frames.py)."""
 
     def __init__(self, pid: int, stall_slices: float = STALL_SECONDS / SLICE_SECONDS) -> None:
         self._pid = pid
@@ -27,7 +27,7 @@ class Patience:
         """Wait until something can be read. Raises TimeoutError when the process does not get on meanwhile."""
         self._wait(connection, select.POLLIN)
 
-    def send(self, connection: socket.socket, content: bytes | bytearray) -> None:
+    def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
         """Send all of it. Raises TimeoutError as `apply`."""
         view = memoryview(content)
         while view:

@@ -89,6 +89,14 @@ class BlockTables:
         self._tables[group][row, start : start + len(entries)] = entries
         return start, entries
 
+    def trim(self, row: int, kept: Sequence[int]) -> None:
+        """Cut the tables of `row` to their first blocks, whose numbers `kept` has per group."""
+        for group, (shape, table, count) in enumerate(zip(self.shapes, self._tables, kept, strict=True)):
+            end, count = self._num_entries[group, row], count * shape.kernel_blocks
+            if count < end:
+                table[row, count:end] = NULL_BLOCK
+                self._num_entries[group, row] = count
+
     def copy(self, source: int, destination: int) -> None:
         """Make the tables of row `destination` equal to those of row `source`."""
         for table in self._tables:

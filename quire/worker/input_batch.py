@@ -18,7 +18,8 @@ class InputBatch(NamedTuple):
     the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
     logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
     all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
-    rows_version: batches of one version, but 0, have the same rows.
+    rows_version: batches of one version, but 0, have the same rows. num_drafts: [S] int64, how many of the last tokens
+    are drafts (None: none is); their hidden states are read, and that of the token before them.
     """
 
     rows: np.ndarray
@@ -29,6 +30,7 @@ class InputBatch(NamedTuple):
     logits_rows: np.ndarray | None
     read_start: np.ndarray
     rows_version: int = 0
+    num_drafts: np.ndarray | None = None
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
@@ -85,23 +87,33 @@ class InputBatch(NamedTuple):
 
 
 def build_input_batch(
-    seq_ids: Sequence[int], start_positions: Sequence[int], num_tokens: Sequence[int], requests: RequestState
+    seq_ids: Sequence[int],
+    start_positions: Sequence[int],
+    num_tokens: Sequence[int],
+    requests: RequestState,
+    num_drafts: np.ndarray | None = None,
 ) -> InputBatch:
-    """Every scheduled token must be known, or sampled by an earlier step."""
+    """Every scheduled token must be known, or sampled by an earlier step, or a draft. num_drafts: as that of
+    InputBatch."""
     lengths = requests.lengths
-    for seq_id, start, count in zip(seq_ids, start_positions, num_tokens, strict=True):
-        assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
+    if num_drafts is None:
+        for seq_id, start, count in zip(seq_ids, start_positions, num_tokens, strict=True):
+            assert start + count <= lengths[seq_id], "the plan schedules a token that no step has sampled"
     rows = requests.rows_of(seq_ids)
     batch = requests.columns.input_batch(rows, start_positions, num_tokens, requests.rows_version)
     if sum(num_tokens) == len(num_tokens):  # of one token each, all are read: most steps are decodes
         return batch
+    if num_drafts is not None:
+        batch = batch._replace(num_drafts=num_drafts)
     return _reading_less(batch, requests.sampling.rows_with_prompt_logprobs)
 
 
 def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
     """The batch with its `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
     counts, query_start = batch.counts, batch.query_start
-    num_read = np.where(np.isin(batch.rows, list(scored)), counts, 1) if scored else np.ones_like(counts)
+    num_read = np.ones_like(counts) if batch.num_drafts is None else batch.num_drafts + 1
+    if scored:
+        num_read = np.where(np.isin(batch.rows, list(scored)), counts, num_read)
     read_start = np.zeros_like(query_start)
     np.cumsum(num_read, out=read_start[1:])
     if read_start[-1] == batch.num_tokens:

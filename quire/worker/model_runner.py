@@ -18,6 +18,7 @@ from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.results import Deferred, Samples
 from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed, add_accepted
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
@@ -31,11 +32,14 @@ from quire.worker.sample_rows import SampleRows, build_sample_rows
 
 @dataclass(slots=True)
 class Launched:
-    """A step that was started. pooled: the vectors, [P, width]. copy: of the tensors of `samples`, of `pooled`,
-    then of `scores`; None: nothing was computed. error: of the sampling, in a step that awaited inputs for it."""
+    """A step that was started. sampled: the rows of `samples`. accepted: what is kept of the step's drafts. pooled: the
+    vectors, [P, width]. copy: of the tensors of `samples` and `accepted`, of `pooled`, then of `scores`; None: nothing
+    was computed. error: of the sampling, in a step that awaited inputs for it."""
 
     plan: StepPlan
     samples: Samples | None = None
+    sampled: SampleRows | None = None
+    accepted: Accepted = NOTHING_ACCEPTED
     pooled: Deferred[np.ndarray] | None = None
     scores: Sequence[PromptScores] = ()
     copy: PendingCopy | None = None
@@ -55,10 +59,19 @@ class Launched:
         hosts = iter(self.copy.wait())
         nonfinite: Sequence[int] = ()
         if samples is not None:
-            token_ids, logprobs, result.candidates, nonfinite = samples.assemble(hosts)
-            result.token_ids = [[token_id] for token_id in token_ids]
-            if logprobs:
-                result.logprobs = {index: [entry] for index, entry in logprobs.items()}
+            found = samples.assemble(hosts)
+            accepted, foreseen = self.accepted
+            if accepted is None:
+                token_ids, logprobs, result.candidates, nonfinite = found
+                result.token_ids = [[token_id] for token_id in token_ids]
+                if logprobs:
+                    result.logprobs = {index: [entry] for index, entry in logprobs.items()}
+            else:
+                assert self.sampled is not None, "samples have rows"
+                assert self.sampled.firsts is not None, "drafts have rows"
+                nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.read(hosts))
+            if foreseen is not None:
+                result.foreseen = {index: count for index, count in enumerate(foreseen.read(hosts)) if count}
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -113,7 +126,11 @@ class ModelRunner:
         requests, transfers = self._requests, self._transfers
         transfers.wait()
         requests.update(plan)
-        batch = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, requests)
+        placed: Placed | None = None
+        if plan.num_drafts or (self._compute.has_drafts and requests.is_behind(plan)):
+            placed = requests.columns.place_drafts(plan, requests)
+        starts, counts, num_drafts = placed or (plan.start_positions, plan.num_tokens, None)
+        batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
         sampled = pooled = None
@@ -153,7 +170,12 @@ class ModelRunner:
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         """What follows a forward pass."""
         launched, step, hidden, batch, sampled, pooled = computed
-        launched.samples = None if sampled is None else step.sample(hidden, sampled, masks)
+        if sampled is not None:
+            if masks is not None and sampled.firsts is not None:
+                masks = masks._replace(indices=sampled.firsts[masks.indices])
+            launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
+            if self._compute.has_drafts:
+                launched.accepted = step.accept(launched.samples, sampled, self._requests)
         launched.pooled = None if pooled is None else step.pool(hidden, pooled)
         launched.scores = self._prompt_scorer.score(hidden, batch)
         launched.copy = self._compute.copy_out(_tensors(launched))
@@ -180,6 +202,9 @@ def _tensors(launched: Launched) -> Iterator[torch.Tensor]:
     """What the host must know of a step, for one copy."""
     if launched.samples is not None:
         yield from launched.samples.tensors()
+        for part in launched.accepted:
+            if part is not None:
+                yield from part.tensors
     if launched.pooled is not None:
         yield from launched.pooled.tensors
     for each in launched.scores:

@@ -54,6 +54,13 @@ class RequestState:
             self.rows_version += 1
         return self._rows
 
+    def is_behind(self, plan: StepPlan) -> bool:
+        """Whether a sequence has fewer tokens than the plan says: drafts were rejected of which the scheduler did not
+        know yet."""
+        lengths = self.lengths
+        columns = zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True)
+        return any(start + count > lengths[seq_id] for seq_id, start, count in columns)
+
     def add_request(
         self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
@@ -86,6 +93,8 @@ class RequestState:
         """
         for seq_id in plan.released:
             self.release(seq_id)
+        for seq_id, kept in plan.trimmed_tables.items():
+            self.tables.trim(self._row_of[seq_id], kept)
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             self.append_blocks(row, new.block_ids)

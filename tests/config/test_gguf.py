@@ -121,6 +121,26 @@ def test_keys_and_values_of_a_file_have_16_bits_unless_told_otherwise(
     assert ("(the default for GGUF files)" in found.cache_format) == (not options)
 
 
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({}, 8),
+        ({"activation_bits": "16"}, 16),
+        ({"dtype": "float32"}, 0),
+        ({"matmul_precision": "bfloat16"}, 0),
+        ({"quantization": "int8"}, 0),
+        ({"quantization": "int8", "activation_bits": "8"}, 8),
+        ({"attention_backend": "torch"}, 0),
+    ],
+)
+def test_activations_have_eight_bits_unless_more_is_asked_for(
+    options: dict[str, str], bits: int, tmp_path: Path
+) -> None:
+    path = str(model().write(tmp_path / "model.gguf"))
+    found = resolve(EngineOptions(model=path, device="cpu", **{"attention_backend": "native", **options})).model
+    assert found.activation_bits == bits
+
+
 def test_products_are_in_what_the_cpu_multiplies_faster(tmp_path: Path) -> None:
     """The file does not say what its weights were before they were quantised."""
     path = model().write(tmp_path / "model.gguf")

@@ -1,4 +1,4 @@
-"""tensor_parallel_size and pipeline_parallel_size: what they become, and what is refused."""
+"""tensor_parallel_size, pipeline_parallel_size and data_parallel_size: what they become, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,10 +30,44 @@ def test_ranks_run_on_the_native_kernels_and_share_the_threads(model: str, monke
     assert config.parallel == ParallelConfig(tp=4)
     assert config.parallel.num_devices == 4
     assert (config.device.device, config.device.attention_backend) == ("cpu", "native")
-    assert (config.device.platform, config.device.collectives) == ("cpu", "gloo")
+    assert (config.device.platform, config.device.collectives) == ("cpu", "shared_memory")
     assert config.device.num_threads == 1
     assert resolved(model, tensor_parallel_size=2).device.num_threads == 3
     assert resolved(model, tensor_parallel_size=2, num_threads=5).device.num_threads == 5
+
+
+def test_replicas_share_out_threads_and_memory(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
+    monkeypatch.setattr("quire.config.resolve.usable_cores", lambda: 12)
+    options = {"kv_cache_memory": "8MiB", "preemption_mode": "swap", "swap_space": "2MiB"}
+    config = resolved(model, data_parallel_size=2, tensor_parallel_size=2, **options)
+    assert config.parallel == ParallelConfig(tp=2), "the ranks of one replica"
+    assert config.device.num_threads == 3
+    assert (config.cache.memory, config.cache.swap_space) == (4 * 2**20, 2**20)
+    assert config.cache.num_replicas == 2
+    assert resolved(model, data_parallel_size=24).device.num_threads == 1
+    assert resolved(model, data_parallel_size=2, num_threads=5).device.num_threads == 5
+    assert resolved(model, data_parallel_size=2, num_blocks_override=7).cache.num_blocks_override == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "must be at least 1"),
+        ({"data_parallel_size": 65}, "data_parallel_size must be at most 64, not 65"),
+        ({"data_parallel_size": 2, "device": "cuda"}, "data_parallel_size=2 runs on a CPU so far: start one server"),
+    ],
+    ids=str,
+)
+def test_replicas_that_cannot_be_had_are_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(
+        "quire.config.resolve.choose_device", lambda options: (options.device, options.device == "cuda")
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(model, **options)
+    assert caught.value.param == "data_parallel_size"
 
 
 @pytest.mark.parametrize(

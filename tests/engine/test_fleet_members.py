@@ -162,12 +162,12 @@ def test_all_engines_sleep_or_none(gated: Gated) -> None:
 
 def test_a_registered_prefix_is_of_one_replica_and_survives_it(gated: Gated) -> None:
     message = add("p", num_prompt_tokens=40, max_tokens=1)
-    gated.fleet.send(AddRequest(msgspec.structs.replace(message.request, register_prefix=True)))
+    gated.fleet.send(add("a"), AddRequest(msgspec.structs.replace(message.request, register_prefix=True)))
     gated.open()
-    tokens_until_finished(gated.fleet, "p")
+    tokens_until_finished(gated.fleet, "a", "p")
     registered = stats(gated.fleet).num_registered_blocks
     assert registered > 0
-    gated[0].kill()
+    gated[1].kill()
     wait_for(lambda: gated.fleet.num_restarts == 1)
     gated.open()
     wait_for(lambda: stats(gated.fleet).num_registered_blocks == registered)
@@ -346,38 +346,40 @@ def test_an_abort_while_the_engine_of_the_request_starts(gated: Gated) -> None:
     assert stats(gated.fleet).num_used_blocks == 0
 
 
-@pytest.mark.parametrize("num_failures", [3, 5])
-def test_a_member_that_does_not_start_again_is_lost_and_tried_again(
+@pytest.mark.parametrize(("num_failures", "pause"), [(3, 0.001), (5, 0.001), (3, 1000.0)])
+def test_the_requests_of_a_member_that_does_not_start_again_go_on_at_the_other(
     small: EngineOptions,
     undisturbed: dict[tuple[str, int], object],
     monkeypatch: pytest.MonkeyPatch,
     num_failures: int,
+    pause: float,
 ) -> None:
+    """It is tried again, each time behind the pause."""
     monkeypatch.setattr("quire.engine.fleet.PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("quire.engine.fleet.RETRY_SECONDS", 0.001)
-    starts: list[bool] = []
+    monkeypatch.setattr("quire.engine.fleet.RETRY_SECONDS", pause)
+    num_starts = 0
 
-    def start(ready: EngineReady | None, counted: EngineStats | None) -> MortalClient:
-        starts.append(1 < len(starts) <= num_failures)
-        if starts[-1]:
+    def start(_ready: EngineReady | None, _stats: EngineStats | None) -> MortalClient:
+        nonlocal num_starts
+        num_starts += 1
+        if 1 < num_starts <= 1 + num_failures:
             raise ModelLoadError("no memory")
-        return MortalClient(small, FAKE, lambda request_ids: len(starts) == 2 and len(request_ids) > 4, loses=False)
+        is_first = num_starts == 1
+        return MortalClient(small, FAKE, lambda request_ids: is_first and len(request_ids) > 4, loses=False)
 
     def start_other(_ready: EngineReady | None, _stats: EngineStats | None) -> MortalClient:
         return MortalClient(small, FAKE, never, loses=False)
 
     fleet = started(Fleet([start_other, start], router="round-robin"))
-    starts.append(False)  # the number of calls, from now on
-    message = msgspec.structs.replace(request(20, max_tokens=1), register_prefix=True)
-    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
-    fleet.send(Call(3, "stats"))
-    heard, rejected = hear(fleet, requests)
+    heard, rejected = hear(fleet, [request(number, **KINDS[number % len(KINDS)]) for number in range(12)])
     assert not rejected
     assert told(heard) == undisturbed
-    wait_for(lambda: fleet.num_restarts == 1)
-    assert not any(member.is_lost for member in fleet.members)
-    heard, rejected = hear(fleet, [message])
-    assert not rejected
+    if pause < 1:
+        wait_for(lambda: fleet.num_restarts == 1 and not fleet.members[1].is_lost)
+    else:
+        wait_for(lambda: fleet.members[1].is_lost)
+        assert (fleet.num_restarts, num_starts) == (0, 4)
+        assert call(fleet, "sleep", "1").value == 1, "a lost member is not waited for"
     fleet.shutdown()
 
 

@@ -14,6 +14,8 @@ from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, promp
 from quire.errors import PromptTooLongError, UserError
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
+from quire.tokenization import text_lengths
+from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from tests.tokenization.build import SPECIAL, byte_level, byte_level_backend, sentencepiece, wordpiece
 
@@ -149,9 +151,9 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Characters of the texts that were tokenised. Texts are long here from 64 characters on."""
-    monkeypatch.setattr(input_processor, "UNCOUNTED_CHARACTERS", 64)
-    monkeypatch.setattr(input_processor, "COUNTED_CHARACTERS", 22)
-    monkeypatch.setattr(input_processor, "SEAM_TOKENS", 4)
+    monkeypatch.setattr(text_lengths, "UNCOUNTED_CHARACTERS", 64)
+    monkeypatch.setattr(text_lengths, "COUNTED_CHARACTERS", 22)
+    monkeypatch.setattr(text_lengths, "SEAM_TOKENS", 4)
     found: list[int] = []
     encode = Tokenizer.encode
 
@@ -184,7 +186,7 @@ def test_chats_and_pieces_of_every_kind_of_tokenizer(encoded: list[int]) -> None
     for tokenizer in (byte_level(), sentencepiece(), wordpiece()):
         processor = make(tokenizer)
         with pytest.raises(PromptTooLongError, match="far fewer"):
-            processor.tokenise_chat("the fox, " * 200)
+            processor.tokenise_chat("the fox, " * 200, add_special_tokens=False)
         assert max(encoded) == 22
 
 
@@ -204,7 +206,7 @@ def test_a_model_without_tokenizer() -> None:
     refused(processor, [5], "needs a tokenizer|need a tokenizer", "stop", stop="x")
     refused(processor, [5], "need a tokenizer", "bad_words", bad_words=["x"])
     with pytest.raises(UserError, match="chat needs a tokenizer"):
-        processor.render_chat([{"role": "user", "content": "x"}])
+        processor.render_chat(conversation_of([{"role": "user", "content": "x"}]))
 
 
 # -- sampling parameters -------------------------------------------------------------------------------------
@@ -345,13 +347,12 @@ def chat() -> Iterator[InputProcessor]:
 
 
 def test_chat_is_rendered_and_tokenised(chat: InputProcessor) -> None:
-    rendered = chat.render_chat([{"role": "user", "content": "the fox"}])
+    rendered = chat.render_chat(conversation_of([{"role": "user", "content": "the fox"}]))
     assert rendered.text == "user: the fox\nbot:"
     assert chat.tokenizer is not None
     assert chat.tokenizer.decode(rendered.token_ids) == rendered.text
-    continued = chat.render_chat(
-        [{"role": "bot", "content": "the fox"}], add_generation_prompt=False, continue_final_message=True
-    )
+    messages = [{"role": "bot", "content": "the fox"}]
+    continued = chat.render_chat(conversation_of(messages, add_generation_prompt=False, continue_final_message=True))
     assert continued.text == "bot: the fox"
 
 
@@ -359,8 +360,8 @@ def test_chat_adds_no_special_tokens_unless_asked() -> None:
     backend = sentencepiece().backend
     processor = make(Tokenizer(backend, chat_templates={"default": "{{ bos_token }}the"}, special_tokens=SPECIAL))
     messages = [{"role": "user", "content": "x"}]
-    assert processor.render_chat(messages).token_ids.count(1) == 1
-    assert processor.render_chat(messages, add_special_tokens=True).token_ids.count(1) == 2
+    assert processor.render_chat(conversation_of(messages)).token_ids.count(1) == 1
+    assert processor.render_chat(conversation_of(messages, add_special_tokens=True)).token_ids.count(1) == 2
     processor.close()
 
 
@@ -373,13 +374,13 @@ def test_chat_adds_no_special_tokens_unless_asked() -> None:
 )
 def test_refused_conversations(chat: InputProcessor, content: str, error: type[UserError], reason: str) -> None:
     with pytest.raises(error, match=reason) as caught:
-        chat.render_chat([{"role": "user", "content": content}])
+        chat.render_chat(conversation_of([{"role": "user", "content": content}]))
     assert caught.value.param == "messages"
 
 
 def test_chat_without_template(processor: InputProcessor) -> None:
     with pytest.raises(UserError, match="no chat template"):
-        processor.render_chat([{"role": "user", "content": "x"}])
+        processor.render_chat(conversation_of([{"role": "user", "content": "x"}]))
 
 
 # -- the whole -----------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ def make_drafting_driver(config: EngineConfig, drafter: Drafter, **options: Any)
 class RandomDrafts:
     """A drafter, and the worker's half of one: how many drafts, whose, and which of them are right is chance."""
 
+    asks_always = True
+
     def __init__(self, seed: int, max_drafts: int, *, right: float = 0.7, by_worker: float = 0.5) -> None:
         """right: the share of right drafts. by_worker: the share that the worker proposes where both could."""
         self.max_drafts = max_drafts

@@ -25,6 +25,8 @@ class Exchange:
 class ThreadRank:
     """Implements ProcessGroup."""
 
+    native = None
+
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange = exchange
         self.rank = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_free_memory_less_activations_times_utilization() -> None:
     bytes_per_block = 4 * 16 * TOKEN_BYTES
     layout = size(cache(utilization=0.25), available=1000 * bytes_per_block, activations=200 * bytes_per_block)
     assert layout.num_usable_blocks == 200
+
+
+def test_engines_share_what_the_first_one_measured() -> None:
+    """Each gets a third of what three times the weights leave: (1000 - 2 x 110) / 3, less its own activations."""
+    block = 4 * 16 * TOKEN_BYTES
+    groups, layers_per_group = group_layers([FULL] * 4, 16)
+    profile = MemoryProfile(1000 * block, activations=20 * block, weights=110 * block)
+    config = replace(cache(), num_replicas=3)
+    layout = size_pool(groups, layers_per_group, config, profile, max_model_len=1024, max_num_seqs=1000)
+    assert layout.num_usable_blocks == (260 - 20) // 2
+    given = size_pool(
+        groups, layers_per_group, replace(config, memory=30 * block), None, max_model_len=1024, max_num_seqs=9
+    )
+    assert given.num_usable_blocks == 30, "the configuration has divided it"
 
 
 def test_no_more_blocks_than_all_sequences_at_full_length_can_use() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -9,9 +10,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 
-from quire.decoding.drafts import Drafts
+from quire.decoding.drafts import Drafts, WorkerDrafts
 from quire.decoding.sequence import Sequence
 from quire.request import FinishReason
+from quire.step import StepPlan, StepResult
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 from tests.fakes.traffic import DraftingEpisode, run_traffic
@@ -21,6 +23,8 @@ from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_co
 
 class OwnDrafts:
     """The scheduler proposes tokens of a given text, when it knows all before them; else the worker does."""
+
+    asks_always = True
 
     def __init__(self, text: list[int], max_drafts: int) -> None:
         self.text = text
@@ -168,3 +172,65 @@ def test_random_schedules_with_drafts() -> None:
     totals = DraftingMachine.totals
     assert totals["steps_total"] > 300
     assert totals["accepted drafts"] > 0
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("drafter", [WorkerDrafts(3), RandomDrafts(3, 3)], ids=["without drafts", "with drafts"])
+def test_a_discarded_sample_is_computed_again(queue_depth: int, drafter: Any) -> None:
+    """The workers may return no token at all, and go on from the last known one."""
+    driver = make_driver(drafter, queue_depth=queue_depth, block_size=2)
+    executor, draw, num_discarded = driver.executor, random.Random(5), 0
+    take_samples = executor._sample
+
+    def discard(plan: StepPlan, result: StepResult) -> None:
+        nonlocal num_discarded
+        take_samples(plan, result)
+        for index, seq_id in enumerate(plan.sample_seq_ids):
+            row, count = executor._rows[seq_id], len(result.token_ids[index])
+            if len(row.token_ids) - count > row.num_prompt_tokens and draw.random() < 0.3:
+                del row.token_ids[-count:]
+                row.num_computed = len(row.token_ids) - 1
+                del row.chain[row.num_computed :]
+                row.rejected.append((executor.num_steps, count))
+                result.token_ids[index] = []
+                result.logprobs.pop(index, None)
+                num_discarded += 1
+
+    executor._sample = discard  # type: ignore[method-assign]
+    driver.ledger.has_drafts = True  # a plan does not say which samples are discarded
+    for name in "ab":
+        driver.add(name, prompt(9 + ord(name)), max_tokens=20, logprobs=0)
+    while driver.core.has_work:
+        driver.step()
+        driver.scheduler.check()
+    for name in "ab":
+        assert driver.tokens[name, 0] == generate_alone(prompt(9 + ord(name)), max_tokens=20)[0]
+        assert [entry.token_ids[0] for entry in driver.logprobs[name, 0]] == driver.tokens[name, 0]
+    assert num_discarded > 3
+    driver.assert_all_free()
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_drafts_that_the_workers_foresee(queue_depth: int) -> None:
+    """Steps are planned as without drafts until a result says that the workers have some."""
+    driver = make_driver(WorkerDrafts(3), queue_depth=queue_depth)
+    executor, take_samples = driver.executor, driver.executor._sample
+    executor.propose_drafts = lambda _seq_id, right, _count: [*right[:-1], 96 - right[-1]]
+
+    def foresee(plan: StepPlan, result: StepResult) -> None:
+        take_samples(plan, result)
+        result.foreseen = {0: 2} if 20 < executor.num_steps <= 30 else {}
+
+    executor._sample = foresee  # type: ignore[method-assign]
+    driver.add("r", prompt(9), max_tokens=60)
+    steady = []
+    while driver.core.has_work:
+        driver.step()
+        driver.scheduler.check()
+        steady.append(any(each.fast_path_until for each in driver.scheduler._running.sequences))
+    assert driver.tokens["r", 0] == generate_alone(prompt(9), max_tokens=60)[0]
+    with_drafts = [number for number, plan in enumerate(executor.plans) if plan.num_drafts]
+    assert with_drafts == list(range(20 + queue_depth, 30 + queue_depth))
+    assert executor.num_accepted_drafts == 10
+    assert all(steady[3:20])
+    assert steady[-5]

@@ -200,7 +200,8 @@ async def test_the_synchronous_client(fast: Served) -> None:
 
 def to_chat(**fields: Any) -> dict[str, Any]:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return msgspec.convert(body, MessagesRequest).to_chat()
+    request = msgspec.convert(body, MessagesRequest)
+    return {**request.to_chat(), "messages": request.chat_messages}
 
 
 def test_a_conversation_with_tools_as_a_chat() -> None:
@@ -240,7 +241,7 @@ def test_a_conversation_with_tools_as_a_chat() -> None:
             "content": "let me see",
             "reasoning": "hm",
             "tool_calls": [
-                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
             ],
         },
         {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "sun"}]},

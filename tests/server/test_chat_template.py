@@ -16,7 +16,7 @@ import pytest
 from quire.config.options import EngineOptions
 from quire.llm import LLM
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.template_messages import TemplateLimits
+from quire.tokenization.jobs import TemplateLimits, TokenizerSource
 from quire.tokenization.tokenizer import Tokenizer
 from tests.processes import has_ended
 from tests.server.conftest import NUM_BLOCKS, Served, serving
@@ -43,8 +43,8 @@ def hanging_model(tmp_path: Path) -> Path:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, limits: TemplateLimits) -> None:
-    def of(tokenizer: Tokenizer) -> ChatTemplate:
-        return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens, limits=limits)
+    def of(tokenizer: Tokenizer, source: TokenizerSource | None = None) -> ChatTemplate:
+        return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens, limits=limits, tokenizer=source)
 
     monkeypatch.setattr(ChatTemplate, "of", of)
 
@@ -54,7 +54,7 @@ def renderers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "quire-chat-template" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and "quire: helper" in child.cmdline()
     ]
 
 

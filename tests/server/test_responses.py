@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import openai
 import pytest
 
 from quire.errors import UserError
-from quire.server.protocol.response_items import items_of
+from quire.server.protocol.response_items import chat_messages_of, items_of
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
@@ -248,7 +247,7 @@ async def test_the_store_knows_what_is_being_made() -> None:
 
 def to_chat(**fields: Any) -> dict[str, Any]:
     request = msgspec.convert({"input": "hi", **fields}, ResponsesRequest)
-    return request.to_chat(items_of(request.input))
+    return {**request.to_chat(), "messages": chat_messages_of(items_of(request.input))}
 
 
 def test_a_conversation_with_tools_as_a_chat() -> None:
@@ -275,11 +274,9 @@ def test_a_conversation_with_tools_as_a_chat() -> None:
     )
 
     def call(name: str, city: str) -> dict[str, Any]:
-        arguments = json.dumps({"city": city}, separators=(",", ":"))
-        return {"id": name, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return {"id": name, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
 
     assert chat["messages"] == [
-        {"role": "system", "content": "short"},
         {"role": "user", "content": "weather?"},
         {
             "role": "assistant",

@@ -8,30 +8,34 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import anthropic
+import msgspec
 import openai
 import pytest
 
+from quire.outputs import RequestOutput
+from quire.parsers.output import OutputDelta, ToolCallDelta
 from quire.sampling_params import SamplingParams
 from quire.server import turn
+from quire.server.chat import Begin, Piece
 from quire.server.errors import ApiError
+from quire.server.protocol.chat import ChatLogprob, ChatLogprobs
+from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.settings import ServerSettings
-from quire.server.streaming import DONE
 from quire.server.turn import Kind, Turn
 from tests.server.conftest import Served, serving
 from tests.server.model_directory import write_model
 from tests.server.test_tools import CALLS, TEMPLATE, THOUGHT, TIME, WEATHER
 
 
-def call(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, "id": call_id, "function": {"name": name, "arguments": arguments}}]}
+def call(index: int, name: str | None, arguments: str, call_id: str | None = None) -> OutputDelta:
+    return OutputDelta(tool_calls=[ToolCallDelta(index, call_id, name, arguments)])
 
 
-DELTAS: list[dict[str, Any]] = [
-    {"role": "assistant", "content": ""},
-    {"reasoning": "let ", "reasoning_content": "let "},
-    {"reasoning_content": "me"},
-    {"content": "I "},
-    {"content": "call"},
+DELTAS: list[OutputDelta] = [
+    OutputDelta(reasoning="let "),
+    OutputDelta(reasoning="me"),
+    OutputDelta(content="I "),
+    OutputDelta(content="call"),
     call(0, "weather", "", "call_a"),
     call(0, None, '{"city":'),
     call(0, None, '"Rome"}'),
@@ -43,26 +47,34 @@ class ScriptedAnswer:
     """In place of ChatAnswer."""
 
     finish: ClassVar[str] = "tool_calls"
-    deltas: ClassVar[list[dict[str, Any]]] = DELTAS
+    deltas: ClassVar[list[OutputDelta]] = DELTAS
     bodies: ClassVar[list[Any]] = []
     ineffective_fields: ClassVar[list[str]] = []
     engine_id = "chatcmpl-1"
     params = SamplingParams(temperature=0.5, top_p=0.9)
+    usage = Usage(9, 7, 16, PromptTokensDetails(4), CompletionTokensDetails(2))
 
     def __init__(self, context: object = None, body: object = None, header_id: str | None = None, **_: object) -> None:
         self.bodies.append(body)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        usage = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
-        usage["completion_tokens_details"] = {"reasoning_tokens": 2}
-        for delta in self.deltas:
-            yield self._chunk([{"index": 0, "delta": delta}], usage)
-        yield self._chunk([{"index": 0, "delta": {}, "finish_reason": self.finish}], usage)
-        yield self._chunk([], usage)
-        yield DONE
+    async def events(self) -> AsyncGenerator[Begin | Piece, None]:
+        yield Begin(0, RequestOutput("1", None, [1, 2], [], False), is_first=True)
+        for piece in self.pieces():
+            yield piece
+        yield Piece(0, OutputDelta(), finish_reason=self.finish)
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        return b"data: %b\n\n" % json.dumps({"id": "x", "choices": choices, "usage": usage}).encode()
+    def pieces(self) -> list[Piece]:
+        return [Piece(0, delta) for delta in self.deltas]
+
+
+def messages_given() -> list[dict[str, Any]]:
+    """The messages of the only request that was made: role, text and the other fields."""
+    [body] = ScriptedAnswer.bodies
+    found = msgspec.msgpack.decode(body.messages.found.encoded)
+    return [
+        {"role": each["role"], "content": "".join(part["text"] for part in each["content"] or ()), **each["fields"]}
+        for each in found
+    ]
 
 
 @pytest.fixture
@@ -97,15 +109,13 @@ async def test_responses(scripted: Served) -> None:
         # The stored turn is what comes before the next one.
         ScriptedAnswer.bodies.clear()
         await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
-        [assistant] = [
-            message.to_dict() for message in ScriptedAnswer.bodies[0].messages if message.role == "assistant"
-        ]
+        [assistant] = [message for message in messages_given() if message["role"] == "assistant"]
         assert (assistant["content"], assistant["reasoning"]) == ("I call", "let me")
         assert [each["id"] for each in assistant["tool_calls"]] == ["call_a", "call_b"]
 
 
-def logprobs(*tokens: str) -> list[dict[str, Any]]:
-    return [{"token": token, "bytes": list(token.encode()), "logprob": -1.0} for token in tokens]
+def logprobs(*tokens: str) -> ChatLogprobs:
+    return ChatLogprobs([ChatLogprob(token, -1.0, list(token.encode()), []) for token in tokens])
 
 
 @pytest.mark.parametrize(
@@ -123,18 +133,16 @@ async def test_log_probabilities_behind_thoughts(chunks: list[tuple[dict[str, An
     marks have any."""
 
     class Told(ScriptedAnswer):
-        async def stream(self) -> AsyncGenerator[bytes, None]:
-            for delta, tokens in chunks:
-                choice = {"index": 0, "delta": delta, "logprobs": {"content": logprobs(*tokens.split())}}
-                yield self._chunk([choice], {"prompt_tokens": 1})
+        def pieces(self) -> list[Piece]:
+            return [Piece(0, OutputDelta(**delta), logprobs(*tokens.split())) for delta, tokens in chunks]
 
     events = [event async for event in Turn(Told(), {}).events()]  # type: ignore[arg-type]
     written = [event for event in events if event.piece and event.segment and event.segment.kind is Kind.TEXT]
-    told = [entry["token"] for event in written for entry in event.logprobs]
+    told = [entry.token for event in written for entry in event.logprobs]
     assert "".join(told).removesuffix("</s>").rstrip(".") == "Yés"
     assert written[0].logprobs
     assert written[0].segment is not None
-    assert [entry["token"] for entry in written[0].segment.logprobs] == told
+    assert [entry.token for entry in written[0].segment.logprobs] == told
 
 
 async def test_calls_of_functions_in_a_namespace(scripted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +161,7 @@ async def test_calls_of_functions_in_a_namespace(scripted: Served, monkeypatch: 
         assert done.name == "weather"
         ScriptedAnswer.bodies.clear()
         await client.responses.create(input="b", previous_response_id=whole.id, **asked)
-        [assistant] = [each.to_dict() for each in ScriptedAnswer.bodies[0].messages if each.role == "assistant"]
+        [assistant] = [message for message in messages_given() if message["role"] == "assistant"]
         assert assistant["tool_calls"][0]["function"]["name"] == "maps__weather"
         items = (await client.responses.input_items.list(whole.id, order="asc")).data
         assert [(item.namespace, item.name) for item in items if item.type == "function_call"] == [("maps", "weather")]
@@ -177,7 +185,7 @@ async def test_thoughts_are_their_summary_where_one_is_asked_for(scripted: Serve
         assert "".join(event.delta for event in told[1:3]) == told[3].text == told[4].part.text == "let me"
         ScriptedAnswer.bodies.clear()
         await client.responses.create(model="tiny", input="b", previous_response_id=whole.id)
-        assert [each.to_dict().get("reasoning") for each in ScriptedAnswer.bodies[0].messages][1] == "let me"
+        assert [message.get("reasoning") for message in messages_given()][1] == "let me"
         with pytest.raises(openai.BadRequestError):
             await client.responses.create(model="tiny", input="b", reasoning={"summary": "short"})
 
@@ -213,17 +221,15 @@ async def test_a_turn_that_the_server_ends_is_an_error(reason: str) -> None:
 
 
 async def test_logprobs_come_with_the_text_that_they_are_of() -> None:
-    class Late(ScriptedAnswer):
-        def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-            for choice in choices:
-                choice["logprobs"] = {"content": [choice["delta"].get("content")]}
-            return super()._chunk(choices, usage)
-
-    class Scripted(Late):
-        deltas: ClassVar[list[dict[str, Any]]] = [{"content": ""}, {"content": "b"}, {"content": "c"}]
+    class Scripted(ScriptedAnswer):
+        def pieces(self) -> list[Piece]:
+            return [
+                Piece(0, OutputDelta(content=text), logprobs(token))
+                for token, text in zip("abc", ("", "b", "c"), strict=True)
+            ]
 
     [segment] = (await Turn(Scripted(), {}).run()).segments  # type: ignore[arg-type]
-    assert (segment.kind, segment.text, segment.logprobs) == (Kind.TEXT, "bc", ["", "b", "c"])
+    assert (segment.kind, segment.text, segment.logprobs) == (Kind.TEXT, "bc", logprobs(*"abc").content)
 
 
 @pytest.fixture

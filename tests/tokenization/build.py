@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
+from quire.tokenization.chat_template import MAX_CHARACTERS, ChatTemplate
+from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 
 CORPUS = [
@@ -113,3 +118,16 @@ BUILDERS = {
         mixed,
     )
 }
+
+
+def written(
+    chat: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    max_characters: int = MAX_CHARACTERS,
+    options: dict[str, Any] | None = None,
+    **fields: Any,
+) -> str:
+    """A conversation as a template writes it. options: its variables; fields: others of a Conversation."""
+    conversation = conversation_of(messages, chat_template_kwargs=options, **fields)
+    return chat.write(chat.prepare(conversation, max_characters)).text

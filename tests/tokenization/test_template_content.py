@@ -42,8 +42,7 @@ def test_templates_that_know_developers() -> None:
 @pytest.mark.parametrize(
     ("role", "content", "as_parts", "expected"),
     [
-        ("user", "a", False, "a"),
-        ("user", "a", True, [{"type": "text", "text": "a"}]),
+        ("user", PARTS[:1], False, "a"),
         ("user", PARTS, False, "a\nb"),
         ("user", PARTS, True, PARTS),
         ("assistant", None, False, ""),
@@ -52,11 +51,12 @@ def test_templates_that_know_developers() -> None:
     ],
 )
 def test_content(role: str, content: Any, as_parts: bool, expected: Any) -> None:
-    message = {"role": role, "content": content}
+    message = {"role": role, "content": content, "fields": {}}
     assert adapt_message(message, as_parts=as_parts, knows_developer=False)["content"] == expected
 
 
 def test_developers() -> None:
-    message = {"role": "developer", "content": "a", "tools": [{}]}
-    assert adapt_message(message, as_parts=False, knows_developer=True) == message
+    message = {"role": "developer", "content": PARTS[:1], "fields": {"tools": [{}]}}
+    expected = {"role": "developer", "content": "a", "tools": [{}]}
+    assert adapt_message(message, as_parts=False, knows_developer=True) == expected
     assert adapt_message(message, as_parts=False, knows_developer=False) == {"role": "system", "content": "a"}

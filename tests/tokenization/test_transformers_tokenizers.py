@@ -18,8 +18,9 @@ from transformers.models.auto import tokenization_auto
 from quire.engine.pooling_processor import encode_pooled
 from quire.errors import ModelLoadError
 from quire.tokenization import tokenizer_names
-from quire.tokenization.template_messages import Render, Rendered, Setup, TemplateLimits
-from quire.tokenization.template_process import TemplateRenderer
+from quire.tokenization.conversation import messages_of
+from quire.tokenization.jobs import Render, Rendered, Setup, TemplateLimits
+from quire.tokenization.template_renderer import TemplateRenderer
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from quire.tokenization.tokenizer_classes import CLASSES, FROM_FILE
 from quire.tokenization.user_tokenizer import UserTokenizer
@@ -42,8 +43,9 @@ def chat(tokenizer: Tokenizer, *, with_tools: bool) -> str | None:
     if name not in templates:
         return None
     renderer = TemplateRenderer(Setup(templates, tokenizer.special_tokens, TemplateLimits()))
-    variables: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS if with_tools else None, "documents": None}
-    answer = renderer.answer(Render(name, {**variables, "add_generation_prompt": True}, datetime.now(), 10_000))
+    variables = {"tools": TOOLS if with_tools else None, "documents": None, "add_generation_prompt": True}
+    render = Render(name, variables, datetime.now(), 10_000)
+    answer = renderer.answer(render, bytes(messages_of(MESSAGES).encoded))
     assert isinstance(answer, Rendered), answer
     return answer.text
 

@@ -58,9 +58,10 @@ def test_what_computes_is_said(
 def test_weights_of_a_gguf_file_are_called_so(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     config = resolve(EngineOptions(model=str(model_path), num_threads=1))
-    of_file = replace(config, model=replace(config.model, path=Path("model.gguf"), kv_cache_dtype="bfloat16"))
+    model = replace(config.model, path=Path("model.gguf"), kv_cache_dtype="bfloat16", activation_bits=8)
     said = "1 thread, the GGUF file's weights, bfloat16 KV cache (the default for GGUF files), float32 products"
-    assert said in CpuPlatform(of_file).describe()
+    bits = ", 8 bits of activations that meet quantised weights"
+    assert f"{said}{bits}" in CpuPlatform(replace(config, model=model)).describe()
 
 
 def test_the_bytes_of_weights_are_said_when_they_are_loaded(model_path: Path, reference: PreTrainedModel) -> None:

@@ -8,10 +8,10 @@ ONE_MACHINE = "all ranks run on this machine"
 ONE_ROUTER = "all replicas are on this machine, behind the server's own router: --data-parallel-size says how many"
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
 NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
-ALL_RANKS_ALIKE = "the ranks pass messages over gloo"
+ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_ADAPTERS = "adapters are not supported yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
-NO_SPECULATION = "no tokens are guessed ahead yet: the answers are the same without it"
+BY_OBJECT = "write it in speculative_config"
 MEASURED = "/metrics always has what is measured"
 ONE_PLACE = "the KV cache serves one engine"
 LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
@@ -92,7 +92,7 @@ OBSERVABILITY: tuple[VllmFlag, ...] = (
     noted("show_hidden_metrics_for_version", "text", MEASURED),
     to("otlp_traces_endpoint", "text", why="by OTLP over HTTP (port 4318), where vLLM's default is gRPC"),
     to("collect_detailed_traces", "texts", why="any of the values gives each phase of a request a span of its own"),
-    noted("per_request_spec_decode_metrics", "text", NO_SPECULATION),
+    noted("per_request_spec_decode_metrics", "text", "drafts are counted for all requests together"),
     refused("custom_histogram_buckets", "json", "the buckets are vLLM's by default", {}),
     noted("logging_config", "json", LOGGED, {}),
     noted("watchdog_config", "json", "/health tells of an engine that is silent", {}),
@@ -149,10 +149,10 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    noted("speculative_config", "json", NO_SPECULATION, short=("-sc",)),
-    noted("spec_method", "text", NO_SPECULATION),
-    noted("spec_model", "text", NO_SPECULATION),
-    noted("spec_tokens", "int", NO_SPECULATION),
+    to("speculative_config", "json", short=("-sc",), why="method ngram, so far"),
+    refused("spec_method", "text", BY_OBJECT),
+    refused("spec_model", "text", BY_OBJECT),
+    refused("spec_tokens", "int", BY_OBJECT),
     refused("diffusion_config", "json", "models generate from left to right", short=("-dc",)),
     refused("kv_transfer_config", "json", ONE_PLACE),
     refused("kv_events_config", "json", ONE_PLACE),
@@ -189,7 +189,7 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("calculate_kv_scales", "flag", "scales are found for each token, or are the checkpoint's", False),
     noted("max_seq_len_to_capture", "int", "on cuda: --cuda-graph-sizes"),
     noted("guided_decoding_backend", "text", "llguidance compiles every grammar", "auto", "guidance"),
-    noted("num_lookahead_slots", "int", NO_SPECULATION, 0),
+    noted("num_lookahead_slots", "int", "drafts have the blocks that they need", 0),
     noted("num_scheduler_steps", "int", "--queue-depth plans ahead", 1),
     noted("scheduler_delay_factor", "float", "prompts do not wait for more of them", 0),
     noted("use_v2_block_manager", "flag", "there is one block manager", True, False),

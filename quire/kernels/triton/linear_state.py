@@ -65,6 +65,7 @@ def _convolution_kernel(
     table_stride,
     INTERVAL: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     LINE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -86,8 +87,9 @@ def _convolution_kernel(
         source = token - (WIDTH - 1 - tap)
         in_step = source >= first
         value = tl.load(x + source.to(tl.int64) * x_stride + columns, mask=inside & in_step, other=0.0).to(tl.float32)
-        before = (WIDTH - 1 + source - first) * LINE
-        value += tl.load(kept + before, mask=inside & (source < first) & (start > 0), other=0.0)
+        position = start + source - first
+        is_kept = (source < first) & (position >= 0)
+        value += tl.load(kept + tl.maximum(position, 0) % NUM_KEPT * LINE, mask=inside & is_kept, other=0.0)
         total = tl.fma(value, tl.load(kernel + tap * channels + columns, mask=inside, other=0.0), total)
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=inside, other=0.0)
@@ -110,7 +112,7 @@ def _keep_inputs_kernel(
     page_stride,
     table_stride,
     INTERVAL: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     LINE: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,21 +125,22 @@ def _keep_inputs_kernel(
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, KEPT)
-    inside = (row < WIDTH - 1)[:, None] & (columns < channels)[None, :]
+    inside = (row < NUM_KEPT)[:, None] & (columns < channels)[None, :]
     table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     read = pages + tl.load(table + tl.maximum(start - 1, 0) // INTERVAL).to(tl.int64) * page_stride
     last = (length - 1) // INTERVAL
     for number in range(bound(last - start // INTERVAL + 1)):
         block = last - number
-        position = tl.minimum(length, (block + 1) * INTERVAL) - (WIDTH - 1) + row
+        position = tl.minimum(length, (block + 1) * INTERVAL) - NUM_KEPT + row
         in_step = (position >= start)[:, None]
         at = x + (first + position - start).to(tl.int64)[:, None] * x_stride + columns[None, :]
         values = tl.load(at, mask=inside & in_step, other=0.0).to(tl.float32)
-        at = read + (WIDTH - 1 + position - start)[:, None] * LINE + columns[None, :]
-        values += tl.load(at, mask=inside & (position < start)[:, None] & (start > 0), other=0.0)
+        place = (tl.maximum(position, 0) % NUM_KEPT)[:, None] * LINE + columns[None, :]
+        is_position = inside & (position >= 0)[:, None]
+        values += tl.load(read + place, mask=is_position & (position < start)[:, None], other=0.0)
         tl.debug_barrier()  # no thread stores before all have loaded
-        to = pages + tl.load(table + block).to(tl.int64) * page_stride + row[:, None] * LINE + columns[None, :]
-        tl.store(to, values, mask=inside)
+        to = pages + tl.load(table + block).to(tl.int64) * page_stride
+        tl.store(to + place, values, mask=is_position)
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.Tensor, states: DeviceStateStep) -> None:
@@ -148,7 +151,7 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
     batch, pages, table = states.batch, states.floats(weights.layer), states.tables[weights.layer]
     columns = batch.rows, batch.query_start, batch.seq_lens, table
     block = min(CHANNELS, next_power_of_2(channels))
-    sizes = {"INTERVAL": states.interval, "WIDTH": width, "LINE": weights.inputs.shape[1], "BLOCK": block}
+    sizes = {"INTERVAL": states.interval, "NUM_KEPT": weights.num_kept, "LINE": weights.inputs.shape[1], "BLOCK": block}
     at = _part(pages, weights.inputs)
     strides = x.stride(0), pages.stride(0), table.stride(0)
     launch(
@@ -165,6 +168,7 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
         *strides,
         HAS_BIAS=weights.bias is not None,
         KIND=NO_ACTIVATION.value if weights.activation is None else KINDS[weights.activation],
+        WIDTH=width,
         num_warps=4,
         **sizes,
     )
@@ -176,7 +180,7 @@ def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.T
         *columns,
         channels,
         *strides,
-        KEPT=next_power_of_2(width - 1),
+        KEPT=next_power_of_2(weights.num_kept),
         num_warps=4,
         **sizes,
     )

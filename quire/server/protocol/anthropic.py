@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from quire.errors import UserError
 from quire.server.protocol.common import Identifier, Int32, Priority, ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
 from quire.server.protocol.messages import MAX_MESSAGES
+from quire.tokenization.conversation import check_type
 
 NAMES = {
     "stop": "stop_sequences",
@@ -26,8 +28,12 @@ PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_templ
 _BLOCK_NO_EFFECT = MESSAGE_NO_EFFECT | {"caller", "context", "title", "toolset_name"}
 
 
+_NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
+"""Type of a block -> the field that it cannot be without."""
+
+
 class Block(msgspec.Struct, frozen=True):
-    """A block of a message: text, thinking, tool_use or tool_result. Others are known so that they can be named."""
+    """A block of a message: text, thinking, tool_use or tool_result. Others are refused where messages are made."""
 
     type: str
     text: str | None = None
@@ -44,16 +50,9 @@ class Block(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = _BLOCK_NO_EFFECT
 
     def __post_init__(self) -> None:
-        needed = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
-        if self.type == "redacted_thinking":
-            return
-        if self.type not in needed:
-            raise UserError(
-                f"blocks of type {self.type!r} are not supported (only {', '.join(map(repr, needed))} are)",
-                param="type",
-            )
-        if getattr(self, needed[self.type]) is None:
-            raise UserError(f"a block of type {self.type!r} needs a {needed[self.type]}", param=needed[self.type])
+        name = _NEEDED.get(self.type)
+        if name is not None and getattr(self, name) is None:
+            raise UserError(f"a block of type {self.type!r} needs a {name}", param=name)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -81,8 +80,8 @@ class Tool(msgspec.Struct, frozen=True):
     )
 
     def __post_init__(self) -> None:
-        if self.type not in (None, "custom"):
-            raise UserError(f"tools of type {self.type!r} are not supported (only 'custom' is)", param="type")
+        if self.type is not None:
+            check_type(self.type, ("custom",), "tools")
         if self.input_schema is None:
             raise UserError("a tool needs an input_schema", param="input_schema")
 
@@ -169,9 +168,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
         return ["thinking.budget_tokens"] if budget and not reasons else []
 
     def to_chat(self, *, reasons: bool = False) -> dict[str, Any]:
-        """The body of the chat completion. reasons: as for `ignored`. Raises UserError."""
+        """The body of the chat completion, but for its messages. reasons: as for `ignored`. Raises UserError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON if getattr(self, name, None)}
-        fields["messages"] = self._chat_messages()
         if self.messages[-1].role == "assistant":  # what the answer begins with
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
@@ -197,7 +195,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
-    def _chat_messages(self) -> list[dict[str, Any]]:
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """What `messages_of` is given. Raises UserError."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _texts(self.system, "system")})
@@ -236,28 +236,25 @@ def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str]]
     """The content of a message of the chat endpoint. Raises UserError for blocks that are no text."""
     if isinstance(content, str):
         return content
-    for index, block in enumerate(content):
-        if block.type != "text":
-            raise UserError(f"{where}[{index}]: a block of type 'text' is expected", param=f"{where}[{index}].type")
+    _check_blocks(content, ("text",), where)
     return [{"type": "text", "text": block.text or ""} for block in content]
+
+
+def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place: str = "here") -> None:
+    for index, block in enumerate(blocks):
+        check_type(block.type, known, f"{where}[{index}]: {place} blocks")
 
 
 def _user(message: Message, where: str) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, before the text beside them."""
     found: list[dict[str, Any]] = []
-    parts: list[Block] = []
+    known = ("text", "tool_result") if message.role == "user" else ("text",)
+    _check_blocks(message.blocks, known, where, f"in a message of the {message.role}")
+    parts = [block for block in message.blocks if block.type == "text"]
     for index, block in enumerate(message.blocks):
-        if block.type == "tool_result" and message.role == "user":
+        if block.type == "tool_result":
             content = _texts(block.content or "", f"{where}[{index}].content")
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-        elif block.type == "text":
-            parts.append(block)
-        else:
-            raise UserError(
-                f"{where}[{index}]: a block of type {block.type!r} does not belong into a message of the "
-                f"{message.role}",
-                param=f"{where}[{index}].type",
-            )
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if parts or not found:
@@ -268,21 +265,21 @@ def _user(message: Message, where: str) -> list[dict[str, Any]]:
 def _assistant(message: Message, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "assistant", "content": None}
     texts, thoughts, calls = [], [], []
-    for index, block in enumerate(message.blocks):
+    known = ("text", "thinking", "redacted_thinking", "tool_use")
+    _check_blocks(message.blocks, known, where, "in a message of the assistant")
+    for block in message.blocks:
         match block.type:
             case "text":
                 texts.append(block.text or "")
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "tool_use":
-                arguments = msgspec.json.encode(block.input or {}).decode()
                 calls.append(
-                    {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-                )
-            case "tool_result":
-                raise UserError(
-                    f"{where}[{index}]: a tool_result does not belong into a message of the assistant",
-                    param=f"{where}[{index}].type",
+                    {
+                        "id": block.id,
+                        "type": "function",
+                        "function": {"name": block.name, "arguments": block.input or {}},
+                    }
                 )
     if texts or not calls:
         found["content"] = "".join(texts)

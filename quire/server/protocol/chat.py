@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -11,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import UNSUPPORTED_FIELDS, AnswerTimes, Int32, PromptLogprobs, Usage
-from quire.server.protocol.messages import LongMessages, Messages, check_continuation, with_tool_calls
+from quire.server.protocol.messages import Messages, check_continuation, with_tool_calls
 from quire.server.protocol.tools import (
     MAX_TOOLS,
     FunctionCall,
@@ -109,13 +108,12 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
 
     @property
     def with_tools(self) -> ChatRequest:
-        """The request with `tools` for `functions`, at most one of which is called, in the messages as well."""
+        """The request with `tools` for `functions`, at most one of which is called."""
         if not self.functions:
             return self
         choice = self.function_call
         return msgspec.structs.replace(
             self,
-            messages=with_tool_calls(self.messages),
             functions=[],
             function_call=None,
             tools=[Tool(function) for function in self.functions],
@@ -124,9 +122,10 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
         )
 
     @property
-    def num_messages(self) -> int:
-        messages = self.messages
-        return len(messages.conversation.messages if isinstance(messages, LongMessages) else messages)
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """What `messages_of` is given."""
+        messages = with_tool_calls(self.messages) if self.functions else self.messages
+        return [message.to_dict() for message in messages]
 
     @property
     def generation_prompt(self) -> bool:
@@ -160,17 +159,17 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             given = {name: value for name in names if (value := getattr(self, name)) is not None}
             return self.sampling_params(max_tokens=limit, logprobs=logprobs, **given)
         except UserError as error:
-            raise self.in_wire_words(error) from None
+            raise error.named(self.names) from None
 
-    def in_wire_words(self, error: UserError) -> UserError:
-        """`error` with the client's name for a field that SamplingParams words differently."""
+    @property
+    def names(self) -> dict[str, str]:
+        """Our names of fields -> the client's, where SamplingParams and tools word them differently."""
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.functions:
             names |= {"tools": "functions", "tool_choice": "function_call"}
-        message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
-        return type(error)(message, param=names.get(error.param or "", error.param))
+        return names
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True, frozen=True):

@@ -110,6 +110,15 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
+    @property
+    def num_cached(self) -> int:
+        return self.prompt_tokens_details.cached_tokens
+
+    @property
+    def num_reasoning(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if details is UNSET else details.reasoning_tokens
+
 
 class PromptLogprob(msgspec.Struct):
     logprob: float

@@ -11,14 +11,28 @@ from quire.errors import UserError
 from quire.server.fields import near_miss
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
-from quire.tokenization.chat_template import ROLES_WITHOUT_CONTENT, TEXT_OF_PART, PreparedConversation
+from quire.tokenization import conversation
+from quire.tokenization.conversation import ROLES_WITHOUT_CONTENT, TEXT_OF_PART, check_type, text_of_part
 
 MAX_MESSAGES = 4096
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
+MAX_ROLE = 64
+"""Characters of a role."""
+
+
+def check_role(role: str) -> None:
+    """Raise UserError for a role that no template can know, or that is a misspelt one."""
+    if not 1 <= len(role) <= MAX_ROLE:
+        raise UserError(f"a role has 1 to {MAX_ROLE} characters", param="role")
+    if role not in KNOWN_ROLES and (meant := near_miss(role, KNOWN_ROLES)) is not None:
+        raise UserError(f"unknown role {role!r}; did you mean {meant!r}?", param="role")
+
+
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message. Only parts with a text are supported; the others are known so that they can be named."""
+    """A part of a message. `messages_of` refuses parts without a text; they are known here so that they can be
+    named."""
 
     type: str | None = None
     text: str | None = None
@@ -34,23 +48,13 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed", "detail", "uuid"}
 
     def __post_init__(self) -> None:
-        if self.type is None:
-            raise UserError("a content part needs a type", param="type")
-        if (name := TEXT_OF_PART.get(self.type)) is None:
-            known = ", ".join(repr(kind) for kind in TEXT_OF_PART)
-            raise UserError(f"content parts of type {self.type!r} are not supported (only {known} are)", param="type")
-        if getattr(self, name) is None:
-            raise UserError(f"a content part of type {self.type!r} needs a {name}", param=name)
         for other in self.__struct_fields__[4:]:
-            if getattr(self, other) is not None:
+            if self.type in TEXT_OF_PART and getattr(self, other) is not None:
                 raise UserError(f"{other} does not belong into a content part of type {self.type!r}", param=other)
 
-    @property
-    def content(self) -> str:
-        assert self.type is not None
-        text = getattr(self, TEXT_OF_PART[self.type])
-        assert isinstance(text, str)
-        return text
+    def to_dict(self) -> dict[str, Any]:
+        """What was given."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False):
@@ -70,8 +74,7 @@ class MessageToolCall(msgspec.Struct, frozen=True, gc=False):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"extra_content"}
 
     def __post_init__(self) -> None:
-        if self.type != "function":
-            raise UserError(f"tool calls of type {self.type!r} are not supported (only 'function' is)", param="type")
+        check_type(self.type, ("function",), "tool calls")
 
     def to_dict(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments}
@@ -86,7 +89,7 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     former `tool_calls`.
     """
 
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    role: str
     content: str | list[ContentPart | str] | None = None
     name: ShortString | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -100,36 +103,21 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
     def __post_init__(self) -> None:
-        if self.role not in KNOWN_ROLES and (meant := near_miss(self.role, KNOWN_ROLES)) is not None:
-            raise UserError(f"unknown role {self.role!r}; did you mean {meant!r}?", param="role")
+        check_role(self.role)
         if self.content is None and self.role not in ROLES_WITHOUT_CONTENT:
             raise UserError("content is required", param="content")
 
     @property
-    def size(self) -> int:
-        """What `to_dict` and the template have to join: characters of texts, and 64 for each of several parts."""
-        content = self.content or ""
-        size = len(content) if isinstance(content, str) else 64 * len(content)
-        calls = [call.function for call in self.tool_calls or ()]
-        for function in calls if self.function_call is None else [*calls, self.function_call]:
-            size += 64 + (len(function.arguments) if isinstance(function.arguments, str) else 0)
-        return size
-
-    @property
     def text(self) -> str:
         """The content as a string."""
-        if isinstance(self.content, list):
-            return "\n".join(part if isinstance(part, str) else part.content for part in self.content)
-        return self.content or ""
+        content = self.to_dict()["content"] or ""
+        return content if isinstance(content, str) else "\n".join(text_of_part(part, "content") for part in content)
 
     def to_dict(self) -> dict[str, Any]:
-        """What ChatTemplate is given."""
-        content: str | list[dict[str, str]] | None
-        if isinstance(self.content, list):
-            texts = (part if isinstance(part, str) else part.content for part in self.content)
-            content = [{"type": "text", "text": text} for text in texts]
-        else:
-            content = self.content
+        """What `messages_of` is given."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [part if isinstance(part, str) else part.to_dict() for part in content]
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.role == "assistant":
             calls = self.tool_calls or []
@@ -147,13 +135,19 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
         return message
 
 
-class LongMessages(list[ChatMessage]):
-    """The messages of a large body, which another process has read (quire/server/long_bodies.py): all of them are in
-    `conversation`, the last one alone is in the list, without its text unless the answer repeats that."""
+class ReadMessages(list[Any]):
+    """The messages of a body that was read (quire/server/reading.py): all of them are in `found`, as a conversation has
+    them; the last one alone is in the list, of a large body without its text unless the answer repeats that."""
 
-    def __init__(self, last: ChatMessage, conversation: PreparedConversation) -> None:
+    def __init__(self, last: Any, found: conversation.Messages) -> None:
         super().__init__([last])
-        self.conversation = conversation
+        self.found = found
+
+
+def found_messages(messages: list[Any] | None) -> conversation.Messages:
+    """The messages of a body that `read_request` has read."""
+    assert isinstance(messages, ReadMessages)
+    return messages.found
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -172,7 +166,7 @@ def with_tool_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
         elif message.role == "function":
             message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call{number:05}")
         found.append(message)
-    return LongMessages(found[-1], messages.conversation) if isinstance(messages, LongMessages) else found
+    return found
 
 
 def check_continuation(

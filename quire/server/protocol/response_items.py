@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
 from quire.server.protocol.common import ShortString
-from quire.server.protocol.messages import MAX_MESSAGES
+from quire.server.protocol.messages import MAX_MESSAGES, check_role
 from quire.server.protocol.response_tools import flat_name
+from quire.tokenization.conversation import Messages, check_type, decoded_arguments, text_of_part
 
-TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Type of a part of a message -> its field."""
 _MEDIA = ("image_url", "file_id", "file_data", "file_url", "filename", "input_audio")
 _ITEM_NO_EFFECT = frozenset(
     {
@@ -48,6 +47,10 @@ class Part(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "detail"})
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
 
+    def to_dict(self) -> dict[str, Any]:
+        """What was given."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
 
 class InputItem(msgspec.Struct, frozen=True):
     """message, function_call, function_call_output, reasoning, or item_reference to one of a stored response; without a
@@ -68,13 +71,15 @@ class InputItem(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = _ITEM_NO_EFFECT
 
     def __post_init__(self) -> None:
-        if self.type not in _NEEDED:
-            known = ", ".join(map(repr, _NEEDED))
-            raise UserError(f"items of type {self.type!r} are not supported (only {known} are)", param="type")
+        check_type(self.type, _NEEDED, "items")
         for name in _NEEDED[self.type]:
             if getattr(self, name) is None:
                 raise UserError(f"an item of type {self.type!r} needs {name}", param=name)
+        if self.type == "message":
+            check_role(self.role or "")
 
+
+_encoder = msgspec.json.Encoder()
 
 Items = Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -84,7 +89,7 @@ def items_of(given: str | list[InputItem]) -> list[InputItem]:
     return [InputItem(role="user", content=given)] if isinstance(given, str) else given
 
 
-def messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[dict[str, Any]]:
+def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[dict[str, Any]]:
     """The chat messages that items mean; no item_reference may be among them. Thoughts, text and calls that follow one
     another are one message of the assistant. num_before: leading items that are not of the request's `input`.
 
@@ -130,6 +135,50 @@ def response_of_item(item_id: str) -> str:
     return "resp_" + item_id.partition("_")[2].rpartition("_")[0]
 
 
+class Listing(NamedTuple):
+    """What a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
+
+    items: bytes
+    num_items: int
+
+    @classmethod
+    def of(cls, before: list[dict[str, Any]], given: list[InputItem], response_id: str) -> Listing:
+        """before: the conversation that is gone on from, `given` what the request adds."""
+        name = response_id.removeprefix("resp_")
+        added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
+        return cls(_encoder.encode([*before, *added]), len(before) + len(added))
+
+
+class ListedItems(msgspec.Struct):
+    """The Listing of a request that a helper has read, before the response has an id: `name` stands in the
+    items' ids for that of the response."""
+
+    items: bytes
+    num_items: int
+    name: str
+
+    @classmethod
+    def of(cls, given: list[InputItem], name: str) -> ListedItems:
+        """name: found nowhere in the items, and in need of no escapes."""
+        return cls(*Listing.of([], given, name), name)
+
+    def listing(self, response_id: str) -> Listing:
+        name = _encoder.encode(response_id.removeprefix("resp_"))[1:-1]
+        return Listing(self.items.replace(self.name.encode(), name), self.num_items)
+
+
+class ReadInput(str):
+    """The `input` of a body that was read (quire/server/reading.py): its conversation, and what there is to list."""
+
+    messages: Messages
+    items: ListedItems
+
+    def __new__(cls, messages: Messages, items: ListedItems) -> ReadInput:
+        given = super().__new__(cls)
+        given.messages, given.items = messages, items
+        return given
+
+
 def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[str, Any]]:
     parts = [Part(kind, content)] if isinstance(content, str) else content or ()
     found: list[dict[str, Any]] = []
@@ -150,32 +199,23 @@ def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) 
         if last is None:
             found.append(last := {"role": "assistant", "content": None})
         name = item.name if item.namespace is None else flat_name(item.namespace, item.name or "")
-        function = {"name": name, "arguments": item.arguments}
+        function = {"name": name, "arguments": decoded_arguments(item.arguments, f"{where}.arguments")}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         return
     field = "reasoning" if item.type == "reasoning" else "content"
     if last is None or last.get("tool_calls") or last.get("content") is not None:
         found.append(last := {"role": "assistant", "content": None})
     parts = (item.content or item.summary or []) if field == "reasoning" else (item.content or "")
-    text = parts if isinstance(parts, str) else "".join(_text(part, where) for part in parts)
+    if isinstance(parts, str):
+        text = parts
+    else:
+        path = f"{where}.content" if item.content else f"{where}.summary"
+        text = "".join(text_of_part(part.to_dict(), f"{path}[{index}]") for index, part in enumerate(parts))
     last[field] = last[field] + text if last.get(field) else text
 
 
 def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
-    return [{"type": "text", "text": _text(part, f"{where}[{index}]")} for index, part in enumerate(content)]
-
-
-def _text(part: Part, where: str) -> str:
-    field = {**TEXT_PARTS, "reasoning_text": "text", "summary_text": "text"}.get(part.type)
-    if field is None:
-        known = ", ".join(map(repr, TEXT_PARTS))
-        raise UserError(
-            f"{where}: parts of type {part.type!r} are not supported (only {known} are)", param=f"{where}.type"
-        )
-    text = getattr(part, field)
-    if text is None:
-        raise UserError(f"{where}: a part of type {part.type!r} needs a {field}", param=f"{where}.{field}")
-    assert isinstance(text, str)
-    return text
+    texts = (text_of_part(part.to_dict(), f"{where}[{index}]") for index, part in enumerate(content))
+    return [{"type": "text", "text": text} for text in texts]

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
 from quire.server.protocol.common import ShortString
+from quire.tokenization.conversation import check_type
 
 SEPARATOR = "__"
 
@@ -35,9 +36,7 @@ class ResponseTool(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "defer_loading", "output_schema"})
 
     def __post_init__(self) -> None:
-        if self.type not in ("function", "namespace"):
-            message = f"tools of type {self.type!r} are not supported (only 'function' and 'namespace' are)"
-            raise UserError(message, param="type")
+        check_type(self.type, ("function", "namespace"), "tools")
         if self.name is None:
             raise UserError(f"a tool of type {self.type!r} needs a name", param="name")
         if (self.type == "namespace") != (self.tools is not UNSET):

@@ -10,8 +10,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.server.protocol.common import SharedFields, ShortString, TokenId
-from quire.server.protocol.response_items import InputItem, Items, messages_of
+from quire.server.protocol.response_items import InputItem, Items, chat_messages_of
 from quire.server.protocol.response_tools import NamedTool, ResponseTool
+from quire.tokenization.conversation import Messages, messages_of
 
 NAMES = {
     "messages": "input",
@@ -125,12 +126,15 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
         if self.background and not self.store:
             raise UserError("background can only be used when `store` is true", param="background")
 
-    def to_chat(self, items: Sequence[InputItem], num_before: int = 0) -> dict[str, Any]:
-        """The body of the chat completion that goes on from `items`: those of the conversation before, of which there
-        are `num_before`, and those of `input`. Raises UserError."""
-        fields = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+    def messages_of(self, items: Sequence[InputItem], num_before: int = 0) -> Messages:
+        """The conversation that goes on from `items`: those of the conversation before, of which there are
+        `num_before`, and those of `input`. Raises UserError."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        fields["messages"] = [*system, *messages_of(items, num_before)]
+        return messages_of([*system, *chat_messages_of(items, num_before)], "input")
+
+    def to_chat(self) -> dict[str, Any]:
+        """The body of the chat completion, but for its messages. Raises UserError."""
+        fields = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         if self.truncation == "auto":
             fields["truncate_prompt_tokens"] = -1
         if self.max_output_tokens is not None:

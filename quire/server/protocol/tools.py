@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.errors import UserError
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
 from quire.server.protocol.sampling import SamplingFields
+from quire.tokenization.conversation import check_type
 
 MAX_TOOLS = 1024
 CHOICES = ("none", "auto", "required")
@@ -40,8 +41,7 @@ class Tool(msgspec.Struct, frozen=True):
     NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
 
     def __post_init__(self) -> None:
-        if self.type != "function":
-            raise UserError(f"tools of type {self.type!r} are not supported (only 'function' is)", param="type")
+        check_type(self.type, ("function",), "tools")
 
     def to_dict(self) -> dict[str, Any]:
         """What the chat template is given: vLLM's fields, absent ones as None."""

@@ -30,6 +30,7 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
+from quire.worker.drafts import HostDrafts
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
     STORED_DTYPES,
@@ -97,6 +98,8 @@ class CpuPlatform:
         precision = device.matmul_precision if runtime is None else runtime.matmul_precision
         reason = f" ({runtime.precision_reason})" if runtime is not None and runtime.precision_reason else ""
         formats = f"{model.weight_format} weights, {model.cache_format}, {precision} products{reason}"
+        if model.activation_bits:
+            formats += f", {model.activation_bits} bits of activations that meet quantised weights"
         expanded = ", prompts of latent attention expanded: bits depend on chunks" if model.expands_prompts else ""
         return f"{kernels}, {threads}, {formats}{expanded}"
 
@@ -152,7 +155,8 @@ class CpuPlatform:
         sampling: SamplingRows,
         values: ColumnValues,
     ) -> CpuCompute:
-        columns, inputs = self._make_inputs(tables, values, self.make_backends(layout, pages))
+        drafts = self._make_drafts(has_states=bool(layout.state_groups))
+        columns, inputs = self._make_inputs(tables, values, drafts, self.make_backends(layout, pages))
         return CpuCompute(
             model,
             block_copier(pages, self._runtime),
@@ -163,9 +167,9 @@ class CpuPlatform:
         )
 
     def _make_inputs(
-        self, tables: BlockTables, values: ColumnValues, backends: CacheBackends
+        self, tables: BlockTables, values: ColumnValues, drafts: HostDrafts | None, backends: CacheBackends
     ) -> tuple[CpuColumns, StepInputs]:
-        size = self._config.scheduler.max_num_seqs, self._config.model.max_model_len, values
+        size = self._config.scheduler.max_num_seqs, self._config.model.max_model_len, values, drafts
         if self._runtime is not None and not self._config.model.is_encoder:
             from quire.worker.platform.native_columns import NativeColumns  # the native module may not be built
 
@@ -173,6 +177,16 @@ class CpuPlatform:
             return native, native
         columns = CpuColumns(*size)
         return columns, PlainInputs(columns, tables, backends)
+
+    def _make_drafts(self, *, has_states: bool) -> HostDrafts | None:
+        num_rows, speculation = self._config.scheduler.max_num_seqs, self._config.speculation
+        if not speculation.max_drafts:
+            return None
+        if self._runtime is None:
+            return HostDrafts(num_rows, speculation, has_states=has_states)
+        from quire.kernels.cpu import _native
+
+        return HostDrafts(num_rows, speculation, has_states=has_states, find=_native.find_drafts)
 
     def offload_weights(self, model: CausalLM) -> None:
         """The weights are in host memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,9 +11,14 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.attention.states import StateBackend
 from quire.layers.batch import NO_COLUMNS, ForwardBatch
+from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
+from quire.worker.drafts import HostDrafts, Placed
 from quire.worker.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from quire.worker.request_state import RequestState
 
 
 class CpuColumns:
@@ -23,8 +28,12 @@ class CpuColumns:
     The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, values: ColumnValues) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, values: ColumnValues, drafts: HostDrafts | None = None
+    ) -> None:
+        """drafts: None: plans have none."""
         self.values = values
+        self.drafts = drafts
         self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
@@ -47,6 +56,10 @@ class CpuColumns:
 
     def copy_values(self, source: int, destination: int) -> None:
         self.values.copy(source, destination)
+
+    def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
+        assert self.drafts is not None, "the plan has drafts, and the engine makes none"
+        return self.drafts.place(plan, requests)
 
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int

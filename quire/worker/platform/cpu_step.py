@@ -13,10 +13,12 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.results import Deferred, Logprobs, Samples, ready
 from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
+from quire.worker.drafts import Accepted
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import CpuColumns, StepInputs
 from quire.worker.pooling import PooledRows, pool_rows
+from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**22
@@ -45,6 +47,7 @@ class CpuCompute:
         """inputs: gathered from `columns`. has_head: pooled samples go through the model's own projection
         (`CausalLM.compute_logits`)."""
         self.columns = columns
+        self.has_drafts = columns.drafts is not None
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
         self.inputs = inputs
@@ -93,6 +96,21 @@ class CpuStep(NamedTuple):
         logits = compute.model.compute_logits(read)
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
+
+    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
+        drafts, table = self.compute.columns.drafts, self.compute.columns.token_ids
+        assert drafts is not None, "accepted where there are drafts"
+        rows, ends = sampled.rows, sampled.lengths + 1
+        if sampled.firsts is None:
+            counts = None
+        else:
+            firsts = sampled.firsts[:-1]
+            accepted = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
+            rows, ends, counts = rows[firsts], sampled.lengths[firsts] + accepted, ready(accepted)
+            for seq_id, end in zip(sampled.seq_ids, ends.tolist(), strict=True):
+                requests.lengths[seq_id] = end
+        found = drafts.look_up(rows, ends, table)
+        return Accepted(counts, None if found is None else ready(found))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

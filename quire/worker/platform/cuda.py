@@ -35,6 +35,7 @@ from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import STORED_DTYPES, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.device_drafts import DeviceDrafts
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.platform.device_meter import DeviceMeter
@@ -177,13 +178,25 @@ class CudaPlatform:
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
         num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
-        arena = StateArena(num_rows, longest, table_shapes(layout), NUM_WORDS, self._device, values.rules)
+        arena = StateArena(
+            num_rows,
+            longest,
+            table_shapes(layout),
+            NUM_WORDS,
+            self._device,
+            values.rules,
+            config.speculation.max_drafts,
+        )
         padded_seqs = max((num_rows, *settings.full_sizes))
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
         backends = self.make_backends(layout, pages)
+        drafts = None
+        if config.speculation.max_drafts:
+            depth, has_states = config.scheduler.queue_depth, bool(layout.state_groups)
+            drafts = DeviceDrafts(arena, config.speculation, depth, has_states=has_states)
         compute = DeviceCompute(
             passes=self._make_passes(model, backends),
-            columns=StagedColumns(arena, sampling, values),
+            columns=StagedColumns(arena, sampling, values, drafts),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens, values.names),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages) if pages else None,

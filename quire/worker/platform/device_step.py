@@ -11,6 +11,7 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.drafts import NOT_COMPUTED
 from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
 from quire.layers.batch import TokenColumns
@@ -21,15 +22,18 @@ from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
 from quire.worker.columns import ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
+from quire.worker.drafts import Accepted, Placed
 from quire.worker.graph_dispatch import Execution, choose_execution
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
+from quire.worker.platform.device_drafts import DeviceDrafts, DraftSections
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.interface import PendingCopy
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.streams import DeviceStreams
 from quire.worker.platform.upload import RowWrites, Section, Upload
 from quire.worker.pooling import PooledRows
+from quire.worker.request_state import RequestState
 from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**26
@@ -40,8 +44,12 @@ Launch = Callable[[StepPlan], object]
 class StagedColumns:
     """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
 
-    def __init__(self, arena: StateArena, sampling: SamplingRows, values: ColumnValues) -> None:
+    def __init__(
+        self, arena: StateArena, sampling: SamplingRows, values: ColumnValues, drafts: DeviceDrafts | None = None
+    ) -> None:
+        """drafts: None: plans have none."""
         self.arena = arena
+        self.drafts = drafts
         self.sampling = sampling
         self.values = values
         self._writes = RowWrites()
@@ -67,6 +75,8 @@ class StagedColumns:
 
     def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
+        if self.drafts is not None:
+            self._writes.write(self.arena.drafts.computed + row, [NOT_COMPUTED])
 
     def write_values(self, row: int, values: Mapping[str, int]) -> None:
         self.values.set(row, values)
@@ -75,6 +85,10 @@ class StagedColumns:
     def copy_values(self, source: int, destination: int) -> None:
         self.values.copy(source, destination)
         self._writes.write(self.arena.values_offset(destination), self.values.rows[source].copy())
+
+    def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
+        assert self.drafts is not None, "the plan has drafts, and the engine makes none"
+        return self.drafts.place(plan, requests)
 
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
@@ -100,6 +114,7 @@ class DeviceCompute:
         """pages: of the pool on the device (None: there is none). has_head: pooled samples go through the model's own
         projection (`CausalLM.compute_logits`)."""
         self.prepare: Callable[[Launch], None] | None = None
+        self.has_drafts = columns.drafts is not None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = passes.model
@@ -123,9 +138,12 @@ class DeviceCompute:
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
         pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
+        drafts = None
+        if self.columns.drafts is not None and len(batch.rows):
+            drafts = self.columns.drafts.stage(plan, batch, samples, upload)
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows)
+        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows, drafts)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -159,6 +177,7 @@ class DeviceStep:
     logits_rows: Section | None
     sampled: Sequence[Section]
     pooled: tuple[Section, Section] | None
+    drafts: DraftSections | None
 
     def copy_blocks(self) -> None:
         pages, upload = self.compute.pages, self.compute.upload
@@ -170,16 +189,33 @@ class DeviceStep:
         batch, compute = self.batch, self.compute
         execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.passes.settings)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
+        drafts = compute.columns.drafts
+        if drafts is not None and self.drafts is not None:
+            drafts.apply(on_device, self.drafts, compute.upload)
         inputs, columns = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
+        if drafts is not None:
+            drafts.keep_token_ids(columns.token_ids)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
         return compute.passes.run(execution, inputs, columns, rows)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
         rows, lengths, last_index, num_prompt_tokens = map(compute.upload.view, self.sampled)
+        drafts = compute.columns.drafts
+        if drafts is not None and self.drafts is not None:
+            lengths = drafts.correct_lengths(lengths, self.drafts, compute.upload)
         logits = compute.model.compute_logits(hidden.index_select(0, last_index))
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch, masks)
+
+    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
+        compute, drafts = self.compute, self.compute.columns.drafts
+        assert drafts is not None, "accepted where there are drafts"
+        assert self.drafts is not None, "staged with the plan"
+        rows, lengths = map(compute.upload.view, self.sampled[:2])
+        lengths = drafts.correct_lengths(lengths, self.drafts, compute.upload)
+        accepted = drafts.accept(samples.token_ids.tensors[0], rows, lengths, self.drafts, compute.upload)
+        return accepted if sampled.firsts is not None else accepted._replace(counts=None)
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         assert self.pooled is not None, "staged with the plan"

@@ -31,7 +31,9 @@ from quire.worker.pooling import PooledRows
 from quire.worker.sample_rows import SampleRows
 
 if TYPE_CHECKING:
+    from quire.worker.drafts import Accepted, Placed
     from quire.worker.platform.weight_offload import DeviceWeights
+    from quire.worker.request_state import RequestState
 
 Mode = Literal["inline", "thread", "queued"]
 """How plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device, which the host
@@ -80,6 +82,10 @@ class RequestColumns(Protocol):
         """As `write_values`, those of another row."""
         ...
 
+    def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
+        """Bring the step's drafts to the token table, behind the known tokens of their sequences."""
+        ...
+
     def input_batch(
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
@@ -103,6 +109,11 @@ class ComputeStep(Protocol):
         """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
         ...
 
+    def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
+        """Keep those drafts of the step that were drawn as well, and find drafts for the next one. Called where
+        `StepCompute.has_drafts`."""
+        ...
+
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         """The pooled samples, [P, width] float32. pooled: as `stage` was told."""
         ...
@@ -116,6 +127,8 @@ class StepCompute(Protocol):
     """
 
     prompt_logits_elements: int
+    has_drafts: bool
+    """Whether plans may have drafts."""
 
     @property
     def columns(self) -> RequestColumns: ...

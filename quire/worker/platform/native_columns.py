@@ -14,6 +14,7 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.batch import ForwardBatch
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
+from quire.worker.drafts import HostDrafts
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_inputs import CacheBackends, CpuColumns
 
@@ -35,11 +36,12 @@ class NativeColumns(CpuColumns):
         num_rows: int,
         max_model_len: int,
         values: ColumnValues,
+        drafts: HostDrafts | None,
         tables: BlockTables,
         backends: CacheBackends,
         runtime: NativeRuntime,
     ) -> None:
-        super().__init__(num_rows, max_model_len, values)
+        super().__init__(num_rows, max_model_len, values, drafts)
         self._runtime = runtime
         attention = backends.attention
         assert isinstance(attention, NativeAttention), "native kernels attend"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels.triton.drafts import DraftTables
 from quire.kernels.triton.rows import RowTables
 from quire.worker.block_tables import TableShape
 
@@ -40,15 +41,18 @@ class StateArena:
         parameter_words: int,
         device: torch.device,
         rules: np.ndarray = NO_RULES,
+        max_drafts: int = 0,
     ) -> None:
-        """rules: [columns] int32, of the step columns that a model reads."""
+        """rules: [columns] int32, of the step columns that a model reads. max_drafts: of a sequence in a step."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
         ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))
         *self._starts, self._parameters = ends
         values = self._parameters + num_rows * parameter_width
-        num_words = values + num_rows * len(rules)
+        computed = values + num_rows * len(rules)
+        found = computed + num_rows
+        num_words = found + num_rows * max_drafts
         if num_words > MAX_WORDS:
             raise ConfigError(
                 f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens need tables of "
@@ -68,6 +72,9 @@ class StateArena:
         blocks = torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
         self.tables = RowTables(token_width, blocks, values, torch.from_numpy(rules).to(device))
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
+
+        self.drafts = DraftTables(token_width, computed, found, max_drafts)
+        """Where rows have their numbers of computed tokens, and the drafts that were found for them."""
 
     def token_offset(self, row: int, position: int = 0) -> int:
         """Where in `words` a token of a row lies."""

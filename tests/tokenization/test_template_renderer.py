@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from quire.tokenization.template_messages import Failed, Render, Rendered, Setup, TemplateLimits
-from quire.tokenization.template_process import MAX_REASON_CHARACTERS, TemplateRenderer
+from quire.tokenization.conversation import messages_of
+from quire.tokenization.jobs import Failed, Render, Rendered, Setup, TemplateLimits
+from quire.tokenization.template_renderer import MAX_REASON_CHARACTERS, TemplateRenderer
 from tests.architecture.source import ROOT
+
+MESSAGES = bytes(messages_of([{"role": "user", "content": "x"}]).encoded)
 
 
 def answer(source: str, *, max_characters: int = 1000, **variables: Any) -> Rendered | Failed:
     renderer = TemplateRenderer(Setup({"default": source}, {"bos_token": "<s>"}, TemplateLimits()))
-    variables = {"messages": [{"role": "user", "content": "x"}], **variables}
-    return renderer.answer(Render("default", variables, datetime(2026, 11, 21), max_characters))
+    return renderer.answer(Render("default", variables, datetime(2026, 11, 21), max_characters), MESSAGES)
 
 
 def test_variables_win_over_special_tokens() -> None:
@@ -96,7 +98,8 @@ def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(renderer._environment, "parse", count)
     for number in range(3):
-        assert renderer.answer(Render("default", {"n": number}, datetime(2026, 11, 21), 9)) == Rendered(str(number))
+        render = Render("default", {"n": number}, datetime(2026, 11, 21), 9)
+        assert renderer.answer(render, MESSAGES) == Rendered(str(number))
     assert compiled == ["{{ n }}"]
 
 
@@ -106,7 +109,7 @@ LIST_MODULES = "import json, sys; import {}; print(json.dumps(sorted(sys.modules
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("quire.tokenization.template_process", {"torch", "numpy", "tokenizers", "fastapi", "transformers", "zmq"}),
+        ("quire.tokenization.helper_process", {"torch", "numpy", "tokenizers", "fastapi", "transformers", "zmq"}),
         # The server's own process does without Jinja.
         ("quire.engine.input_processor", {"jinja2", "torch"}),
     ],
@@ -118,12 +121,16 @@ def test_what_is_imported(module: str, absent: set[str]) -> None:
     imported = set(json.loads(run.stdout))
     assert module in imported
     assert not absent & imported
-    if module == "quire.tokenization.template_process":
+    if module == "quire.tokenization.helper_process":
         ours = {name for name in imported if name.startswith("quire.")}
         assert ours == {
             "quire.tokenization",
+            "quire.tokenization.helper_process",
+            "quire.tokenization.jobs",
             "quire.tokenization.template_content",
-            "quire.tokenization.template_messages",
-            "quire.tokenization.template_process",
+            "quire.tokenization.template_renderer",
+            "quire.utils",
+            "quire.utils.child_process",
+            "quire.utils.frames",
             "quire.version",
         }

@@ -1,18 +1,12 @@
-"""The process that renders chat templates. Started by TemplateProcess (template_client.py) with a socket as its
-standard input, whose end ends the process.
+"""The renderer of chat templates, in a helper process (helper_process.py).
 
 A template is a program that comes with a model, and no check of a program can tell what it costs to run. So it runs
-here, sandboxed by Jinja, where the system limits its time and its memory. This module imports Jinja and msgspec only.
+there, sandboxed by Jinja, where the system limits its time and its memory. This module imports Jinja and msgspec only.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import socket
-import sys
 from typing import Any, NamedTuple
 
 import jinja2
@@ -22,25 +16,21 @@ import jinja2.parser
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.tokenization.jobs import Failed, Render, Rendered, Setup
 from quire.tokenization.template_content import adapt_message, knows_role, wants_parts
-from quire.tokenization.template_messages import (
-    MAX_SETUP_BYTES,
-    Failed,
-    Render,
-    Rendered,
-    Setup,
-    TemplateLimits,
-    encode_frame,
-    read_frame,
-)
 
 MAX_REASON_CHARACTERS = 1_000
-DEADLY = (signal.SIGPROF, signal.SIGALRM)
-"""What the timers send."""
+CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
+"""Stands at the end of the message to continue while rendering. Its last space shows whether the template trims; it has
+the length of Transformers' mark and its kinds of characters, which templates that escape or raise letters leave."""
 
 
 class ChatTemplateError(jinja2.TemplateError):
     """Raised by a template through `raise_exception`."""
+
+
+class ContinuationError(Exception):
+    """The last message cannot be continued."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -74,8 +64,8 @@ class TemplateRenderer:
         self._environment.globals["raise_exception"] = _raise_exception
         self._compiled: dict[str, CompiledTemplate] = {}
 
-    def answer(self, request: Render) -> Rendered | Failed:
-        """Never raises, but for what the system's limits make of it."""
+    def answer(self, request: Render, messages: bytes | bytearray) -> Rendered | Failed:
+        """Never raises, but for what the system's limits make of it. messages: as they follow the request."""
         try:
             template = self._template(request)
         except MemoryError:
@@ -83,12 +73,14 @@ class TemplateRenderer:
         except Exception as error:  # Jinja's own, and what Python's compiler raises for code nested too deeply
             return Failed("invalid", _describe(error, named=not isinstance(error, jinja2.TemplateError)))
         try:
-            text = self._render(template, request)
+            text = self._render(template, request, msgspec.msgpack.decode(messages))
             return Failed("length") if text is None else Rendered(text)
         except MemoryError:
             return Failed("memory")
         except ChatTemplateError as error:
             return Failed("refused", _describe(error, named=False))
+        except ContinuationError as error:
+            return Failed("continued", str(error))
         except Exception as error:  # what the bugs of a template raise cannot be listed
             return Failed("failed", _describe(error, named=True))
 
@@ -104,85 +96,52 @@ class TemplateRenderer:
         tree = self._environment.parse(source)
         return CompiledTemplate(self._environment.from_string(tree), wants_parts(tree), knows_role(tree, "developer"))
 
-    def _render(self, template: CompiledTemplate, request: Render) -> str | None:
+    def _render(self, template: CompiledTemplate, request: Render, messages: list[dict[str, Any]]) -> str | None:
         """The text, or None once it is longer than asked for."""
         as_parts = template.wants_parts if request.content_format == "auto" else request.content_format == "openai"
+        max_characters = request.max_characters
+        final = None
+        if request.continue_final_message:
+            final = _mark_final(messages[-1])
+            max_characters += len(CONTINUE_MARK)
         variables = {
             "strftime_now": lambda format: request.now.strftime(format),
             **self._setup.special_tokens,
             **request.variables,
         }
         variables["messages"] = [
-            adapt_message(message, as_parts=as_parts, knows_developer=template.knows_developer)
-            for message in request.variables.get("messages", ())
+            adapt_message(message, as_parts=as_parts, knows_developer=template.knows_developer) for message in messages
         ]
         chunks, num_characters = [], 0
         for chunk in template.template.generate(variables):
             num_characters += len(chunk)
-            if num_characters > request.max_characters:
+            if num_characters > max_characters:
                 return None
             chunks.append(chunk)
         text = "".join(chunks)
         text.encode()  # lone surrogates, which no message can carry
-        return text
+        return text if final is None else _cut_at_mark(text, final)
 
 
-def main() -> None:
-    connection = socket.socket(fileno=os.dup(0))
-    frame = read_frame(connection, MAX_SETUP_BYTES)
-    if frame is None:
-        return
-    setup = msgspec.msgpack.decode(frame, type=Setup)
-    renderer = TemplateRenderer(setup)
-    _confine(setup.limits)
-    try:
-        while (frame := read_frame(connection, setup.limits.max_conversation_bytes)) is not None:
-            _set_timers(setup.limits.cpu_seconds, setup.limits.seconds)
-            answer = _answer(renderer, frame)
-            _set_timers(0, 0)
-            connection.sendall(answer)
-    except ConnectionError:
-        pass  # the parent process has ended
-    os._exit(0)
+def _mark_final(message: dict[str, Any]) -> str:
+    """Put the mark behind the text of the message, of its last part where it has several. Returns that text, without
+    space around it."""
+    if not message["content"]:
+        raise ContinuationError("continue_final_message: the final message has no content")
+    text = str(message["content"][-1]["text"])
+    message["content"][-1] = {"type": "text", "text": text + CONTINUE_MARK}
+    return text.strip()
 
 
-def _answer(renderer: TemplateRenderer, frame: bytearray) -> bytearray:
-    try:
-        answer = renderer.answer(msgspec.msgpack.decode(frame, type=Render))
-        return encode_frame(answer)
-    except MemoryError:
-        return encode_frame(Failed("memory"))
-    except RecursionError:
-        return encode_frame(Failed("failed", "RecursionError: the variables are nested too deeply"))
-
-
-def _confine(limits: TemplateLimits) -> None:
-    """From here on: no more memory than the limit, no core dump, nothing on standard error, and no end by signals that
-    reach every process of a service, whose main process closes the connection when it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    for number in DEADLY:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEADLY)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
-    _limit(resource.RLIMIT_CORE, 0)
-    if sys.platform == "linux":  # other systems have the name, and refuse or ignore the value
-        _limit(resource.RLIMIT_AS, limits.memory)
-
-
-def _limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
-
-
-def _set_timers(cpu_seconds: float, seconds: float) -> None:
-    """When one runs out, the system ends the process, whatever it does; also when its parent has been killed."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _cut_at_mark(text: str, final: str) -> str:
+    """Everything before the mark; without trailing space when the template trimmed the message it stood in. Raises
+    ContinuationError, as Transformers does, where the template does not write the message's text as it is."""
+    before, mark, after = text.rpartition(CONTINUE_MARK.rstrip())
+    if not mark or final not in text:
+        raise ContinuationError(
+            "continue_final_message: the model's chat template does not write the final message as it is"
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _describe(error: Exception, *, named: bool) -> str:

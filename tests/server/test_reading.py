@@ -6,16 +6,18 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.routing import Route
 
-from quire.server import body as body_module
-from quire.server import long_bodies, long_conversations
+from quire.server import reading
+from quire.server.reading_helper import Ids
 from tests.server.conftest import Served
 from tests.server.raw import json_bodies_of
 from tests.server.test_pooling import client_of, paths, references
@@ -162,7 +164,6 @@ POOLED: dict[str, dict[str, list[Body]]] = {
     "reranker": {"/score": PAIRS, "/rerank": RANKED},
 }
 """Model -> its routes."""
-STAND_INS = (None, "", long_bodies.STAND_IN, [long_bodies.STAND_IN], [0])
 MOMENTS = ("created", "created_at", "completed_at", "usage", "id", "item_id")
 """Fields that differ from one answer to the next. A repeated prompt is found in the prefix cache."""
 
@@ -192,24 +193,25 @@ async def test_answers_and_errors_are_those_of_small_bodies(served: Served, monk
     asked = [(path, body) for path, (bodies, _) in ROUTES.items() for body in bodies]
     expected = [await ask(served, path, body) for path, body in asked]
     assert {path for (path, _), (status, _, _) in zip(asked, expected, strict=True) if status == 200} == {*ROUTES}
-    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+    monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
     parsed: list[Any] = []
-    parse = body_module.parse_body
 
-    def recorded(body: bytes, kind: Any, *, strict: bool = False) -> Any:
-        result = parse(body, kind, strict=strict)
-        parsed.append(result[0])
-        return result
+    def recorded(body: bytes, type: Any) -> Any:
+        parsed.append(msgspec.json.decode(body, type=type))
+        return parsed[-1]
 
-    for module in (long_bodies, long_conversations):
-        monkeypatch.setattr(module, "parse_body", recorded)
+    decoding = SimpleNamespace(json=SimpleNamespace(decode=recorded, encode=msgspec.json.encode))
+    monkeypatch.setattr(reading, "msgspec", SimpleNamespace(**vars(msgspec) | vars(decoding)))
     for (path, body), before in zip(asked, expected, strict=True):
         assert await ask(served, path, body) == before, (path, body)
     assert len(parsed) >= sum(status == 200 for status, _, _ in expected)
     for request in parsed:
         messages = getattr(request, "messages", None) or [[0]]
         assert all(len(each) == 1 for each in (messages if isinstance(messages[0], list) else [messages]))
-        assert all(getattr(request, name, None) in STAND_INS for name in ("prompt", "input", "system", "tokens"))
+        assert all(getattr(request, name, None) in (None, "") for name in ("input", "system"))
+        for name in ("prompt", "tokens"):
+            value = getattr(request, name, None)
+            assert value == [0] or Ids.of(name, value) is None, "ids are packed"
 
 
 @pytest.mark.parametrize("model", POOLED)
@@ -221,7 +223,7 @@ async def test_answers_of_models_that_pool_are_those_of_small_bodies(
         expected = [await answer_of(client, *each) for each in asked]
         statuses = {(path, status) for (path, _), (status, _, _) in zip(asked, expected, strict=True)}
         assert statuses == {(path, status) for path in POOLED[model] for status in (200, 400)}
-        monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+        monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
         for (path, body), before in zip(asked, expected, strict=True):
             assert await answer_of(client, path, body) == before, (path, body)
 
@@ -230,14 +232,14 @@ async def test_every_route_reads_large_bodies_in_another_process(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the system bounds their processor time."""
-    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
-    texts, app = served.engine.long_texts, served.app
+    monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
+    texts, app = served.engine.helpers, served.app
     assert texts is not None
     assert app is not None
     readers: list[str] = []
     read = texts.read
 
-    def recorded(reader: str, argument: str, content: bytes) -> bytes:
+    def recorded(reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
         readers.append(reader)
         return read(reader, argument, content)
 
@@ -269,35 +271,42 @@ async def test_items_of_a_large_response_are_stored_as_those_of_a_small_one(
 
     expected = await stored('a"\\')
     assert [item["id"] for item in expected[0]] == ["fco__in2", "fc__in1", "msg__in0"]
-    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+    monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
     assert await stored('b"\\') == expected
 
 
 async def test_a_process_that_is_killed_fails_its_request_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", -1)
+    monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
     path = "/v1/chat/completions"
     expected = await ask(served, path, CHATS[0])
     assert expected[0] == 200
-    texts = served.engine.long_texts
-    assert texts is not None
-    (pid,) = texts.pids
+    helpers = served.engine.helpers
+    assert helpers is not None
+    (pid,) = helpers.pids
+    os.kill(pid, signal.SIGSTOP)
+    asking = asyncio.ensure_future(ask(served, path, CHATS[0]))
+    await _until(lambda: bool(helpers._working))
     os.kill(pid, signal.SIGKILL)
-    assert (await ask(served, path, CHATS[0]))[0] == 500
+    assert (await asking)[0] == 500
     assert await ask(served, path, CHATS[0]) == expected
+    (pid,) = helpers.pids
+    os.kill(pid, signal.SIGKILL)
+    await _until(lambda: not helpers._idle[0].is_alive)
+    assert await ask(served, path, CHATS[0]) == expected, "one that ended while idle is replaced"
 
 
 async def test_a_client_that_hangs_up_is_not_waited_for_and_its_body_counts_until_then(
     live: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes that stand still, and a third body that waits for one of them."""
-    texts, app = live.engine.long_texts, live.app
+    texts, app = live.engine.helpers, live.app
     assert texts is not None
     assert app is not None
     body = json.dumps({"prompt": "a"}).encode() + b" " * 200_000
     post = {"content": body, "headers": {"Content-Type": "application/json"}}
-    monkeypatch.setattr(long_bodies, "LONG_BODY_BYTES", 100_000)
+    monkeypatch.setattr(reading, "LONG_BODY_BYTES", 100_000)
     await asyncio.gather(*(live.client.post("/tokenize", **post) for _ in range(2)))
     pids = texts.pids
     for pid in pids:

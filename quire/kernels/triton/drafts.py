@@ -1,0 +1,207 @@
+"""Drafts on a device: they are put behind the known tokens of their sequences, which are then counted, and looked up
+for the next step. quire/worker/drafts.py has the rules, and their twins on the host.
+
+Of each row the arena has the number of its computed tokens, which the host knows within bounds only, and the drafts
+that were found for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import blocks_of, bound, launch, next_power_of_2
+
+SEQUENCES = 64
+"""Sequences of a program that places or accepts."""
+POSITIONS = 1024
+"""Positions that a program looks at in one go."""
+NOT_COMPUTED = 2**31 - 1
+"""The count of a row whose tokens no step has sampled: its plans say where it starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTables:
+    """Where the rows' words lie in the arena. token_width: words of a row of the token table, which is at the arena's
+    beginning. computed: [num_rows]. found: [num_rows, most drafts]."""
+
+    token_width: int
+    computed: int
+    found: int
+    max_drafts: int
+
+
+@triton.jit(do_not_specialize=["token_width", "computed_start", "found_start", "num_seqs"])
+def _place_kernel(
+    arena, rows, starts, query_start, num_drafts, given_at, given, shifts, token_width, computed_start, found_start,
+    num_seqs, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_seqs
+    row = tl.load(rows + index, mask=mask, other=0).to(tl.int64)
+    planned = tl.load(starts + index, mask=mask, other=0)
+    start = tl.minimum(planned, tl.load(arena + computed_start + row, mask=mask, other=0))
+    tl.store(starts + index, start, mask=mask)
+    tl.store(shifts + index, planned - start, mask=mask)
+    end = (
+        start + tl.load(query_start + index + 1, mask=mask, other=0) - tl.load(query_start + index, mask=mask, other=0)
+    )
+    count = tl.load(num_drafts + index, mask=mask, other=0)
+    at = tl.load(given_at + index, mask=mask, other=-1)
+    for place in tl.static_range(WIDTH):
+        is_draft = mask & (place < count)
+        token = tl.load(given + at + place, mask=is_draft & (at >= 0), other=0)
+        token += tl.load(arena + found_start + row * WIDTH + place, mask=is_draft & (at < 0), other=0)
+        tl.store(arena + row * token_width + end - count + place, token, mask=is_draft)
+
+
+def place_drafts(
+    arena: torch.Tensor,
+    tables: DraftTables,
+    columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    shifts: torch.Tensor,
+) -> None:
+    """Write the drafts of S scheduled sequences to the token table, and correct where they start. All int32.
+
+    columns: rows and starts, [S], and query_start, [S + 1], as a step brings them. drafts: how many of its last tokens
+    are drafts, [S]; where the scheduler's begin among `given`, [S] (-1: those that were found); and `given`. shifts:
+    [S], gets by how many tokens a sequence starts earlier than the plan says.
+    """
+    num_seqs = len(columns[0])
+    launch(
+        _place_kernel,
+        (blocks_of(num_seqs, SEQUENCES),),
+        arena,
+        *columns,
+        *drafts,
+        shifts,
+        tables.token_width,
+        tables.computed,
+        tables.found,
+        num_seqs,
+        WIDTH=tables.max_drafts,
+        BLOCK=SEQUENCES,
+    )
+
+
+@triton.jit(do_not_specialize=["computed_start", "num_samples"])
+def _accept_kernel(
+    arena, chosen, rows, lengths, firsts, tokens_at, token_ids, counts, ends, computed_start, num_samples,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_samples
+    first = tl.load(firsts + index, mask=mask, other=0)
+    last = tl.load(firsts + index + 1, mask=mask, other=0) - 1
+    count = tl.full((BLOCK,), 1, tl.int32)
+    goes_on = mask & (tl.load(chosen + 2 * first + 1, mask=mask, other=0) != 0)
+    for place in tl.static_range(WIDTH):
+        goes_on = goes_on & (first + place < last)
+        at = first + place
+        token = tl.load(chosen + 2 * at, mask=goes_on, other=0)
+        draft = tl.load(token_ids + tl.load(tokens_at + at, mask=goes_on, other=0) + 1, mask=goes_on, other=-1)
+        is_sound = tl.load(chosen + 2 * at + 3, mask=goes_on, other=0) != 0
+        goes_on = goes_on & (token == draft.to(tl.int32)) & is_sound
+        count += goes_on.to(tl.int32)
+    end = tl.load(lengths + first, mask=mask, other=0) + count
+    row = tl.load(rows + first, mask=mask, other=0)
+    tl.store(arena + computed_start + row, end - 1, mask=mask)
+    tl.store(counts + index, count, mask=mask)
+    tl.store(ends + index, end, mask=mask)
+
+
+def accept_drafts(
+    arena: torch.Tensor,
+    tables: DraftTables,
+    chosen: torch.Tensor,
+    samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    token_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count the tokens that N samples get, and note them as computed. chosen: [R, 2] int32, a token for each of the
+    samples' rows and whether its scores are sound. samples, int32: rows (request slots) and lengths, [R]; where the
+    rows of each sample begin, [N + 1]; and which of the step's tokens each reads, [R]. token_ids: [T] int64 of the
+    step. Returns counts and lengths behind them, [N] int32."""
+    rows, lengths, firsts, tokens_at = samples
+    num_samples = len(firsts) - 1
+    counts, ends = (torch.empty(num_samples, dtype=torch.int32, device=arena.device) for _ in range(2))
+    launch(
+        _accept_kernel,
+        (blocks_of(num_samples, SEQUENCES),),
+        arena,
+        chosen,
+        rows,
+        lengths,
+        firsts,
+        tokens_at,
+        token_ids,
+        counts,
+        ends,
+        tables.computed,
+        num_samples,
+        WIDTH=tables.max_drafts,
+        BLOCK=SEQUENCES,
+    )
+    return counts, ends
+
+
+@triton.jit(do_not_specialize=["token_width", "found_start", "LEAST", "MOST"])
+def _find_kernel(
+    arena, rows, firsts, ends, foreseen, token_width, found_start, LEAST, MOST,
+    WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (sample)."""
+    sample = tl.program_id(0)
+    row = tl.load(rows + tl.load(firsts + sample)).to(tl.int64)
+    length = tl.load(ends + sample)
+    tokens = arena + row * token_width
+    best = tl.zeros((), tl.int64)
+    for start in range(0, bound(length), BLOCK):
+        end = start + 1 + tl.arange(0, BLOCK)
+        run = end < length
+        count = tl.zeros((BLOCK,), tl.int32)
+        for back in range(bound(tl.minimum(MOST, length - 1))):
+            token = tl.load(tokens + end - 1 - back, mask=run & (end > back), other=-1)
+            run = run & (end > back) & (token == tl.load(tokens + length - 1 - back))
+            count += run.to(tl.int32)
+        key = tl.where(count >= LEAST, count.to(tl.int64) * 4294967296 + end, 0)
+        best = tl.maximum(best, tl.max(key))
+    end = best % 4294967296
+    place = tl.arange(0, PLACES)
+    is_found = (place < WIDTH) & (best > 0)
+    source = end + place % tl.maximum(length - end, 1)  # behind the sequence's end come the drafts themselves
+    token = tl.load(tokens + source, mask=is_found, other=0)
+    tl.store(arena + found_start + row * WIDTH + place, token, mask=is_found)
+    tl.store(foreseen + sample, tl.where(best > 0, WIDTH, 0))
+
+
+def find_drafts(
+    arena: torch.Tensor,
+    tables: DraftTables,
+    samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lookup: tuple[int, int],
+) -> torch.Tensor:
+    """Look up drafts for N samples' rows. samples: rows of all, [R], where each one's begin, [N + 1], and their
+    tokens, [N], int32. lookup: how many of the last tokens at least and at most. Returns [N] int32, how many drafts
+    each has."""
+    rows, firsts, ends = samples
+    foreseen = torch.empty_like(ends)
+    launch(
+        _find_kernel,
+        (len(ends),),
+        arena,
+        rows,
+        firsts,
+        ends,
+        foreseen,
+        tables.token_width,
+        tables.found,
+        *lookup,
+        WIDTH=tables.max_drafts,
+        PLACES=next_power_of_2(tables.max_drafts),
+        BLOCK=POSITIONS,
+    )
+    return foreseen

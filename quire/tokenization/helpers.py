@@ -1,0 +1,373 @@
+"""The pool of helper processes beside a front end. One job of a helper is a conversation that becomes text and token
+ids, a long text that becomes token ids, or a large request body that is read.
+
+Helpers start with the first work, are reused, and end with the front end. One that exceeds a limit, hangs or dies fails
+its job alone and is replaced; long texts whose caller has left end the helper that tokenises them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from quire.errors import ChatTemplateProcessError, EngineDeadError, InternalError, QuireError, UserError, named_error
+from quire.tokenization.jobs import (
+    MAX_JOB_BYTES,
+    MAX_SETUP_BYTES,
+    READ_SECONDS,
+    Answer,
+    Answered,
+    Encoded,
+    Failed,
+    Read,
+    Refused,
+    Rendered,
+    Setup,
+    TemplateLimits,
+    Text,
+    listed,
+    seconds_of,
+)
+from quire.utils.child_process import kill, start_interpreter
+from quire.utils.frames import HEADER, Deadline, FrameReader, Waiting, encode_frame
+from quire.utils.patience import STALL_SECONDS, Patience
+from quire.utils.sizes import format_bytes
+
+LONG_TEXT_CHARACTERS = 2**18
+"""Shorter texts are tokenised by the front end itself: the list of their ids is made in 2 ms."""
+UNKNOWN_PATTERN_CHARACTERS = 2**8
+"""As LONG_TEXT_CHARACTERS, where a tokenizer has regular expressions of its own: some take a time that grows with the
+cube of a text or faster, until the library gives up a match after ten million attempts. The worst that was found takes
+0.6 s for 256 characters, and 34 s for 4,096."""
+START_SECONDS = 60.0
+"""For a start that hangs: an interpreter and Jinja take a tenth of a second."""
+GRACE_SECONDS = 1.0
+"""How long after its own timers a helper that renders is killed from here."""
+JOINED_BYTES = 64 * 2**10
+"""Bytes of a short job, which is sent in one piece, so that the helper wakes once."""
+MAX_BYTES_PER_CHARACTER = 4
+REPLY_OVERHEAD_BYTES = 16 * 2**10
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+T = TypeVar("T")
+
+
+class Conversion(NamedTuple):
+    """A conversation to be rendered. frame: holds a Render; messages: what follows it. max_characters: of the text."""
+
+    frame: bytearray
+    messages: memoryview
+    max_characters: int
+
+    @property
+    def size(self) -> int:
+        return len(self.frame) + len(self.messages)
+
+
+class Rendering(NamedTuple):
+    """A text, and its token ids where the helper has made them."""
+
+    text: str
+    token_ids: list[int] | None = None
+
+
+class Abandonment:
+    """Whether the caller of some work has left, and how to end that work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_left = False
+        self._end: Callable[[], None] | None = None
+
+    def leave(self) -> None:
+        """The caller has left."""
+        with self._lock:
+            self._has_left = True
+            if self._end is not None:
+                self._end()
+
+    @contextlib.contextmanager
+    def ended_by(self, end: Callable[[], None]) -> Iterator[None]:
+        """Around the work, which `end` ends, called on any thread."""
+        with self._lock:
+            if self._has_left:
+                raise InternalError("the caller of this work has left")
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
+ABANDONMENT: ContextVar[Abandonment | None] = ContextVar("abandonment", default=None)
+"""Of the work that this thread does for a caller on another one."""
+
+
+class Helper:
+    """One process. Used by one thread, except for `kill`. Raises OSError when it cannot be started."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._limits = setup.limits
+        self._start_seconds = START_SECONDS
+        self._setup_frame: bytes | bytearray = encode_frame(setup)
+        self.is_usable = True
+        """The process can be asked again."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                line = str(theirs.fileno()).encode()
+                self._process = start_interpreter(
+                    "quire.tokenization.helper_process", "quire: helper", line, [theirs.fileno()]
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._connection = ours
+        self._reader = FrameReader(ours)
+        self._finalizer = weakref.finalize(self, _end, self._process, ours, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def render(self, work: Conversion) -> Rendering | Failed:
+        """After the answer that a limit was exceeded the process is no longer usable. Raises ChatTemplateProcessError
+        when it ends for another reason, and as `encode` where the text is long."""
+        max_bytes = work.max_characters * MAX_BYTES_PER_CHARACTER + REPLY_OVERHEAD_BYTES
+        deadline = Deadline(self._start_seconds + self._limits.seconds + GRACE_SECONDS)
+        try:
+            answer = self._ask([work.frame, HEADER.pack(len(work.messages)), work.messages], deadline, max_bytes)
+        except TimeoutError:
+            self.kill()
+            return Failed("time")
+        except (ValueError, msgspec.DecodeError) as error:
+            raise _of_template(f"sent {error}") from None
+        if answer is None:
+            status = self._exit_status(GRACE_SECONDS)
+            if status in (-signal.SIGPROF, -signal.SIGALRM):
+                return Failed("time")
+            raise _of_template(_describe(status))
+        if isinstance(answer, Failed):
+            self.is_usable = answer.kind != "memory"  # what it still holds is not known
+            return answer
+        assert isinstance(answer, Rendered)
+        if answer.is_long:
+            return Rendering(answer.text, self._ids(answer.text))
+        self.is_usable = True
+        return Rendering(answer.text)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As Tokenizer.encode. Raises UserError when that takes too much processor time, and InternalError when the
+        process ends or does not get on."""
+        return self._ids(text, encode_frame(Text(text, add_special_tokens, seconds_of(text))))
+
+    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
+        """What the function `reader` of the process makes of the bytes; as `encode`. Raises UserError when that takes
+        more than READ_SECONDS."""
+        header = HEADER.pack(sum(map(len, content)))
+        too_slow = f"the request body takes more than {READ_SECONDS:g} s of processor time to read"
+        answer = self._patiently([encode_frame(Read(reader, argument)), header, *content], too_slow)
+        assert isinstance(answer, Answered)
+        found = self._reader.read(MAX_JOB_BYTES, Patience(self.pid))
+        if found is None:
+            raise _of_text(_describe(self._exit_status(None)))
+        self.is_usable = True
+        return found
+
+    def kill(self) -> None:
+        """End the process; what another thread asks finds the connection closed."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Leave nothing of the process. Idempotent."""
+        self._finalizer()
+
+    def _ids(self, text: str, *parts: bytearray) -> list[int]:
+        """parts: what asks for them; none where a conversation has."""
+        too_slow = (
+            f"the tokenizer takes more than {seconds_of(text):.3g} s of processor time for the text of "
+            f"{len(text)} characters"
+        )
+        with (ABANDONMENT.get() or Abandonment()).ended_by(self.kill):
+            answer = self._patiently(parts, too_slow)
+        assert isinstance(answer, Encoded)
+        self.is_usable = True
+        return listed(answer.ids)
+
+    def _patiently(self, parts: Sequence[bytes | bytearray], too_slow: str) -> Answer:
+        """Ask without a limit of time but that of the process itself, which `too_slow` explains."""
+        self._connection.settimeout(None)
+        try:
+            answer = self._ask(parts, Patience(self.pid), MAX_JOB_BYTES)
+        except TimeoutError:
+            self.kill()
+            raise _of_text(f"was ended: it had not run for {STALL_SECONDS} s") from None
+        if answer is None:
+            status = self._exit_status(None)
+            raise UserError(too_slow) if status == -signal.SIGPROF else _of_text(_describe(status))
+        if isinstance(answer, Refused):
+            error = named_error(answer.error, answer.message, answer.param)
+            self.is_usable = isinstance(error, UserError)
+            raise error if self.is_usable else _of_text(f"failed: {answer.message}")
+        return answer
+
+    def _ask(self, parts: Sequence[bytes | bytearray | memoryview], waiting: Waiting, max_bytes: int) -> Answer | None:
+        """The answer, or None where the process has ended. It is usable again when its caller says so."""
+        self.is_usable = False
+        try:
+            parts = [part for part in (self._setup_frame, *parts) if part]
+            if sum(map(len, parts)) <= JOINED_BYTES:
+                parts = [b"".join(parts)]
+            for part in parts:
+                waiting.send(self._connection, part)
+            self._setup_frame = b""
+            reply = self._reader.read(max_bytes, waiting)
+        except ConnectionError:
+            return None
+        if reply is not None:
+            self._start_seconds = 0.0
+        return None if reply is None else _ANSWERS.decode(reply)
+
+    def _exit_status(self, seconds: float | None) -> int | None:
+        """None where the process has closed its connection, and goes on."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class Helpers:
+    """As many processes as jobs were done at a time. Thread-safe: a job is done on its caller's thread."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.limits: TemplateLimits = setup.limits
+        self._invalid = _wrong_with(setup)
+        self._setup = setup if self._invalid is None else msgspec.structs.replace(setup, templates={})
+        self.has_tokenizer = setup.tokenizer is not None
+        self._lock = threading.Lock()
+        self._idle: list[Helper] = []
+        self._working: set[Helper] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that live."""
+        with self._lock:
+            return [helper.pid for helper in (*self._idle, *self._working)]
+
+    def render(self, work: Conversion) -> Rendering | Failed:
+        """Raises ChatTemplateProcessError when the process cannot be started or dies, UserError for templates that
+        cannot be sent, EngineDeadError after `close`; as `encode` where the helper tokenises the text."""
+        if self._invalid is not None:
+            raise UserError(f"the model's chat template is not valid: {self._invalid}", param="messages")
+        return self._run(lambda helper: helper.render(work), _of_template)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As Tokenizer.encode. Raises InternalError when the process ends, EngineDeadError after `close`."""
+        return self._run(lambda helper: helper.encode(text, add_special_tokens), _of_text)
+
+    def read(self, reader: str, argument: str, content: Sequence[bytes]) -> bytes | bytearray:
+        """What the function `reader` ("module:name") makes of `argument` and `content`. Raises as `encode`."""
+        return self._run(lambda helper: helper.read(reader, argument, content), _of_text)
+
+    def close(self) -> None:
+        """End the processes, and fail what waits for them. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for helper in self._working:
+                helper.kill()
+        for helper in idle:
+            helper.stop()
+
+    def _run(self, work: Callable[[Helper], T], failure: Callable[[str], QuireError]) -> T:
+        """failure: an error that says what is wrong with the process."""
+        try:
+            helper = self._take()
+        except OSError as error:
+            raise failure(f"cannot be started: {error.strerror}") from None
+        try:
+            return work(helper)
+        except (InternalError, ChatTemplateProcessError):
+            self._check_open()
+            raise
+        finally:
+            self._put_back(helper)
+
+    def _take(self) -> Helper:
+        with self._lock:
+            self._check_open()
+            while self._idle:
+                helper = self._idle.pop()
+                if helper.is_alive:
+                    break
+                helper.stop()
+            else:
+                helper = Helper(self._setup)
+            self._working.add(helper)
+            return helper
+
+    def _put_back(self, helper: Helper) -> None:
+        with self._lock:
+            self._working.discard(helper)
+            if is_usable := helper.is_usable and not self._is_closed:
+                self._idle.append(helper)
+        if not is_usable:
+            helper.stop()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("the engine was shut down")
+
+
+def _wrong_with(setup: Setup) -> str | None:
+    """Why the templates cannot be sent."""
+    try:
+        size = len(encode_frame(setup))
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    return f"it is larger than {format_bytes(MAX_SETUP_BYTES)}" if size > MAX_SETUP_BYTES else None
+
+
+def _of_template(what: str) -> ChatTemplateProcessError:
+    return ChatTemplateProcessError(f"the process that renders chat templates {what}")
+
+
+def _of_text(what: str) -> InternalError:
+    return InternalError(
+        f"the process that reads and tokenises long texts {what}",
+        summary="the text could not be tokenised for lack of a process",
+    )
+
+
+def _describe(status: int | None) -> str:
+    """How a process ended."""
+    if status is None:
+        return "closed its connection"
+    if status < 0:
+        return f"was killed by signal {-status} ({signal.strsignal(-status)})"
+    return f"ended with status {status}"
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    """Also runs at the end of the interpreter."""
+    if os.getpid() != owner:
+        return  # a fork of the owner ends; the process is not its own
+    kill(process)
+    connection.close()

@@ -1,0 +1,108 @@
+"""Messages between a process and its helpers: msgpack in frames over a socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+HEADER = struct.Struct("<Q")
+"""In front of each message: its length in bytes."""
+READ_BYTES = 2**16
+
+
+class Waiting(Protocol):
+    """A limit of the time that the next operations of a connection may take."""
+
+    def apply(self, connection: socket.socket) -> None:
+        """Called before each read. Raises TimeoutError when it has taken too long."""
+        ...
+
+    def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
+        """Send all of it. Raises as `apply`."""
+        ...
+
+
+class Deadline:
+    """A moment, `seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def apply(self, connection: socket.socket) -> None:
+        """Let the next operation of `connection` wait until then. Raises TimeoutError when the moment has passed."""
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        connection.settimeout(remaining)
+
+    def send(self, connection: socket.socket, content: bytes | bytearray | memoryview) -> None:
+        self.apply(connection)
+        connection.sendall(content)
+
+
+def encode_frame(message: msgspec.Struct) -> bytearray:
+    """Raises TypeError, OverflowError, RecursionError or UnicodeEncodeError for a value that msgpack does not have."""
+    frame = bytearray()
+    _ENCODER.encode_into(message, frame, HEADER.size)
+    HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
+    return frame
+
+
+def encode(value: Any) -> bytes:
+    """A value as a frame has it. Raises as `encode_frame`."""
+    return _ENCODER.encode(value)
+
+
+class FrameReader:
+    """Reads the messages of a connection: short ones at one call of the system, header and all."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._held = b""
+        """What came behind the last message."""
+
+    def read(self, max_bytes: int, waiting: Waiting | None = None) -> bytes | bytearray | None:
+        """The next message, or None at the end of the connection.
+
+        Raises ValueError for a message of more than `max_bytes` and TimeoutError when it is not there in time.
+        """
+        while len(self._held) < HEADER.size:
+            if waiting is not None:
+                waiting.apply(self._connection)
+            if not (received := self._connection.recv(READ_BYTES)):
+                return None
+            self._held += received
+        (size,) = HEADER.unpack_from(self._held)
+        if size > max_bytes:
+            raise ValueError(f"a message of {size} bytes, where at most {max_bytes} are expected")
+        end = HEADER.size + size
+        message, self._held = self._held[HEADER.size : end], self._held[end:]
+        return message if len(message) == size else self._rest(message, size, waiting)
+
+    def _rest(self, beginning: bytes, size: int, waiting: Waiting | None) -> bytearray | None:
+        buffer = bytearray(size)
+        view, filled = memoryview(buffer), len(beginning)
+        view[:filled] = beginning
+        while filled < size:
+            if waiting is not None:
+                waiting.apply(self._connection)
+            received = self._connection.recv_into(view[filled:])
+            if received == 0:
+                return None
+            filled += received
+        return buffer
+
+
+def _plain(value: Any) -> Any:
+    """Callers of LLM.chat may pass mappings of any kind."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"objects of type {type(value).__name__} cannot be given to a chat template")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

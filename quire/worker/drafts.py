@@ -1,0 +1,152 @@
+"""The worker's half of drafts: what it looks up for a sequence's next step, and how many of a step's drafts are kept.
+
+The rule of `method: ngram`: the longest run of a sequence's last tokens (`lookup_min` to `lookup_max` of them) that
+occurs before, at its latest place; the drafts are the tokens behind that place, and behind the sequence's own end the
+drafts themselves, so that text which repeats itself has as many drafts as a step may compute.
+
+A draft is accepted where it equals the token that is drawn in its place, which depends on the seed and the place alone:
+a sequence gets the tokens that it gets without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from quire.config.model_shape import STATE_BORDER
+from quire.config.speculation import SpeculationConfig
+from quire.sampling.results import Deferred, SampledTokens
+from quire.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.worker.request_state import RequestState
+
+Find = Callable[[np.ndarray, np.ndarray, np.ndarray, int, int, np.ndarray, np.ndarray], int]
+"""(token table [num_rows, capacity] int32, rows [R] int64, lengths [R] int64, lookup_min, lookup_max, drafts [num_rows,
+most drafts] int32, counts [num_rows] int64): fills drafts and counts of these rows, and returns how many have any."""
+
+
+class Placed(NamedTuple):
+    """Where the S scheduled sequences of a step start, what they compute, and how many of these tokens are drafts: the
+    last ones, which are in the token table."""
+
+    starts: Sequence[int]
+    counts: Sequence[int]
+    num_drafts: np.ndarray
+
+
+class Accepted(NamedTuple):
+    """Of N samples in result order. counts: tokens that each gets (None: one each). foreseen: drafts for the next step
+    of each (None: there are none)."""
+
+    counts: Deferred[list[int]] | None = None
+    foreseen: Deferred[list[int]] | None = None
+
+
+NOTHING_ACCEPTED = Accepted()
+
+
+def find_drafts(
+    table: np.ndarray,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    least: int,
+    most: int,
+    drafts: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """`Find` in NumPy: what the native and the Triton kernel mean."""
+    counts[rows] = 0
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        tokens = table[row, :length]
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        for count in range(min(most, length - 1), least - 1, -1):
+            wanted = tokens[length - count :]
+            found = [end for end in ends[::-1].tolist() if end >= count and (tokens[end - count : end] == wanted).all()]
+            if found:
+                behind = [*tokens[found[0] :].tolist()]
+                while len(behind) < drafts.shape[1]:
+                    behind.append(behind[len(behind) - (length - found[0])])
+                drafts[row] = behind[: drafts.shape[1]]
+                counts[row] = drafts.shape[1]
+                break
+    return int((counts[rows] > 0).sum())
+
+
+class HostDrafts:
+    """Drafts of a CPU's rows, of which the host knows all tokens."""
+
+    def __init__(self, num_rows: int, config: SpeculationConfig, *, has_states: bool, find: Find = find_drafts) -> None:
+        """has_states: of a model whose states are kept at borders: no draft may be the last token before one."""
+        self._config = config
+        self._has_states = has_states
+        self._find = find
+        self._drafts = np.zeros((num_rows, config.max_drafts), np.int32)
+        self._counts = np.zeros(num_rows, np.int64)
+        self._placed: dict[int, list[int]] = {}
+
+    def place(self, plan: StepPlan, requests: RequestState) -> Placed:
+        """Write the plan's drafts, or those that were found for it, behind the known tokens of their sequences."""
+        starts, counts, num_drafts = list(plan.start_positions), list(plan.num_tokens), [0] * len(plan.seq_ids)
+        self._placed = {}
+        for index, seq_id in enumerate(plan.seq_ids):
+            wanted = plan.num_drafts[index] if plan.num_drafts else 0
+            starts[index] = start = min(starts[index], requests.lengths[seq_id] - 1)
+            if not wanted:
+                continue
+            row, length = requests.row_of(seq_id), start + counts[index] - wanted
+            tokens = plan.drafts.get(seq_id)
+            if tokens is None:
+                tokens = self._drafts[row, : self._counts[row]].tolist()
+            if self._has_states:
+                wanted = min(wanted, STATE_BORDER - 1 - (start + 1) % STATE_BORDER)
+            tokens = tokens[:wanted]
+            counts[index], num_drafts[index] = length - start + len(tokens), len(tokens)
+            if tokens:
+                requests.columns.write_tokens(row, length, tokens)
+                self._placed[index] = tokens
+        return Placed(starts, counts, np.array(num_drafts, np.int64))
+
+    def accept(self, chosen: Sequence[int], sources: Sequence[int]) -> list[int]:
+        """How many tokens each sample gets. chosen: a token for each of its rows, -1 for one without a finite score,
+        before which a sequence ends its step. sources: indices of the samples into the batch."""
+        found, first = [], 0
+        for source in sources:
+            drafts = self._placed.get(source, ())
+            tokens = chosen[first : first + 1 + len(drafts)]
+            first += len(tokens)
+            count = 1
+            while count < len(tokens) and tokens[count - 1] == drafts[count - 1] and tokens[count] >= 0:
+                count += 1
+            found.append(count)
+        return found
+
+    def look_up(self, rows: np.ndarray, lengths: np.ndarray, table: np.ndarray) -> list[int] | None:
+        """Find drafts for rows of `lengths` tokens; how many each has, None where no row has any."""
+        least, most = self._config.lookup_min, self._config.lookup_max
+        if not self._find(table, rows, lengths, least, most, self._drafts, self._counts):
+            return None
+        found: list[int] = self._counts[rows].tolist()
+        return found
+
+
+def add_accepted(result: StepResult, found: SampledTokens, firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Add the tokens of samples with several rows each to a result. firsts: where the rows of each begin, and their
+    number. counts: tokens that each gets. Returns the indices of samples that are not finite: of others the tokens
+    before a row that is not are kept, and the next step comes upon it."""
+    unsound, nonfinite = set(found.nonfinite), []
+    for index, (first, count) in enumerate(zip(firsts, counts, strict=False)):
+        rows = range(first, first + count)
+        end = next((row for row in rows if row in unsound), rows.stop)
+        if end == first:
+            nonfinite.append(index)
+            end = first + 1
+        result.token_ids.append(list(found.token_ids[first:end]))
+        if first in found.logprobs:
+            result.logprobs[index] = [found.logprobs[row] for row in range(first, end)]
+        if first in found.candidates:
+            result.candidates[index] = found.candidates[first]
+    result.num_drafts = firsts[-1] - len(counts)
+    return nonfinite

@@ -1,0 +1,122 @@
+"""Drafts on a device, where the host knows how many tokens a sequence has within bounds only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.config.model_shape import STATE_BORDER
+from quire.config.speculation import SpeculationConfig
+from quire.kernels.triton.drafts import accept_drafts, find_drafts, place_drafts
+from quire.kernels.triton.rows import StepColumns
+from quire.sampling.results import Deferred
+from quire.step import StepPlan
+from quire.worker.drafts import Accepted, Placed
+from quire.worker.input_batch import InputBatch
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.upload import Section, Upload
+from quire.worker.request_state import RequestState
+from quire.worker.sample_rows import SampleRows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSections:
+    """What a step's drafts have in the upload: the arguments of `place_drafts`; and of `accept_drafts` (None: nothing
+    is sampled), with the sources of the sampled rows."""
+
+    placed: Sequence[Section]
+    accepted: Sequence[Section] | None
+
+
+class DeviceDrafts:
+    """The drafts of a device's rows."""
+
+    def __init__(self, arena: StateArena, config: SpeculationConfig, queue_depth: int, *, has_states: bool) -> None:
+        """has_states: as that of HostDrafts: no draft may be the last token before a border, wherever its sequence
+        starts."""
+        self._arena = arena
+        self._lookup = config.lookup_min, config.lookup_max
+        self._has_states = has_states
+        self._in_flight: deque[dict[int, int]] = deque(maxlen=queue_depth - 1)
+        """Drafts of the plans whose results the scheduler may not have seen, by sequence."""
+        self._given: dict[int, list[int]] = {}
+        self._shifts = torch.zeros(0, dtype=torch.int32, device=arena.words.device)
+        self._token_ids = torch.zeros(0, dtype=torch.int64, device=arena.words.device)
+
+    def place(self, plan: StepPlan, requests: RequestState) -> Placed:
+        """How many drafts each sequence computes; where it starts the device knows."""
+        counts, num_drafts = list(plan.num_tokens), list(plan.num_drafts or [0] * len(plan.seq_ids))
+        self._given = {}
+        for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
+            wanted = num_drafts[index]
+            if not wanted:
+                continue
+            given = plan.drafts.get(seq_id)
+            if given is not None:
+                wanted = min(wanted, len(given))
+                self._given[index] = given
+            if self._has_states:
+                pending = sum(each.get(seq_id, 0) for each in self._in_flight)
+                places = [STATE_BORDER - 1 - (at + 1) % STATE_BORDER for at in range(start - pending, start + 1)]
+                wanted = min(wanted, *places)
+            counts[index] -= num_drafts[index] - wanted
+            num_drafts[index] = wanted
+        return Placed(plan.start_positions, counts, np.array(num_drafts, np.int64))
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, upload: Upload) -> DraftSections:
+        """Add what the kernels read to a step's upload."""
+        num_seqs = len(batch.rows)
+        num_drafts = np.zeros(num_seqs, np.int64) if batch.num_drafts is None else batch.num_drafts
+        given, given_at = [0], np.full(num_seqs, -1)
+        if batch.num_drafts is not None:
+            for index, tokens in self._given.items():
+                given_at[index] = len(given)
+                given += tokens
+        self._given = {}
+        self._in_flight.append(dict(zip(plan.seq_ids, num_drafts.tolist(), strict=True)))
+        placed = [upload.add(column) for column in (num_drafts, given_at, np.array(given))]
+        if samples is None:
+            return DraftSections(placed, None)
+        firsts = samples.firsts
+        if firsts is None:
+            firsts = np.arange(len(samples.rows) + 1)
+        sources = np.repeat(np.array(samples.sources), np.diff(firsts))
+        tokens_at = samples.last_index if batch.logits_rows is None else batch.logits_rows[samples.last_index]
+        return DraftSections(placed, [upload.add(column) for column in (firsts, tokens_at, sources)])
+
+    def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
+        """Enqueue the writing of drafts, behind what earlier steps sample; it corrects `columns`."""
+        self._shifts = torch.empty_like(columns.starts)
+        num_drafts, given_at, given = map(upload.view, sections.placed)
+        place_drafts(
+            self._arena.words,
+            self._arena.drafts,
+            (columns.rows, columns.starts, columns.query_start),
+            (num_drafts, given_at, given),
+            self._shifts,
+        )
+
+    def keep_token_ids(self, token_ids: torch.Tensor) -> None:
+        """token_ids: [T] int64 of the step, at an address that stays."""
+        self._token_ids = token_ids
+
+    def correct_lengths(self, lengths: torch.Tensor, sections: DraftSections, upload: Upload) -> torch.Tensor:
+        """Lengths of the sampled rows, [R], as they are."""
+        assert sections.accepted is not None, "rows are sampled"
+        return lengths - self._shifts.index_select(0, upload.view(sections.accepted[2]))
+
+    def accept(
+        self, chosen: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, sections: DraftSections, upload: Upload
+    ) -> Accepted:
+        """As `ComputeStep.accept`. chosen: [R, 2] int32, as kernels choose."""
+        assert sections.accepted is not None, "rows are sampled"
+        arena = self._arena
+        firsts, tokens_at, _ = map(upload.view, sections.accepted)
+        samples = rows, lengths, firsts, tokens_at
+        counts, ends = accept_drafts(arena.words, arena.drafts, chosen, samples, self._token_ids)
+        foreseen = find_drafts(arena.words, arena.drafts, (rows, firsts, ends), self._lookup)
+        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in (counts, foreseen)))

@@ -1,0 +1,53 @@
+"""The option of drafts: vLLM's names, their defaults, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.config.speculation import SpeculationConfig
+from quire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("lookup", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_lookup(lookup: dict[str, int], expected: tuple[int, int]) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, **lookup}
+    options = EngineOptions.from_keywords({"speculative_config": given})
+    assert resolve(options).speculation == SpeculationConfig(4, *expected)
+
+
+def test_none() -> None:
+    assert resolve(EngineOptions()).speculation.max_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "method"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, r"method must be one of ngram, not 'eagle'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min must be from 1 to 3, not 4",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "2"}, "speculative_config: .*int"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        resolve(EngineOptions(speculative_config=given))
+    assert caught.value.param == "speculative_config"
+    assert "\n" not in str(caught.value)

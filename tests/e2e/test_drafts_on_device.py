@@ -1,0 +1,56 @@
+"""Drafts where the device knows how many tokens a sequence has, and the host within bounds only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.config.options import EngineOptions
+from tests.e2e.conftest import exact
+from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
+from tests.models.conftest import SavedModel
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "triton",
+    "dtype": "float32",
+    "max_model_len": 128,
+    "num_blocks_override": 100,
+    "max_num_seqs": 8,
+    "block_size": 8,
+    "skip_tokenizer_init": True,
+}
+PLAIN = "tests.fakes.host_math:HostMathExecutor"
+
+
+def run(directory: str, kinds: list[Any], executor: str = PLAIN, **options: Any) -> tuple[list[object], dict[str, Any]]:
+    keywords = {"model": directory, **OPTIONS, **options}
+    with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(kinds)]]
+        return exact(llm.generate(prompts, kinds, use_tqdm=False)), llm.stats()
+
+
+@pytest.fixture(scope="module")
+def directory(saved_model: Callable[[str], SavedModel]) -> str:
+    return str(saved_model("llama").directory)
+
+
+@pytest.fixture(scope="module")
+def expected(directory: str) -> list[object]:
+    found, stats = run(directory, KINDS)
+    assert stats["draft_tokens_total"] == 0
+    return found
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [100, 34])
+def test_equal_bits(directory: str, expected: list[object], queue_depth: int, num_blocks: int) -> None:
+    """With few blocks requests are preempted."""
+    options = {"queue_depth": queue_depth, "num_blocks_override": num_blocks}
+    found, stats = run(directory, KINDS, speculative_config=NGRAM, **options)
+    assert found == expected
+    assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+    assert (stats["preemptions_total"] > 0) == (num_blocks < 100)

@@ -1,0 +1,89 @@
+"""Looking up drafts, and what is kept of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config.speculation import SpeculationConfig
+from quire.kernels.cpu import _native
+from quire.sampling.results import SampledTokens
+from quire.step import StepResult, TokenLogprobs
+from quire.worker.drafts import Find, HostDrafts, add_accepted, find_drafts
+
+FINDERS = {"numpy": find_drafts, "native": _native.find_drafts}
+
+
+def look_up(find: Find, tokens: list[int], least: int, most: int, width: int = 4) -> list[int]:
+    """The drafts of one sequence, in the second of three rows; behind it lies something else."""
+    table = np.full((3, len(tokens) + 5), 7, np.int32)
+    table[1, : len(tokens)] = tokens
+    drafts, counts = np.full((3, width), -1, np.int32), np.array([9, 9, 9])
+    total = find(table, np.array([1]), np.array([len(tokens)]), least, most, drafts, counts)
+    assert total == (counts[1] > 0)
+    assert counts[[0, 2]].tolist() == [9, 9]
+    assert (drafts[[0, 2]] == -1).all()
+    found: list[int] = drafts[1, : counts[1]].tolist()
+    return found
+
+
+@pytest.mark.parametrize("find", FINDERS.values(), ids=FINDERS.keys())
+@pytest.mark.parametrize(
+    ("tokens", "least", "most", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], 1, 3, [3, 4, 5, 1]),
+        ([1, 2, 3, 9, 2, 4, 1, 2], 1, 3, [3, 9, 2, 4]),  # two tokens are a better copy than the later one of one
+        ([1, 2, 3, 1, 2, 4, 1, 2], 1, 2, [4, 1, 2, 4]),  # of two copies the later one, and on into the drafts
+        ([5, 5], 1, 3, [5, 5, 5, 5]),
+        ([1, 2, 3, 4, 5, 1, 2], 3, 3, []),
+        ([1, 2, 3], 1, 3, []),
+        ([4], 1, 3, []),
+        ([8, 1, 2, 1, 2], 2, 9, [1, 2, 1, 2]),
+    ],
+)
+def test_what_is_looked_up(find: Find, tokens: list[int], least: int, most: int, expected: list[int]) -> None:
+    assert look_up(find, tokens, least, most) == expected
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 4), st.integers(1, 6))
+def test_the_native_look_up(tokens: list[int], least: int, more: int, width: int) -> None:
+    found, expected = (look_up(find, tokens, least, least + more, width) for find in FINDERS.values())
+    assert found == expected
+
+
+def test_a_length_outside_the_table_is_refused() -> None:
+    table, drafts, counts = np.zeros((2, 4), np.int32), np.zeros((2, 1), np.int32), np.zeros(2, np.int64)
+    for row, length in ((2, 1), (-1, 1), (0, 5), (0, 0)):
+        with pytest.raises(ValueError, match="outside"):
+            _native.find_drafts(table, np.array([row]), np.array([length]), 1, 1, drafts, counts)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ([5, 6, 7, 8], 4),
+        ([5, 6, 9, 8], 3),
+        ([4, 6, 7, 8], 1),
+        ([5, -1, 7, 8], 1),  # the next step comes upon the row without a finite score
+        ([5, 6, -1, 8], 2),
+        ([-1, 6, 7, 8], 1),
+        ([4, -1, -1, -1], 1),  # behind a wrong draft nothing means anything
+    ],
+)
+def test_what_is_accepted(chosen: list[int], count: int) -> None:
+    drafts = HostDrafts(2, SpeculationConfig(3), has_states=False)
+    drafts._placed = {1: [5, 6, 7]}
+    assert drafts.accept([3, *chosen, 2], [0, 1, 2]) == [1, count, 1]
+
+
+def test_tokens_and_logprobs_of_accepted_rows() -> None:
+    """Rows that are not finite: the second sample's first, one that the third has accepted, and a rejected one."""
+    entries = {row: TokenLogprobs([row], [-1.0], 1) for row in (0, 1, 2, 5, 6)}
+    found = SampledTokens(list(range(8)), entries, {}, (3, 4, 7))
+    result = StepResult(0, [])
+    assert add_accepted(result, found, [0, 3, 5, 8], [2, 1, 3]) == [1]
+    assert result.token_ids == [[0, 1], [3], [5, 6]]
+    assert result.logprobs == {0: [entries[0], entries[1]], 2: [entries[5], entries[6]]}
+    assert result.num_drafts == 5
