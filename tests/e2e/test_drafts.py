@@ -29,7 +29,7 @@ VARIANTS = [
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     Variant("deepseek-v3.2", TORCH),
 ]
-FEW_BLOCKS = {"qwen3-window": 60, "qwen3.5-small-states": 18, "qwen3-next-few-experts": 18}
+FEW_BLOCKS = {"qwen3-window": 60, "qwen3.5-small-states": 22, "qwen3-next-few-experts": 18}
 """Fewer than the requests take together, of models with several KV groups."""
 FEW = {"allowed_token_ids": [5, 6, 7], "ignore_eos": True, "max_tokens": 24, "detokenize": False}
 """So few tokens that some of those that are looked up are drawn, and others are not."""

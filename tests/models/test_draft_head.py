@@ -160,7 +160,7 @@ def test_the_head_counts_as_weights_and_takes_no_cache(
     assert model.cache_specs() == without.cache_specs()
     assert "of the weights are the head for drafts" in caplog.text
     assert f"the head for drafts ({len(twin.tensors())} tensors, mtp.*) is left out" in caplog.text
-    assert plan([str(tmp_path)]) == 0
+    assert plan([str(tmp_path), "--load-draft-head"]) == 0
     assert f"; {elements:,} of them are the head for drafts" in capsys.readouterr().out
 
 

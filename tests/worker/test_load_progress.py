@@ -59,7 +59,13 @@ def test_the_bar_goes_away_when_loading_fails(
     model_path: Path, bars: list[list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(
-        config: object, load: object, device: str, progress: Callable[[int, int], None], runtime: object, **more: object
+        config: object,
+        load: object,
+        group: object,
+        device: str,
+        progress: Callable[[int, int], None],
+        runtime: object,
+        **more: object,
     ) -> None:
         progress(3 * 2**20, 10 * 2**20)
         raise ModelLoadError("a tensor is missing")

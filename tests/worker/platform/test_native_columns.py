@@ -39,7 +39,7 @@ class World:
         self.pages = allocate_pages(self.layout)
         self.tables = BlockTables(table_shapes(self.layout), NUM_ROWS, MAX_MODEL_LEN)
         self.values = ColumnValues(TABLE, [column.name for column in TABLE], NUM_ROWS)
-        self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.values, self.tables, self.backends(), RUNTIME)
+        self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.values, None, self.tables, self.backends(), RUNTIME)
         self.plain = PlainInputs(self.columns, self.tables, self.backends())
         for row in range(NUM_ROWS):
             self.columns.write_values(row, dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True)))
@@ -56,7 +56,10 @@ class World:
             self.columns.input_batch(rows, starts, counts, 0),
             InputBatch.of_plan(rows, starts, counts),
         )
-        for column, wanted in zip(batch[:-1], expected[:-1], strict=True):
+        batch = batch._replace(rows_version=expected.rows_version)
+        for column, wanted in zip(batch, expected, strict=True):
+            if isinstance(column, int):
+                continue
             assert (column is None) == (wanted is None)
             assert wanted is None or (column.dtype, column.tolist()) == (wanted.dtype, wanted.tolist())
         found = self.columns.forward_batch(batch, None)
