@@ -76,7 +76,7 @@ def test_equal_bits(model: Variant, plain: list[object], queue_depth: int) -> No
     assert stats["prefix_cache_hits_total"] > 0
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
 def test_in_chunks_with_few_blocks(model: Variant, plain: list[object], queue_depth: int) -> None:
     """Preempted requests are computed again, or swapped."""
     few = {"block_size": 8, "num_blocks_override": FEW_BLOCKS.get(model.family, 34), "max_prefill_chunk": 11}

@@ -11,6 +11,7 @@ from quire import LLM
 from quire.config.options import EngineOptions
 from tests.e2e.conftest import exact
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
+from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 
 OPTIONS: dict[str, Any] = {
@@ -45,8 +46,8 @@ def expected(directory: str) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [100, 34])
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
+@pytest.mark.parametrize("num_blocks", all_but_long([100, 34], [34]))
 def test_equal_bits(directory: str, expected: list[object], queue_depth: int, num_blocks: int) -> None:
     """With few blocks requests are preempted."""
     options = {"queue_depth": queue_depth, "num_blocks_override": num_blocks}
