@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
 from quire.errors import ConfigError, nearest_name
+
+T = TypeVar("T")
 
 
 def positive(name: str, value: int | None) -> int | None:
@@ -16,3 +23,14 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
         known = ", ".join(choices)
         raise ConfigError(f"{name} must be one of {known}, not {value!r}{nearest_name(value, choices)}", param=name)
     return value
+
+
+def converted(name: str, given: Mapping[str, Any], kind: type[T], known: Collection[str]) -> T:
+    """An option whose value is an object, as `kind`, which has the fields `known`."""
+    for field in given:
+        if field not in known:
+            raise ConfigError(f"{name} has no {field!r}{nearest_name(field, known)}", param=name)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}", param=name) from None

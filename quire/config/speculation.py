@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.checks import converted
 from quire.errors import ConfigError, nearest_name
 
 METHODS = ("ngram",)
@@ -31,14 +32,7 @@ class SpeculationConfig:
         """given: by vLLM's names (None: no drafts). Raises ConfigError for names and values that there are not."""
         if given is None:
             return cls()
-        names = [field.name for field in msgspec.structs.fields(_Given)]
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"{OPTION} has no {name!r}{nearest_name(name, names)}", param=OPTION)
-        try:
-            fields = msgspec.convert(given, _Given)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{OPTION}: {error}", param=OPTION) from None
+        fields = converted(OPTION, given, _Given, _Given.__struct_fields__)
         if fields.method not in METHODS:
             nearest = nearest_name(fields.method, METHODS)
             known = ", ".join(METHODS)

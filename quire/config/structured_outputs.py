@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from quire.config.checks import choice
-from quire.errors import ConfigError, nearest_name
+from quire.config.checks import choice, converted
+from quire.errors import ConfigError
 from quire.structured_outputs_params import StructuredOutputsParams
 
 OTHER_BACKENDS = ("xgrammar", "outlines", "lm-format-enforcer")
@@ -37,15 +37,10 @@ class StructuredOutputsConfig:
         """Raises ConfigError for names and values that there are not."""
         given = {name: value for name, value in given.items() if not (name in _ELSEWHERE and not value)}
         names = [field.name for field in fields(cls)]
-        for name in given:
-            if name in _ELSEWHERE:
-                raise ConfigError(f"{OPTION}.{name} is not supported: {_ELSEWHERE[name]}", param=OPTION)
-            if name not in names:
-                raise ConfigError(f"{OPTION} has no {name!r}{nearest_name(name, names)}", param=OPTION)
-        try:
-            config = msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{OPTION}: {error}", param=OPTION) from None
+        wrong = next((name for name in given if name not in names), None)
+        if wrong in _ELSEWHERE:
+            raise ConfigError(f"{OPTION}.{wrong} is not supported: {_ELSEWHERE[wrong]}", param=OPTION)
+        config = converted(OPTION, given, cls, names)
         choice(OPTION, config.backend, BACKENDS)
         return config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 
 from quire.clock import SystemClock
@@ -14,6 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
 from quire.engine.output_window import OutputWindow
 from quire.engine.step_log import StepLog
+from quire.registry import load_target
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.structured_output.service import ConstraintService
 
@@ -26,8 +26,7 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
     make_scheduler: as for EngineCore.
     """
     config = resolve(options)
-    module, _, attribute = executor.partition(":")
-    make_executor = getattr(importlib.import_module(module), attribute)
+    make_executor = load_target(executor)
     clock = SystemClock()
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, clock)]
     return EngineCore(config, make_executor(config), clock, make_scheduler, _masks(options, config), observers)

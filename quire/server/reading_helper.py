@@ -8,13 +8,13 @@ those as bytes, which it passes on, packed token ids, and the rest of the body a
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from typing import Any
 
 import msgspec
 
 from quire.errors import UserError
+from quire.registry import load_target
 from quire.server.body import parse_body
 from quire.server.errors import ApiError, ErrorDetail, to_api_error
 from quire.server.protocol.anthropic import CountTokensRequest
@@ -44,8 +44,7 @@ class How(msgspec.Struct):
 
     def parse(self, body: bytes) -> tuple[Any, list[str]]:
         """As `parse_body`."""
-        module, _, name = self.kind.partition(":")
-        return parse_body(body, getattr(importlib.import_module(module), name), strict=self.strict)
+        return parse_body(body, load_target(self.kind), strict=self.strict)
 
 
 class Rejected(msgspec.Struct, tag=True):

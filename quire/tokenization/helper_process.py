@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import resource
 import signal
@@ -125,8 +124,9 @@ class Worker:
 
     def _read(self, work: Read, content: bytes | bytearray) -> bytes | Refused:
         with self._answering(READ_SECONDS) as refused:
-            module, _, name = work.reader.partition(":")
-            found = getattr(importlib.import_module(module), name)(work.argument, bytes(content))
+            from quire.registry import load_target
+
+            found = load_target(work.reader)(work.argument, bytes(content))
             assert isinstance(found, bytes)
             return found
         return refused[0]
