@@ -12,9 +12,8 @@ import msgspec
 
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.async_control import check_mode, check_reset
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.front_end import open_front_end
+from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Call, EngineOutputs, EngineReady
 from quire.engine.sleep import part_of

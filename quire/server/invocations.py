@@ -43,7 +43,7 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
     @app.post("/invocations")
     async def invoke(request: Request) -> Response:
         body = await read_body(request, context.max_body_bytes)
-        names = await context.engine.off_loop(sum(map(len, body)), lambda: _names(b"".join(body)))
+        names = await context.engine.texts.off_loop(sum(map(len, body)), lambda: _names(b"".join(body)))
         path = path_of(names, _task_of(context))
         [endpoint] = [route.endpoint for route in app.routes if isinstance(route, Route) and route.path == path]
         response: Response = await endpoint(Request(request.scope, _Again(body, request)))

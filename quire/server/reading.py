@@ -62,12 +62,12 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
     if size > LONG_BODY_BYTES:
         how = msgspec.json.encode(How.of(kind, strict=strict)).decode()
         with in_flight(request.scope):
-            reading = context.engine.read_elsewhere(_READER, how, parts, decode)
+            reading = context.engine.texts.read_elsewhere(_READER, how, parts, decode)
             found = await run_until_disconnect(request.receive, reading)
     if isinstance(found, Rejected):
         raise found.error
     if isinstance(found, Unread):
-        found = await context.engine.off_loop(size, lambda: parse(b"".join(parts)))
+        found = await context.engine.texts.off_loop(size, lambda: parse(b"".join(parts)))
     parsed, unknown = found
     report_ignored(request, context, unknown)
     return parsed

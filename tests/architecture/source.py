@@ -36,7 +36,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "offline_engine",
         "llm",
         "llm_engine",
-        "llm_pooling",
         "server",
         "cli",
         "bench",

@@ -46,6 +46,6 @@ async def until_empty(engine: AsyncLLM) -> EngineStats:
 
 
 def pid_of(engine: AsyncLLM) -> int:
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, ProcessClient)
     return client.pid

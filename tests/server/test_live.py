@@ -108,7 +108,7 @@ async def test_requests_and_their_tables(live: Served) -> None:
     first_blocks = {sequence.tables[0][0] for sequence in request.sequences}
     assert len(first_blocks) == 1, "the prompt's blocks are shared"
     assert frame.kv.states[first_blocks.pop()] == 4
-    await live.engine.abort(list(live.engine._keys))
+    await live.engine.abort(list(live.engine._session._keys))
     await post
     await live.until_idle()
     after = msgspec.json.decode((await live.client.get("/debug/kv")).content, type=Frame)

@@ -233,7 +233,7 @@ async def test_every_route_reads_large_bodies_in_another_process(
 ) -> None:
     """There the system bounds their processor time."""
     monkeypatch.setattr(reading, "LONG_BODY_BYTES", -1)
-    texts, app = served.engine.helpers, served.app
+    texts, app = served.engine.texts.helpers, served.app
     assert texts is not None
     assert app is not None
     readers: list[str] = []
@@ -282,7 +282,7 @@ async def test_a_process_that_is_killed_fails_its_request_alone(
     path = "/v1/chat/completions"
     expected = await ask(served, path, CHATS[0])
     assert expected[0] == 200
-    helpers = served.engine.helpers
+    helpers = served.engine.texts.helpers
     assert helpers is not None
     (pid,) = helpers.pids
     os.kill(pid, signal.SIGSTOP)
@@ -301,7 +301,7 @@ async def test_a_client_that_hangs_up_is_not_waited_for_and_its_body_counts_unti
     live: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes that stand still, and a third body that waits for one of them."""
-    texts, app = live.engine.helpers, live.app
+    texts, app = live.engine.texts.helpers, live.app
     assert texts is not None
     assert app is not None
     body = json.dumps({"prompt": "a"}).encode() + b" " * 200_000
