@@ -13,8 +13,8 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
-from quire.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
 from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.engine.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected

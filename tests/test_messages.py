@@ -27,15 +27,18 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
 from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
-from quire.stats import EngineStats
 from quire.step import (
     Candidates,
+    HostTransfers,
     NewSequence,
+    OffloadReport,
+    OffloadTransfers,
     PromptLogprobs,
     SamplingInputs,
     SequenceFork,
@@ -44,7 +47,6 @@ from quire.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.transfers import HostTransfers, OffloadReport, OffloadTransfers
 
 PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
 SAMPLING = SequenceSampling(

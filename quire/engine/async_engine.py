@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar, Unpack
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
-from quire.call_options import PoolingOptions, truncation_of
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
@@ -32,6 +32,7 @@ from quire.engine.shared_client import SharedClient
 from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -43,7 +44,6 @@ from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.snapshot import KVSnapshot
-from quire.stats import EngineStats
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ import msgspec
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.process_client import ProcessClient
+from quire.kv_cache.stats import EngineStats
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 FAKES = "tests.fakes.factories:"
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

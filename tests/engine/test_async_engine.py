@@ -26,10 +26,10 @@ from quire.errors import (
     QuireError,
     UserError,
 )
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestOutput, SequenceUpdate
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 from tests.engine.async_driving import LONG, SHORT, begin, collect, pid_of, start, until_empty
 from tests.fakes.panic import Panic
 from tests.processes import has_ended

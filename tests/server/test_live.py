@@ -18,8 +18,8 @@ import pytest
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
+from quire.kv_cache.stats import EngineStats, shares
 from quire.server.settings import ServerSettings
-from quire.stats import EngineStats, shares
 from quire.utils.sse import EventParser
 from tests.server.conftest import NUM_BLOCKS, Served, serving
 from tests.server.serve_process import Process
