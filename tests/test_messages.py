@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import outputs, request, stats, step, transfers
+from quire import outputs, request, step
 from quire.engine import messages
 from quire.engine.messages import (
     Abort,
@@ -27,6 +27,7 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
@@ -212,7 +213,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (step, transfers, outputs, stats, request, messages, snapshot)
+    modules = (step, outputs, stats, request, messages, snapshot)
     for_users = {outputs.RequestOutput, outputs.CompletionOutput, outputs.RequestMetrics, outputs.Logprob}
     wanted = set().union(*map(structs, modules)) - for_users
     assert wanted == {type(example) for example in EXAMPLES}
