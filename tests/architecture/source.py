@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "outputs",
         "stats",
     ),
-    ("kv_cache", "tokenization", "parsers"),
+    ("kv_cache", "multimodal", "tokenization", "parsers"),
     ("scheduler", "decoding", "structured_output"),
     ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),
     ("worker",),
