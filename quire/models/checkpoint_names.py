@@ -117,7 +117,8 @@ def fill_slots(
 
 def _check(name: str, tensor: WeightSource, slot: WeightSlot) -> None:
     shape = slot.matrix_shape if isinstance(tensor, QuantizedWeight) else slot.shape
-    if tuple(tensor.shape) != shape:
+    found = tuple(tensor.shape)
+    if found != shape and not (slot.turned and found == (*shape[:-2], shape[-1], shape[-2])):
         raise ModelLoadError(
             f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(shape)}"
         )
