@@ -23,9 +23,9 @@ class ExpertNames:
 
     router: the module with the router's "weight" (and "bias"). gate, up, down: of an expert's matrices, each under
     `experts.<number>.`. Fused (`fused_gate_up`, `fused_down`, in the place of those): tensors of all experts, the
-    names with "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: those of some checkpoints
-    are, whose shape says it. interleaved: fused gate and up
-    rows take turns. correction: the bias for the choice. shared, shared_gate: of the shared expert and its gate.
+    names with "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: those of some
+    checkpoints are, whose shape says it. interleaved: fused gate and up rows take turns. correction: the bias for the
+    choice. shared, shared_gate: of the shared expert and its gate.
     """
 
     router: str = "gate"

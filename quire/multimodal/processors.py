@@ -122,7 +122,7 @@ class QwenProcessor:
         return rows * side, columns * side
 
     def process(self, pixels: Pixels, where: str) -> ProcessedImage:
-        height, width = self.target_size(*pixels.shape[:2], where)
+        height, width = self.target_size(pixels.shape[0], pixels.shape[1], where)
         resized = resize(pixels, height, width, self.resample)
         grid = (1, height // self.patch_size, width // self.patch_size)
         num_tokens = grid[1] * grid[2] // self.merge_size**2
@@ -186,7 +186,7 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
     options: a value whose representation names all that patches depend on."""
     described = repr((pixels.shape, tuple(grid), options)).encode()
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
-    digest.update(np.ascontiguousarray(pixels))
+    digest.update(np.ascontiguousarray(pixels).data)
     return digest.digest()
 
 
