@@ -36,8 +36,8 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 
 
 def fleet_of(engine: AsyncLLM) -> Fleet:
-    assert isinstance(engine._client, Fleet)
-    return engine._client
+    assert isinstance(engine._session.client, Fleet)
+    return engine._session.client
 
 
 def pids(engine: AsyncLLM) -> list[int]:

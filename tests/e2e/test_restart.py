@@ -220,7 +220,7 @@ async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_kill
 
 
 def ranks_of(engine: AsyncLLM) -> list[psutil.Process]:
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, Fleet)
     process = client.members[0].client
     assert isinstance(process, ProcessClient)

@@ -39,8 +39,8 @@ async def apart(model_path: Path, fates: Fates) -> AsyncIterator[Served]:
 
 
 def fleet_of(served: Served) -> Fleet:
-    assert isinstance(served.engine._client, Fleet)
-    return served.engine._client
+    assert isinstance(served.engine._session.client, Fleet)
+    return served.engine._session.client
 
 
 def entries_of(fleet: Fleet, number: int) -> list[Entry]:
