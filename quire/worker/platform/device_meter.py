@@ -119,7 +119,7 @@ def graph_bytes(
 ) -> int:
     """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
     all share; and their static results."""
-    sizes = (*settings.full_sizes, *settings.piecewise_sizes)
+    sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0
     largest = max(sizes)
