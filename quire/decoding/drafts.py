@@ -31,7 +31,8 @@ class Drafter(Protocol):
     max_drafts: int
     """Most drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
-    """Whether `propose` is called for every token. Else a sequence without `num_found_drafts` takes the fast path."""
+    """Whether `propose` is called for every token. Else it is not for a sequence without `num_found_drafts`, which
+    takes the fast path."""
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
         """At most `limit` (>= 1) drafts. Tokens of its own it can propose only for a sequence whose tokens are all

@@ -127,7 +127,7 @@ class ModelRunner:
         transfers.wait()
         requests.update(plan)
         placed: Placed | None = None
-        if plan.num_drafts or (self._compute.has_drafts and requests.is_behind(plan)):
+        if requests.has_drafts(plan):
             placed = requests.columns.place_drafts(plan, requests)
         starts, counts, num_drafts = placed or (plan.start_positions, plan.num_tokens, None)
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM
 from quire.config.options import EngineOptions
+from quire.worker.graph_dispatch import Execution
 from tests.e2e.conftest import exact
+from tests.e2e.device_models import MODELS
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
+from tests.models.harness import randomize, save
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -64,7 +69,7 @@ def test_equal_bits(directory: str, expected: list[object], queue_depth: int, nu
     assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
 
 
-OTHERS = {"qwen3-window": 14, "deepseek-v3.2": 14, "qwen3.5-small-states": 12}
+OTHERS = {"qwen3-window": 30, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
 """Families whose layers attend over windows, over latents that are chosen among, and keep states; with so few blocks
 that requests are preempted."""
 ACROSS = [PROMPTS[2], PROMPTS[1]]
@@ -83,3 +88,38 @@ def test_other_layers(name: str, queue_depth: int, saved_model: Callable[[str], 
         assert found == expected
         assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
         assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
+
+
+EAGER, GRAPHS = "quire.executors.local:LocalExecutor", "tests.fakes.graph_worker:GraphExecutor"
+SHORT = [
+    msgspec.structs.replace(kind, max_tokens=9, temperature=heat, seed=6)
+    for kind, heat in zip(KINDS, (0, 2), strict=False)
+]
+PAIR = Execution("full", 2 * (1 + NGRAM["num_speculative_tokens"]), 2)
+
+
+def small_model(name: str, saved_model: Callable[[str], SavedModel], folder: Path) -> str:
+    """Directory of a model for the interpreted kernels."""
+    return str(save(randomize(MODELS[name]()), folder) if name in MODELS else saved_model(name).directory)
+
+
+@pytest.mark.parametrize("name", all_but_long(["full", "mixed", "latent", "qwen3.5-small-states"], ["full"]))
+def test_graphs_of_drafts_change_no_bit(name: str, saved_model: Callable[[str], SavedModel], tmp_path: Path) -> None:
+    """Triton's kernels, interpreted, without drafts and with them: eager, in full graphs of one row and of one row and
+    drafts, and in pieces, beside prompts."""
+    directory = small_model(name, saved_model, tmp_path)
+    options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
+    prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
+    expected, _ = run(directory, SHORT, EAGER, prompts, **options)
+    for executor in (EAGER, GRAPHS):
+        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": NGRAM}
+        with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
+            asked = [{"prompt_token_ids": ids} for ids in prompts]
+            assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
+            stats = llm.stats()
+            assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+            passes = llm._client._core._executor._worker._runner._compute.passes  # type: ignore[attr-defined]
+            if executor == GRAPHS:
+                assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
+                assert {each.kind for each in passes._captured} == {"full", "piecewise"}
+                assert passes._captured[PAIR].graph.num_replays > 0
