@@ -69,7 +69,7 @@ def test_equal_bits(directory: str, expected: list[object], queue_depth: int, nu
     assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
 
 
-OTHERS = {"qwen3-window": 30, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
+OTHERS = {"qwen3-window": 28, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
 """Families whose layers attend over windows, over latents that are chosen among, and keep states; with so few blocks
 that requests are preempted."""
 ACROSS = [PROMPTS[2], PROMPTS[1]]
