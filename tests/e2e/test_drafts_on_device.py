@@ -30,6 +30,8 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "state_snapshot_interval": 64,
 }
+FEW_BLOCKS = {len(KINDS): 34, 2: 14}
+"""By how many kinds of requests run together: fewer blocks than they take."""
 PLAIN = "tests.fakes.host_math:HostMathExecutor"
 
 
@@ -42,7 +44,7 @@ def run(
 ) -> tuple[list[object], dict[str, Any]]:
     keywords = {"model": directory, **OPTIONS, **options}
     with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
-        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], kinds, use_tqdm=False)
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts[: len(kinds)]], kinds, use_tqdm=False)
         return exact(found), llm.stats()
 
 
@@ -51,22 +53,26 @@ def directory(saved_model: Callable[[str], SavedModel]) -> str:
     return str(saved_model("llama").directory)
 
 
+@pytest.fixture(scope="module", params=all_but_long(FEW_BLOCKS, [2]))
+def kinds(request: pytest.FixtureRequest) -> list[Any]:
+    return KINDS[: request.param]
+
+
 @pytest.fixture(scope="module")
-def expected(directory: str) -> list[object]:
-    found, stats = run(directory, KINDS)
+def expected(directory: str, kinds: list[Any]) -> list[object]:
+    found, stats = run(directory, kinds)
     assert stats["draft_tokens_total"] == 0
     return found
 
 
 @pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-@pytest.mark.parametrize("num_blocks", all_but_long([100, 34], [34]))
-def test_equal_bits(directory: str, expected: list[object], queue_depth: int, num_blocks: int) -> None:
-    """With few blocks requests are preempted."""
-    options = {"queue_depth": queue_depth, "num_blocks_override": num_blocks}
-    found, stats = run(directory, KINDS, speculative_config=NGRAM, **options)
+@pytest.mark.parametrize("preempts", all_but_long([False, True], [True]))
+def test_equal_bits(directory: str, expected: list[object], kinds: list[Any], queue_depth: int, preempts: bool) -> None:
+    options = {"num_blocks_override": FEW_BLOCKS[len(kinds)]} if preempts else {}
+    found, stats = run(directory, kinds, speculative_config=NGRAM, queue_depth=queue_depth, **options)
     assert found == expected
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
-    assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
+    assert (stats["preemptions_total"] > 0) == preempts
 
 
 OTHERS = {"qwen3-window": 28, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
