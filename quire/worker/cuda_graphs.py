@@ -275,7 +275,7 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: qkv.shape[0]]
+        out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend", (heads,), qkv, rotation, out)
         return out
 
@@ -285,7 +285,7 @@ class _Pieces:
     def attend_cached(
         self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: query.shape[0]]
+        out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend_cached", (heads,), query, rotation, out)
         return out
 
@@ -297,7 +297,7 @@ class _Pieces:
         selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = self._attended[: inputs[0].shape[0]]
+        out = self._part(inputs[0], shape.num_heads * shape.rank)
         self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
 
@@ -309,8 +309,7 @@ class _Pieces:
         rotation: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, width = inputs[0].shape[0], shape.num_heads * expansion.value_dim
-        out = self._attended.view(-1)[: num_tokens * width].view(num_tokens, width)
+        out = self._part(inputs[0], shape.num_heads * expansion.value_dim)
         self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
         return out
 
@@ -321,6 +320,10 @@ class _Pieces:
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("compute_states", (kernels, weights), *tensors)
+
+    def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """[T, width] of the shared output, contiguous: layers differ in their widths."""
+        return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
