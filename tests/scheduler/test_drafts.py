@@ -142,7 +142,7 @@ def test_random_traffic_with_drafts() -> None:
     totals = run_traffic(1, 1500, DraftingEpisode)
     assert totals["queue_depth_4"] > 0
     assert totals["drafts"] > totals["accepted_drafts"] > 100
-    assert totals["trimmed_tables"] > 50
+    assert totals["trimmed_tables"] > 25
     for name in ("preemptions_total", "prefix_cache_hits_total", "evictions_total", "aborts", "swap_preemptions_total"):
         assert totals[name] > 10, name
 
