@@ -115,6 +115,16 @@ _MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"
 """Field that is wrong -> by what clients know that they have to send the whole conversation instead."""
 
 
+OLLAMA_PREFIX = "/api/"
+"""Under it errors have Ollama's shape."""
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """Ollama's shape of an error."""
+
+    error: str
+
+
 class ApiError(Exception):
     """A failure with its HTTP status; `detail` is what the client reads (`api_error` makes both)."""
 
@@ -202,6 +212,8 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
         details = _MESSAGES_ERROR_DETAILS.get(error.detail.param or "", UNSET)
         return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
+    if path.startswith(OLLAMA_PREFIX):
+        return msgspec.json.encode(OllamaErrorBody(error.detail.message))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):
         detail = msgspec.structs.replace(detail, code=error.status, reason=UNSET if code is None else str(code))

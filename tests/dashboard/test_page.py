@@ -23,7 +23,7 @@ COUNTS = "({...document.querySelector('#map').dataset})"
 
 class TestDocument:
     async def test_headers(self, served: Served) -> None:
-        response = await served.client.get("/")
+        response = await served.client.get("/", headers={"Accept": "text/html,*/*;q=0.8"})
         assert response.headers["content-type"] == "text/html; charset=utf-8"
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -65,7 +65,7 @@ class TestDocument:
     async def test_it_says_nothing_about_the_server(self, model_path: Path) -> None:
         settings = ServerSettings(served_model_name=["<b>&"], api_key=["key"])
         async with serving(model_path, settings) as served:
-            assert (await served.client.get("/")).content == load_page().html
+            assert (await served.client.get("/", headers={"Accept": "text/html"})).content == load_page().html
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from quire.utils.fair_threads import CALLER
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
-PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics"}
+PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics", "/api/version"}
 
 
 @pytest.fixture
@@ -40,8 +40,11 @@ async def test_default_deny(locked: Served) -> None:
         else:
             assert response.status_code == 401, path
             error = response.json()["error"]
-            named = error["type"] if path.startswith("/v1/messages") else error["code"]
-            assert named in ("invalid_api_key", "authentication_error")
+            if path.startswith("/api/"):
+                assert error.startswith("an API key is required")
+            else:
+                named = error["type"] if path.startswith("/v1/messages") else error["code"]
+                assert named in ("invalid_api_key", "authentication_error")
             assert response.headers["www-authenticate"] == "Bearer"
 
 
