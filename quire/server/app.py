@@ -33,6 +33,7 @@ from quire.server.invocations import add_invocation_route
 from quire.server.json_bodies import JsonBodies
 from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
+from quire.server.llama_cpp import add_llama_cpp_routes
 from quire.server.load_report import LoadReports
 from quire.server.models import add_model_routes
 from quire.server.ollama import add_ollama_routes
@@ -43,7 +44,7 @@ from quire.server.query import check_query
 from quire.server.request_log import RequestLog
 from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
-from quire.server.settings import OLLAMA, ServerSettings
+from quire.server.settings import LLAMA_CPP, OLLAMA, ServerSettings
 from quire.server.site import ANY, HostRules, OriginRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
@@ -134,6 +135,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_admin_routes(app, context)
     if OLLAMA in settings.doors:
         add_ollama_routes(app, context)
+    if LLAMA_CPP in settings.doors:
+        add_llama_cpp_routes(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
         add_openapi_route(app)

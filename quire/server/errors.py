@@ -125,6 +125,33 @@ class OllamaErrorBody(msgspec.Struct):
     error: str
 
 
+LLAMA_CPP_PATHS = frozenset(
+    {"/completion", "/completions", "/infill", "/props", "/slots", "/embedding", "/apply-template", "/v1/health"}
+)
+"""Routes whose errors have llama.cpp's shape."""
+
+
+class LlamaErrorDetail(msgspec.Struct):
+    code: int
+    message: str
+    type: str
+
+
+class LlamaErrorBody(msgspec.Struct):
+    """llama.cpp's shape of an error."""
+
+    error: LlamaErrorDetail
+
+
+_LLAMA_CPP_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+
+
 class ApiError(Exception):
     """A failure with its HTTP status; `detail` is what the client reads (`api_error` makes both)."""
 
@@ -214,6 +241,9 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
     if path.startswith(OLLAMA_PREFIX):
         return msgspec.json.encode(OllamaErrorBody(error.detail.message))
+    if path in LLAMA_CPP_PATHS:
+        kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
+        return msgspec.json.encode(LlamaErrorBody(LlamaErrorDetail(error.status, error.detail.message, kind)))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):
         detail = msgspec.structs.replace(detail, code=error.status, reason=UNSET if code is None else str(code))

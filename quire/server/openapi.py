@@ -20,7 +20,15 @@ from quire.server.admin import (
     Status,
     TokenizerInfo,
 )
-from quire.server.errors import MESSAGES_PATH, OLLAMA_PREFIX, ErrorBody, MessagesErrorBody, OllamaErrorBody
+from quire.server.errors import (
+    LLAMA_CPP_PATHS,
+    MESSAGES_PATH,
+    OLLAMA_PREFIX,
+    ErrorBody,
+    LlamaErrorBody,
+    MessagesErrorBody,
+    OllamaErrorBody,
+)
 from quire.server.health import Health, Load, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
@@ -28,6 +36,16 @@ from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse,
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
+from quire.server.protocol.llama_cpp import (
+    LlamaCompletionRequest,
+    LlamaEmbedding,
+    LlamaEmbeddingRequest,
+    LlamaInfillRequest,
+    LlamaPrompt,
+    LlamaProps,
+    LlamaResponse,
+    LlamaSlot,
+)
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.ollama import (
     OllamaChatRequest,
@@ -104,6 +122,7 @@ RENDERING = frozenset(
         "/tokenize",
         "/api/chat",
         "/api/generate",
+        "/apply-template",
     }
 )
 """Routes that render chat templates, in a process of their own."""
@@ -136,6 +155,10 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/api/embed": [{"model": "MODEL", **_TEXTS}],
     "/api/embeddings": [{"model": "MODEL", "prompt": "one text"}],
     **{path: [{"model": "MODEL"}] for path in ("/api/show", "/api/pull")},
+    **{path: [{"prompt": "hello", "n_predict": 16}] for path in ("/completion", "/completions")},
+    "/infill": [{"input_prefix": "def add(a, b):", "input_suffix": "\n", "n_predict": 16}],
+    "/embedding": [{"content": "one text"}],
+    "/apply-template": [{"messages": _HELLO}],
 }
 """Bodies of each route that takes one. MODEL stands for the first name of the model that is served."""
 
@@ -302,6 +325,26 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     **{("post", f"/api/{name}"): _NO_MODELS for name in ("create", "copy", "push")},
     ("post", "/api/blobs/{digest}"): _NO_MODELS._replace(parameters={"digest": "of the file"}),
     ("delete", "/api/delete"): _NO_MODELS,
+    **{
+        ("post", path): _generating("Complete a prompt, in llama.cpp's words", LlamaCompletionRequest, LlamaResponse)
+        for path in ("/completion", "/completions")
+    },
+    ("post", "/infill"): _generating(
+        "Write what stands between two texts, in llama.cpp's words", LlamaInfillRequest, LlamaResponse
+    ),
+    ("post", "/embedding"): _generating(
+        "Vectors of texts, in llama.cpp's words: a list of these", LlamaEmbeddingRequest, LlamaEmbedding
+    ),
+    ("post", "/apply-template"): Operation(
+        "A conversation as the chat template writes it", LlamaPrompt, ChatRequest, names_model=True
+    ),
+    ("get", "/props"): Operation("What the server is, in llama.cpp's words", LlamaProps),
+    ("get", "/slots"): Operation(
+        "Places of the batch: a list of these",
+        LlamaSlot,
+        parameters={"fail_on_no_slot": "503 where all are taken"},
+    ),
+    ("get", "/v1/health"): _HEALTH,
 }
 """What is described: every route but the pages, streams of the live view, /metrics and this document. Those that a
 setting turns off are left out where they do not exist."""
@@ -334,7 +377,7 @@ def api_description(
     None: no key is asked for. model: the name in examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [struct for each in operations.values() for struct in (each.request, each.response) if struct is not None]
-    structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody, OllamaErrorBody]))
+    structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody, OllamaErrorBody, LlamaErrorBody]))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
@@ -370,6 +413,8 @@ def _error_of(path: str) -> type[msgspec.Struct]:
     """The shape of a route's errors."""
     if path.startswith(OLLAMA_PREFIX):
         return OllamaErrorBody
+    if path in LLAMA_CPP_PATHS:
+        return LlamaErrorBody
     return MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
 
 

@@ -22,7 +22,7 @@ MAX_PORT = 65535
 MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
 DIALECTS = ("openai", "vllm")
-OLLAMA = "ollama"
+OLLAMA, LLAMA_CPP = "ollama", "llama.cpp"
 NO_DOORS = "none"
 OLLAMA_TAG = ":latest"
 """The tag of a name that has none."""
@@ -158,7 +158,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_store_size: int | str = "64MiB"
     enable_tokenizer_info_endpoint: bool = False
     dialect: str = "openai"
-    api: str = OLLAMA
+    api: str = f"{OLLAMA},{LLAMA_CPP}"
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -260,7 +260,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The APIs of `api`. Raises ConfigError for one that there is not."""
         names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
         for name in names:
-            _check_choice("api", name, (OLLAMA, NO_DOORS))
+            _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))
         if NO_DOORS in names:
             raise ConfigError(f"api: {NO_DOORS!r} goes alone", param="api")
         return frozenset(names)
@@ -421,7 +421,7 @@ HELP: dict[str, str] = {
     "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
     "trust_request_chat_template": "take chat templates from requests (chat_template)",
     "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
-    "api": "APIs of other servers that are spoken too: ollama (default) or none",
+    "api": "APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none",
     "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
     "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
     "or auto (as the template asks for it)",

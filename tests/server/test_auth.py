@@ -9,13 +9,14 @@ import pytest
 from fastapi import Request
 
 from quire.server.auth import key_check
+from quire.server.errors import LLAMA_CPP_PATHS
 from quire.server.keys import KeyRing
 from quire.server.settings import ServerSettings
 from quire.utils.fair_threads import CALLER
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
-PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics", "/api/version"}
+PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics", "/api/version", "/v1/health"}
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ async def test_default_deny(locked: Served) -> None:
             if path.startswith("/api/"):
                 assert error.startswith("an API key is required")
             else:
-                named = error["type"] if path.startswith("/v1/messages") else error["code"]
+                is_typed = path.startswith("/v1/messages") or path in LLAMA_CPP_PATHS
+                named = error["type"] if is_typed else error["code"]
                 assert named in ("invalid_api_key", "authentication_error")
             assert response.headers["www-authenticate"] == "Bearer"
 
