@@ -39,7 +39,7 @@ from quire.server.protocol.llama_cpp import (
     LlamaSlot,
     LlamaTimings,
 )
-from quire.server.query import takes_query
+from quire.server.query import truth
 from quire.server.reading import read_request
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
@@ -112,10 +112,9 @@ def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
         )
 
     @app.get("/slots")
-    @takes_query("fail_on_no_slot")
-    async def slots(request: Request) -> Response:
+    async def slots(fail_on_no_slot: str = "false") -> Response:
         num_running = (await engine.stats()).num_running
-        if request.query_params.get("fail_on_no_slot") and num_running >= engine.max_num_seqs:
+        if truth("fail_on_no_slot", fail_on_no_slot) and num_running >= engine.max_num_seqs:
             raise unavailable("no slot available")
         length = engine.ready.max_model_len
         found = [LlamaSlot(index, length, index < num_running) for index in range(engine.max_num_seqs)]
