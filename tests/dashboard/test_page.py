@@ -83,6 +83,7 @@ def page(tab: Chromium, server: Process) -> Iterator[Chromium]:
     """The page, connected; at the end nothing is running and no script has failed."""
     tab.problems.clear()
     tab.set_size(1280, 900)
+    tab.open("about:blank")  # else the address differs in nothing, and the page stays as it is
     tab.open(f"{server.url}/#server")
     tab.wait_for("document.querySelector('#link').dataset.state === 'live'")
     yield tab
