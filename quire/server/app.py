@@ -133,10 +133,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_metrics_route(app, context)
     add_live_routes(app, context)
     add_admin_routes(app, context)
-    if OLLAMA in settings.doors:
-        add_ollama_routes(app, context)
-    if LLAMA_CPP in settings.doors:
-        add_llama_cpp_routes(app, context)
+    add_doors(app, context)
     add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
         add_openapi_route(app)
@@ -147,6 +144,14 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
+
+
+def add_doors(app: FastAPI, context: ServerContext) -> None:
+    """The APIs of other servers that the settings name."""
+    if OLLAMA in context.settings.doors:
+        add_ollama_routes(app, context)
+    if LLAMA_CPP in context.settings.doors:
+        add_llama_cpp_routes(app, context)
 
 
 class DirectRoute(APIRoute):
