@@ -37,10 +37,10 @@ from quire.engine.messages import (
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import beginnings_of, make_router
 from quire.errors import EngineDeadError, QuireError, UserError
+from quire.kv_cache.stats import EngineStats, add_up
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
-from quire.stats import EngineStats, add_up
 
 logger = get_logger(__name__)
 

@@ -150,6 +150,7 @@ def test_beams_are_those_of_transformers(full: Tiny) -> None:
     assert scores == pytest.approx(found.sequences_scores.tolist(), abs=2e-4)
 
 
+@pytest.mark.long
 async def test_an_engine_process_of_its_own(tmp_path: Path) -> None:
     """Streamed, one of two requests aborted on the way."""
     reference = randomize(MODELS["full"]())

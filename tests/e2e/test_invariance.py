@@ -12,6 +12,7 @@ from quire.kernels.cpu import _native
 from quire.outputs import RequestOutput
 from tests.e2e.conftest import GREEDY, Variant, exact
 from tests.e2e.conftest import generate as generate_with
+from tests.long import all_but_long
 from tests.models.harness import random_prompts
 
 BF16_ISA = "auto" if _native.has_bf16_products("auto") else "bf16_emulated"
@@ -49,6 +50,7 @@ VARIANTS = [
     Variant("qwen3-window", {"quantization": "mxfp4", "kv_cache_dtype": "fp8"}, isa="avx2"),
 ]
 """All arithmetic: what kernels see of a step's shape is tested with these."""
+OFTEN = [*PATHS, *(each for each in VARIANTS[len(PATHS) :: 2] if str(each) != "deepseek-v3.2-torch")]
 GROUPS = Variant("deepseek-v2-groups", {"attention_backend": "torch"})
 """Slow, and like a variant above but for the choice of experts."""
 on_paths = pytest.mark.parametrize("model", PATHS, ids=str, indirect=True, scope="module")
@@ -72,7 +74,7 @@ def generate(  # type: ignore[no-untyped-def]
 
 @pytest.fixture(
     scope="module",
-    params=[*VARIANTS, pytest.param(GROUPS, marks=pytest.mark.long)],
+    params=all_but_long([*VARIANTS, GROUPS], OFTEN),
     ids=str,
 )
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]

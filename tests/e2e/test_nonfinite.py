@@ -105,6 +105,7 @@ def test_states_and_latents_of_others(family: str, backend: str, tmp_path: Path)
         assert llm.stats()["num_used_blocks"] == 0
 
 
+@pytest.mark.long
 def test_on_a_device(tmp_path: Path) -> None:
     """Two steps are in flight: one runs on what the non-finite one left."""
     model = randomize(llama(**SIZES))

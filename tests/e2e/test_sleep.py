@@ -138,6 +138,7 @@ def resident() -> int:
     return size
 
 
+@pytest.mark.long
 async def test_the_asynchronous_engine_sleeps_in_its_process(saved_model) -> None:  # type: ignore[no-untyped-def]
     engine = AsyncLLM(model=str(saved_model("llama-wide").directory), **OPTIONS)
     try:

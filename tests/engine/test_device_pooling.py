@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3Model
 
 from quire.executors.local import LocalExecutor
 from tests.engine.test_pooling_models import assert_near, pool, save_encoder, start
+from tests.long import all_but_long
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
 from tests.models.harness import randomize
 
@@ -28,7 +29,9 @@ def executors() -> Iterator[list[LocalExecutor]]:
         executor.shutdown()
 
 
-@pytest.mark.parametrize(("name", "method"), [("bert", "mean_tokens"), ("modernbert", "cls_token")])
+@pytest.mark.parametrize(
+    ("name", "method"), all_but_long([("bert", "mean_tokens"), ("modernbert", "cls_token")], [("bert", "mean_tokens")])
+)
 def test_encoders(name: str, method: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     model = randomize(ENCODERS[name]())
     client = start(save_encoder(model, tmp_path, method), executors, **DEVICE, **BATCH)
@@ -39,7 +42,7 @@ def test_encoders(name: str, method: str, tmp_path: Path, executors: list[LocalE
     assert torch.equal(alone, together[1]), "the batch has changed a vector"
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert-mean"])
+@pytest.mark.parametrize("name", all_but_long(["bert", "modernbert-mean"], ["modernbert-mean"]))
 def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     model = randomize(CLASSIFIERS[name]())
     client = start(save_encoder(model, tmp_path), executors, **DEVICE, **BATCH)

@@ -57,7 +57,7 @@ async def until_beats(
     first beats may be from before the step."""
     engine = start(options, executor, in_process=False)
     running = asyncio.create_task(collect(engine, [1]))
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, ProcessClient)
     while engine.num_pending == 0:
         await asyncio.sleep(0.01)

@@ -208,6 +208,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_the_same_bits_in_every_batch(model_path: Path) -> None:
     """Of one set of ranks: compositions, chunks, prefix hits, and preemption both ways."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
@@ -228,6 +229,7 @@ def test_the_same_bits_in_every_batch(model_path: Path) -> None:
         assert results == {number: found["together"][number] for number in results}, name
 
 
+@pytest.mark.long
 def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> None:
     """Each rank keeps its own share of a block. The second engine finds what the first one has stored."""
     options = {"kv_offload_dir": str(tmp_path), "swap_space": "16MiB", "num_blocks_override": 300}
@@ -337,6 +339,7 @@ def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expect
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_sampling_that_fails_on_every_rank(model_path: Path) -> None:
     """The masks are too short. Nothing waits, and no rank is left."""
     core, ranks = two_ranks(configured(model_path, tensor_parallel_size=2))
@@ -387,6 +390,7 @@ def adopts() -> Iterator[None]:
     set_subreaper(0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the end of the parent does not wake a stopped process")
 def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> None:
     for rank in ended_with_their_parent(model_path, is_stopped=True):

@@ -123,6 +123,7 @@ LIBRARY = [name for name in LIBRARY if name not in SAME_LAYERS]
 MUCH_ALIKE = (
     *("gpt2-variant", "opt-bare", "deepseek-v2-one-expert", "deepseek-v3-plain", "llama-wide", "llama-yarn-mscale"),
     *("mixtral-all-experts", "qwen2-moe-renormalised", "qwen3-moe-window", "llama4-interleaved", "qwen3.5-state-last"),
+    *("qwen3-next", "qwen3.5-vision", "qwen3.5", "qwen3.5-moe", "qwen3.5-two-of-two", "deepseek-v2"),
 )
 """Families whose layers others have too, in other sizes or order."""
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
@@ -163,6 +164,7 @@ def test_half_precision_is_like_the_plain_path(name: str, dtype: str, saved_mode
     assert 0 < error < 1.1 * plain_error + 1e-4
 
 
+@pytest.mark.long
 def test_batch_invariant_rows_have_the_same_bits_alone_and_in_chunks(saved_model: SavedModels) -> None:
     _, model = load_device(saved_model("llama-biases").directory, batch_invariant=True)
     prompts = random_prompts([19, 3, 30], 97)

@@ -160,6 +160,7 @@ def test_a_limit_ends_one_conversation(source: str, reason: str, opened: list[Ch
     assert chat.helpers.pids != first
 
 
+@pytest.mark.long
 def test_templates_that_once_took_all_time_or_memory(opened: list[ChatTemplate]) -> None:
     """In one pool: each finds the process, or its successor. `make fuzz` tries the rest of the corpus."""
     chat = ChatTemplate({**TEMPLATES, "default": BENIGN}, {}, limits=LIMITS)
@@ -174,6 +175,7 @@ def test_templates_that_once_took_all_time_or_memory(opened: list[ChatTemplate])
     assert written(chat, MESSAGES) == "<user>x"
 
 
+@pytest.mark.long
 def test_the_memory_of_a_rendering_is_limited_behind_a_text_too(
     opened: list[ChatTemplate], tokenizer: Tokenizer
 ) -> None:

@@ -16,6 +16,7 @@ from quire.tokenization.ranked_bpe import KIMI_PATTERN
 from quire.tokenization.sentencepiece import BPE, NORMAL, SPACE, UNIGRAM
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes.gguf import FLOAT32, INT32, GGUFWriter, Typed, typed
+from tests.long import all_but_long, one_in
 from tests.tokenization.build import CORPUS
 from tests.tokenization.reference_pieces import (
     bpe_ids,
@@ -53,8 +54,7 @@ def model_file(tmp_path: Path, kind: int, *, adds_space: bool, scores: list[floa
     return load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("adds_space", [True, False])
-@pytest.mark.parametrize("source", ["gguf", "file"])
+@pytest.mark.parametrize(("adds_space", "source"), one_in(2, [True, False], ["gguf", "file"]))
 def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> None:
     tokenizer = (
         gguf(tmp_path, "llama", adds_space=adds_space)
@@ -72,7 +72,7 @@ def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> Non
     assert tokenizer.encode("a<s> b</s>", False) == [*a, 1, *b, 2], "control pieces are read in a text, and divide it"
 
 
-@pytest.mark.parametrize("source", ["gguf", "file"])
+@pytest.mark.parametrize("source", all_but_long(["gguf", "file"], ["file"]))
 def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
     # Irregular scores: no two ways to cut a text add up to the same.
     scores = [-1.0 - (index * 7919 % 1013) / 97.0 for index in range(len(PIECES))]
