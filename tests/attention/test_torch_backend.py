@@ -108,8 +108,7 @@ class Pool:
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("chunk", [3, 200])
+@pytest.mark.parametrize(("name", "chunk"), one_in(2, LAYERS, [3, 200]))
 def test_equals_dense_attention_in_float64(name: str, chunk: int) -> None:
     layer = LAYERS[name]
     history = History.random(137, layer, seed=1)
@@ -130,6 +129,7 @@ def test_more_than_one_wave_of_key_tiles() -> None:
         torch.testing.assert_close(whole[row : row + 1].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fixed_order")
 def test_same_bits_behind_more_than_one_wave_of_key_tiles() -> None:
     length = tiles.WAVE_TILES * tiles.KEY_TILE * 2 + 70

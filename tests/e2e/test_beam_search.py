@@ -134,6 +134,7 @@ def test_the_bundled_model_against_transformers(bundled_model_path: Path) -> Non
         assert_equal_searches(llm, model, prompts, searches)
 
 
+@pytest.mark.long
 def test_constraints_against_transformers(bundled_model_path: Path) -> None:
     """Whose beams may have the tokens that a matcher of their own allows, and the end behind a complete text."""
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32).eval()

@@ -74,7 +74,7 @@ def assert_close(found: list[RequestOutput], expected: list[RequestOutput]) -> N
 @pytest.mark.parametrize(
     ("name", "backend"),
     all_but_long(
-        [("v2", "native"), ("v3", "native"), ("v2", "torch"), ("v3", "torch")], [("v2", "native"), ("v3", "torch")]
+        [("v2", "native"), ("v3", "native"), ("v2", "torch"), ("v3", "torch")], [("v2", "native"), ("v3", "native")]
     ),
     ids=lambda text: text,
 )
@@ -101,6 +101,7 @@ def test_on_a_cpu(
         assert_close(outputs, absorbed)
 
 
+@pytest.mark.long
 def test_on_a_device(tmp_path: Path, expanded: list[int]) -> None:
     """Without batch invariance prompts are expanded there by themselves. Graphs are of decodes, and of what lies
     between the layers' attention."""

@@ -42,6 +42,7 @@ def test_encoders(name: str, method: str, tmp_path: Path, executors: list[LocalE
     assert torch.equal(alone, together[1]), "the batch has changed a vector"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", all_but_long(["bert", "modernbert-mean"], ["modernbert-mean"]))
 def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     model = randomize(CLASSIFIERS[name]())
@@ -52,7 +53,7 @@ def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalE
         assert_near(found, [class_logits(model, PROMPTS[2], 7)])
 
 
-@pytest.mark.parametrize("method", ["mean_tokens", "lasttoken"])
+@pytest.mark.parametrize("method", all_but_long(["mean_tokens", "lasttoken"], ["lasttoken"]))
 def test_decoders(method: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen3Config(vocab_size=97, num_key_value_heads=1, head_dim=16, max_position_embeddings=256, **sizes)

@@ -258,6 +258,7 @@ def on_devices(config: EngineConfig) -> EngineConfig:
     return replace(config, parallel=ParallelConfig(tp=2), device=device)
 
 
+@pytest.mark.long
 def test_a_rank_takes_a_plan_before_the_last_ones_result(model_path: Path) -> None:
     """With a platform and a group that the configuration names. The device has a result ready only when the next step
     was launched."""
@@ -317,6 +318,7 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     executor.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("expected_inputs", all_but_long([[], [0]], [[0]]))
 def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expected_inputs: list[int]) -> None:
     """The first is an answer like any other; after the second the ranks' states are undefined."""

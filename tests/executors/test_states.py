@@ -271,6 +271,7 @@ def test_the_request_state_of_a_device_brings_the_same_states(model_path: Path) 
         engine.core.shutdown()
 
 
+@pytest.mark.long
 def test_the_device_computes_the_same_tokens(model_path: Path, steady: dict[str, dict[Any, Any]]) -> None:
     engine = Engine(ToyOnDevice, model_path, **DEVICE, max_num_seqs=2)
     (number,) = [number for number, each in enumerate(requests()) if len(each.request.prompt_token_ids) == 5]

@@ -12,8 +12,8 @@ from tests.fuzz.harness import Attack, FindingError, Fuzzer, run_fuzzer
 from tests.fuzz.registry import FUZZERS
 from tests.long import all_but_long
 
-LONG = ("templates", "tokenizers", "checkpoints", "native_plans")
-"""These start an interpreter with torch, or more than one."""
+LONG = ("bodies", "templates", "tokenizers", "checkpoints", "native_plans")
+"""Fuzzers whose cases take a second or more: most of them start an interpreter with torch."""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quire.config.hf_config import load_model_config
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.transformers_model import TransformersModel
 from tests.e2e.device_models import continuation
-from tests.long import all_but_long
+from tests.long import all_but_long, one_in
 from tests.models.harness import PagedRunner, chunked_logits, load, next_logits, random_prompts, randomize, save
 
 SIZES: dict[str, Any] = {
@@ -71,7 +71,7 @@ def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[lis
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_in(2, FAMILIES))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts in chunks, several at once, over scattered blocks."""
     reference = make(name)

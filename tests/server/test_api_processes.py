@@ -396,6 +396,7 @@ async def test_after_the_timeout_all_processes_abort_what_runs(model_path: Path,
     assert (await asyncio.to_thread(process.finish))[0] == 0
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_heard_of_by_all(model_path: Path, tmp_path: Path, processes: list[Process]) -> None:
     """Over a Unix socket."""
     path = tmp_path / "socket"

@@ -84,6 +84,7 @@ async def test_one_replica_is_away(apart: Served, fates: Fates) -> None:
         await apart.until_idle()
 
 
+@pytest.mark.long
 async def test_all_replicas_are_away(apart: Served, fates: Fates) -> None:
     fleet = fleet_of(apart)
     async with asyncio.timeout(GUARD_SECONDS):

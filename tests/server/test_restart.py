@@ -96,7 +96,8 @@ async def test_streams_go_on_behind_two_deaths(apart: Served, fates: Fates) -> N
         await apart.until_idle()
 
 
-@pytest.mark.parametrize("fate", all_but_long(["stop", "lock"], ["stop"]))
+@pytest.mark.long
+@pytest.mark.parametrize("fate", ["stop", "lock"])
 async def test_streams_go_on_behind_an_engine_that_hangs(apart: Served, fates: Fates, fate: str) -> None:
     """A process that is stopped as a whole, and one whose main thread waits for what never comes."""
     async with asyncio.timeout(GUARD_SECONDS):

@@ -125,7 +125,7 @@ async def drain(process: Process, send: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("make_stderr", "num_processes"),
     [
-        (full_disk, 1),
+        pytest.param(full_disk, 1, marks=pytest.mark.long),
         (stuck_pipe, 1),
         (pipe_without_reader, 1),
         pytest.param(full_disk, 2, marks=pytest.mark.long),
@@ -155,7 +155,7 @@ def sighup(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("num_processes", all_but_long([1, 2], [2]))
+@pytest.mark.parametrize("num_processes", all_but_long([1, 2], [1]))
 async def test_the_end_of_a_terminal_drains_and_ends_no_process_before(
     model_path: Path, processes: list[Process], num_processes: int
 ) -> None:

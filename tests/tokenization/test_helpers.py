@@ -331,6 +331,7 @@ def test_a_conversation_becomes_ids_in_one_job(
     assert len(chat.helpers.pids) == 1
 
 
+@pytest.mark.long
 def test_one_process_does_jobs_one_after_the_other_and_several_those_at_once(
     own_texts: Helpers, tokenizer: Tokenizer, threads: ThreadPoolExecutor
 ) -> None:
@@ -486,6 +487,7 @@ def test_a_body_that_takes_too_much_processor_time_is_its_callers_error(texts: H
     assert texts.read(f"{__name__}:echo", "", [b"ab", b"c"]) == b"abc"
 
 
+@pytest.mark.long
 def test_a_stopped_process_ends_its_work_with_an_error_and_is_replaced(
     own_texts: Helpers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

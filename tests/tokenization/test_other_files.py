@@ -54,7 +54,7 @@ def model_file(tmp_path: Path, kind: int, *, adds_space: bool, scores: list[floa
     return load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("adds_space", "source"), one_in(2, [True, False], ["gguf", "file"]))
+@pytest.mark.parametrize(("adds_space", "source"), one_in(3, [True, False], ["file", "gguf"]))
 def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> None:
     tokenizer = (
         gguf(tmp_path, "llama", adds_space=adds_space)
@@ -88,6 +88,7 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
         assert ids == [*unigram_ids(text.replace(" ", SPACE), PIECES, scores, 0), 2], text
 
 
+@pytest.mark.long
 def test_the_first_of_two_places_where_a_piece_can_be_made(tmp_path: Path) -> None:
     """Runs of spaces and letters, whose pieces can be made in several ways. Pieces that are unused are taken apart."""
     sizes = [2, 4, 8, 16, 3, 5, 7, 6, 9, 15]

@@ -201,7 +201,7 @@ def test_models_that_are_known_by_name() -> None:
     assert tokenizer_names.class_name("other", config, {}, is_byte_level=True) == FROM_FILE
 
 
-@pytest.mark.parametrize(("kind", "version"), one_in(2, ["sequence", "metaspace", "bytes"], ["4.50.0", "5.1.0"]))
+@pytest.mark.parametrize(("kind", "version"), one_in(3, ["sequence", "metaspace", "bytes"], ["4.50.0", "5.1.0"]))
 def test_a_pattern_of_mistral_that_is_put_right(tmp_path: Path, kind: str, version: str) -> None:
     """Only vocabularies as large as Mistral's are looked at."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

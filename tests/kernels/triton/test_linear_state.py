@@ -68,7 +68,7 @@ def test_short_convolution(activation: str | None) -> None:
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize(("heads", "cuts"), one_in(2, [(HEADS[0], CUTS[:1]), (HEADS[1], CUTS[1:]), (HEADS[2], [])]))
+@pytest.mark.parametrize(("heads", "cuts"), one_in(3, [(HEADS[0], CUTS[:1]), (HEADS[1], CUTS[1:]), (HEADS[2], [])]))
 def test_gated_delta_rule(heads: tuple[int, int, int, int], cuts: list[list[int]]) -> None:
     rule = delta_rule(heads)
     inputs = delta_inputs(rule)

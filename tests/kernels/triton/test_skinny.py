@@ -35,7 +35,7 @@ def product(
     return out
 
 
-@pytest.mark.parametrize(("tiles", "dtype", "name"), one_in(5, TILES, DTYPES, FORMATS))
+@pytest.mark.parametrize(("tiles", "dtype", "name"), one_in(7, TILES, DTYPES, FORMATS))
 def test_products_of_widened_weights(name: str, dtype: torch.dtype, tiles: SkinnyTiles, device: torch.device) -> None:
     make = FORMATS[name] if name != "fp8 in blocks" else float8_blocks(64)
     columns = 224 if "int" in name else 200

@@ -59,7 +59,7 @@ def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list
     return steps
 
 
-@pytest.mark.parametrize(("kind", "idle"), one_in(3, ["full", "piecewise", "both"], [False, True]))
+@pytest.mark.parametrize(("kind", "idle"), one_in(6, ["both", "full", "piecewise"], [False, True]))
 def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: str, idle: bool) -> None:
     """idle: captured before the first step, else when a size is first used."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS["eager"])

@@ -98,6 +98,7 @@ def test_graphs_that_were_captured_while_idle_hold_every_kernel(model_path: Path
         assert any("_merge_kernel" in names for names in kernels)
 
 
+@pytest.mark.long
 def test_graphs_where_hidden_states_leave_in_another_size(saved_model: Callable[[str], SavedModel]) -> None:
     """OPT-350m projects them to its embeddings' size."""
     directory = saved_model("opt-350m").directory
