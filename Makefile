@@ -14,7 +14,7 @@ TESTS ?=
 JOBS ?= 3
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check --no-compile -c constraints.txt $(PIP_ARGS)
 REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
@@ -88,12 +88,12 @@ tests: install-test
 	@printf '==> tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 $(TESTS)
 
-# The control plane: no model is computed. EXAMPLES=5: five times as many random schedules.
+# The control plane: no model is computed. EXAMPLES=5: five times as many random schedules. CORE: the tests.
 EXAMPLES ?= 1
 CORE := $(addprefix tests/, scheduler kv_cache decoding engine tokenization test_messages.py test_sampling_params.py)
 test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
-	@QUIRE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
+	@TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
 # Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here, and variants much
 # like others (tests/long.py); then the tests that only a card answers in full, interpreted, so that they run when there is
@@ -225,6 +225,7 @@ $(VENV)/.created:
 $(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e .
+	@$(compile_packages)
 	@$(report_cuda)
 	@touch $@
 
@@ -232,8 +233,14 @@ $(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 $(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install, with what the tests need: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e '.[test]'
+	@$(compile_packages)
 	@$(report_cuda)
 	@touch $(VENV)/.installed $@
+
+# On every core, where pip takes one. As pip does, it leaves out what does not compile: templates, and parts for other Pythons.
+define compile_packages
+$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages || true
+endef
 
 # Some package indexes answer `torch` with the CUDA build: gigabytes that a machine without a GPU never uses.
 define report_cuda

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "step",
         "outputs",
     ),
-    ("kv_cache", "tokenization", "parsers"),
+    ("kv_cache", "multimodal", "tokenization", "parsers"),
     ("scheduler", "decoding", "structured_output"),
     ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),
     ("worker",),

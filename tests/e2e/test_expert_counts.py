@@ -77,6 +77,7 @@ def test_nothing_is_counted_unasked(saved_model: Any) -> None:
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_two_ranks_count_each_row_once(saved_model: Any) -> None:
     counted = []
     for ranks in (1, 2):

@@ -83,6 +83,7 @@ async def until_beats(
         await running
 
 
+@pytest.mark.long
 async def test_a_long_step_is_no_silence(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle process makes a turn a second, so that not each of its beats says 0."""
     await until_beats(options, "busy_step", monkeypatch, lambda found: found[-6:] == [0.0] * 6, is_silent=False)

@@ -186,6 +186,7 @@ async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> Non
         assert response.json()["model"] == "secret-name"
 
 
+@pytest.mark.long
 def test_a_viewer_sees_the_drain_and_does_not_delay_the_end(model_path: Path) -> None:
     process = Process(model_path).wait_ready()
     parser = EventParser()

@@ -282,6 +282,7 @@ async def test_items_of_a_large_response_are_stored_as_those_of_a_small_one(
     assert await stored('b"\\') == expected
 
 
+@pytest.mark.long
 async def test_a_process_that_is_killed_fails_its_request_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
