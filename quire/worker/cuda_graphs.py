@@ -163,7 +163,7 @@ class CudaGraphRunner:
         columns: TokenColumns,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.model.forward(self._backends.forward_batch(columns, batch, rows))
+        return self.model.forward(self._backends.forward_batch(columns, batch, rows)).hidden
 
     def _capture(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
         self._wanted = [
@@ -208,10 +208,10 @@ class CudaGraphRunner:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
         token_ids, others = columns
-        hidden = self.model.forward(
+        result = self.model.forward(
             ForwardBatch(token_ids, batch.slot_positions, pieces, states=pieces, columns=others)
         )
-        self._hidden[: batch.num_tokens].copy_(hidden)
+        self._hidden[: batch.num_tokens].copy_(result.hidden)
         last = capture.end_capture()
         return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, _token_addresses(batch, columns))
 
