@@ -32,7 +32,7 @@ class Overlay(Protocol):
         """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
         ...
 
-    def add(self, x: Value, layer: int) -> Value:
+    def add(self, layer: int, x: Value) -> Value:
         """x, [T, size], the result of `layer`, with the rows added. x is used up."""
         ...
 
@@ -98,17 +98,18 @@ class RowOverlay(NamedTuple):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return x.index_copy_(0, self.rows, self.embeddings.to(x.dtype))
 
-    def add(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         summed = x.index_select(0, self.rows) + self.behind[layer].to(x.dtype)
         return x.index_copy_(0, self.rows, summed)
 
 
 class TokenColumns(NamedTuple):
     """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
-    each, as those of ForwardBatch."""
+    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
 
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = NO_COLUMNS
+    hidden: torch.Tensor | None = None
 
 
 def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:

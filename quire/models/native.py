@@ -21,6 +21,7 @@ from quire.kernels.cpu.recorder import (
     RecordedProgram,
     RecordedRows,
     Recorder,
+    TorchFunction,
     rounded_rows,
 )
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -84,12 +85,13 @@ class RecordedOverlay:
         self.current: Overlay | None = None
 
     def put(self, x: Value) -> Buffer:
-        rows = _recorded(x)
-        return rows.recorder.call_torch(lambda x: self._overlay.put(x), rows.width, [rows])
+        return self._called(lambda rows: cast("torch.Tensor", self._overlay.put(rows)), _recorded(x))
 
-    def add(self, x: Value, layer: int) -> Buffer:
-        rows = _recorded(x)
-        return rows.recorder.call_torch(lambda x: self._overlay.add(x, layer), rows.width, [rows])
+    def add(self, layer: int, x: Value) -> Buffer:
+        return self._called(lambda rows: cast("torch.Tensor", self._overlay.add(layer, rows)), _recorded(x))
+
+    def _called(self, function: TorchFunction, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(function, x.width, [x])
 
     @property
     def _overlay(self) -> Overlay:
@@ -213,9 +215,11 @@ class NativeModel:
     def _variant(self, batch: ForwardBatch, step: NativeAttentionStep | NativeEncoderStep) -> Variant:
         if self._backend is not step.backend:
             self._bodies, self._backend, self._expanding = {}, step.backend, None
-            if self._rule is not None and isinstance(step, NativeAttentionStep):
+        expands = False
+        if self._rule is not None and isinstance(step, NativeAttentionStep):
+            if self._expanding is None:
                 self._expanding = ExpandingAttention(step.backend, self._runtime, self._rule)
-        expands = self._expanding is not None and self._expanding.plan(step.batch)
+            expands = self._expanding.plan(step.batch)
         if batch.hidden is None and batch.overlay is None and not batch.taps:
             return EXPANDED if expands else PLAIN
         width = 0 if batch.hidden is None else cast("torch.Tensor", batch.hidden).shape[1]

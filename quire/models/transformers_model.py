@@ -77,8 +77,8 @@ class TransformersModel:
         return size
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
-        assert batch.hidden is batch.overlay is None, "modelling code takes tokens"
-        assert not batch.taps, "and gives the last hidden states"
+        records = batch.hidden, batch.overlay, *batch.taps
+        assert records == (None, None), "modelling code takes tokens, and gives the last hidden states"
         token_ids, positions, rows = batch.token_ids, batch.rotary_positions, batch.logits_rows
         assert isinstance(token_ids, torch.Tensor), "modelling code takes tensors"
         assert isinstance(positions, torch.Tensor), "modelling code takes tensors"
