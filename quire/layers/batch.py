@@ -19,7 +19,7 @@ ROTARY_POSITIONS = "rotary_positions"
 ValueT = TypeVar("ValueT", bound=Value)
 
 
-class Overlay(Protocol):
+class Overlay(Protocol[ValueT]):
     """Rows that take the place of some tokens' embeddings (an image's), and rows that are added to the same tokens
     behind layers."""
 
@@ -28,11 +28,11 @@ class Overlay(Protocol):
         """Layers behind which rows are added, by their numbers; the last of a model is none of them."""
         ...
 
-    def put(self, x: Value) -> Value:
+    def put(self, x: ValueT) -> ValueT:
         """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
         ...
 
-    def add(self, layer: int, x: Value) -> Value:
+    def add(self, layer: int, x: ValueT) -> ValueT:
         """x, [T, size], the result of `layer`, with the rows added. x is used up."""
         ...
 
@@ -60,11 +60,11 @@ class ForwardBatch(NamedTuple):
     columns: Mapping[str, Indices] = NO_COLUMNS
     version: int = 0
     hidden: Value | None = None
-    overlay: Overlay | None = None
+    overlay: Overlay[Any] | None = None
     taps: tuple[int, ...] = ()
 
     def having(
-        self, hidden: Value | None = None, overlay: Overlay | None = None, taps: tuple[int, ...] = ()
+        self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
     ) -> ForwardBatch:
         """The same batch with these optional records."""
         return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
