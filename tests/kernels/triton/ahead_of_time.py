@@ -54,6 +54,7 @@ from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeig
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
@@ -199,12 +200,17 @@ def layer_calls() -> Calls:
 
 
 def row_calls() -> Calls:
-    """What a step changes in the rows, and its inputs, of two KV groups."""
+    """What a step changes in the rows, its inputs, of two KV groups, and its drafts."""
     int64 = partial(empty, dtype=torch.int64)
     inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int64(2, 8192), int32(256), int32(257), int32(256))
     columns = StepColumns(int32(5), int32(5), int32(6))
     tables = RowTables(40964, int32(2, 2), 10**5, int32(2))
+    drafts, samples = DraftTables(40964, 10**5, 10**5 + 256, 3), (int32(9), int32(9), int32(6), int32(9))
+    placed, given = (columns.rows, columns.starts, columns.query_start), (int32(5), int32(5), int32(4))
     return [
+        lambda: place_drafts(int32(10**6), drafts, placed, given, int32(5)),
+        lambda: accept_drafts(int32(10**6), drafts, int32(9, 2), samples, int64(9)),
+        lambda: find_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5)), (1, 4)),
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
         lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
