@@ -57,6 +57,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, int] = {}
     """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
     Prefix-cache entries are shared only between requests of equal values."""
+    token_columns: dict[str, list[int]] = {}
+    """Name of a step column -> the values of its first tokens, 32 bits each, in place of what `columns` gives them: the
+    positions of an image's patches. At most as many as the prompt has tokens."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

@@ -54,6 +54,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     sampling: SequenceSampling
     columns: dict[str, int] = {}
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
+    token_columns: dict[str, list[int]] = {}
+    """Name of a step column -> the values of the sequence's first tokens, in place of what `columns` gives them."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

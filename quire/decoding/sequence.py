@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -156,6 +158,7 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "token_columns",
     )
 
     def __init__(
@@ -181,7 +184,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
-        self.columns = request.columns
+        self.columns, self.token_columns = request.columns, request.token_columns
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -218,12 +221,19 @@ class Request:
         self.deferral: Deferral | None = None
         """Set while a gate keeps the request from starting."""
 
-    @property
-    def extra_keys(self) -> Mapping[int, tuple[bytes, ...]]:
-        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them."""
-        if not self.columns:
+    def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
+        counts from the block on in which it is first read."""
+        if not self.columns and not self.token_columns:
             return NO_KEYS
-        return {0: tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))}
+        keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
+        for name, value in sorted(self.columns.items()):
+            keys[len(self.token_columns.get(name, ())) // block_size] += (f"{name}={value}".encode(),)
+        for name, values in sorted(self.token_columns.items()):
+            for start in range(0, len(values), block_size):
+                own = values[start : start + block_size]
+                keys[start // block_size] += (name.encode() + struct.pack(f"<{len(own)}i", *own),)
+        return keys
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -14,8 +14,9 @@ from quire.kernels.value import Indices, ReadRows, Value
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 NO_TAPS: Mapping[int, Any] = MappingProxyType({})
-ROTARY_POSITIONS = "rotary_positions"
-"""The column of positions for rotations alone."""
+ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
+"""Columns of positions for rotations alone. The last two: rows and columns in the grid of an image's patches, which
+models rotate some elements by (`mrope_section`); of text all three are the same."""
 ValueT = TypeVar("ValueT", bound=Value)
 
 
@@ -73,6 +74,11 @@ class ForwardBatch(NamedTuple):
     def rotary_positions(self) -> Indices:
         """[T]: positions that rotations take: a column of the model's own, else those of the slots."""
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
+
+    @property
+    def grid_positions(self) -> Sequence[Indices]:
+        """[T] each, the two columns GRID_POSITIONS; none for a model that does not read them."""
+        return [self.columns[name] for name in GRID_POSITIONS if name in self.columns]
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,8 +90,11 @@ class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceSta
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
-        return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
+    ) -> DeviceRotation:
+        turns = frequencies.inverse_frequencies, frequencies.magnitude
+        return DeviceRotation(*rotation_angles(positions, *turns, grid, frequencies.axes))
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -61,8 +61,11 @@ class Operations(
         """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
         ...
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
-        """The rotation of these positions, for `attend`."""
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: IndicesT_contra, grid: Sequence[IndicesT_contra] = ()
+    ) -> RotationT:
+        """The rotation of these positions, for `attend`. grid: the positions of axes 1 and 2 (`frequencies.axes`), or
+        none: those of axis 0."""
         ...
 
     def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
@@ -190,8 +193,14 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
-        angles = positions[:, None].float() * frequencies.inverse_frequencies
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
+    ) -> Rotation:
+        of_elements = positions[:, None]
+        if grid:
+            assert frequencies.axes is not None, "a rotation by a grid says which elements turn by which of its axes"
+            of_elements = torch.stack((positions, *grid), dim=1).index_select(1, frequencies.axes)
+        angles = of_elements.float() * frequencies.inverse_frequencies
         cos, sin = angles.cos() * frequencies.magnitude, angles.sin() * frequencies.magnitude
         return Rotation(
             torch.cat((cos, cos), dim=-1).to(frequencies.dtype)[:, None],

@@ -74,8 +74,8 @@ class RequestColumns(Protocol):
         """The row's sampling parameters."""
         ...
 
-    def write_values(self, row: int, values: Mapping[str, int]) -> None:
-        """The row's values of the step's columns, as `NewSequence.columns` has them."""
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, Sequence[int]] = ...) -> None:
+        """The row's values of the step's columns, as `NewSequence.columns` and `token_columns` have them."""
         ...
 
     def copy_values(self, source: int, destination: int) -> None:

@@ -42,7 +42,9 @@ class World:
         self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.values, None, self.tables, self.backends(), RUNTIME)
         self.plain = PlainInputs(self.columns, self.tables, self.backends())
         for row in range(NUM_ROWS):
-            self.columns.write_values(row, dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True)))
+            values = dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True))
+            lists = {name: rng.integers(0, 900, 30).tolist() for name in self.values.names[: row % 3]}
+            self.columns.write_values(row, values, lists)
             self.columns.write_tokens(row, 0, rng.integers(0, 1000, MAX_MODEL_LEN).tolist())
             sizes = [-(-MAX_MODEL_LEN // group.block_size) for group in groups]
             self.tables.append(row, [rng.integers(1, NUM_BLOCKS, size).tolist() for size in sizes])
