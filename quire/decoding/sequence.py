@@ -228,11 +228,13 @@ class Request:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
         for name, value in sorted(self.columns.items()):
-            keys[len(self.token_columns.get(name, ())) // block_size] += (f"{name}={value}".encode(),)
-        for name, values in sorted(self.token_columns.items()):
-            for start in range(0, len(values), block_size):
-                own = values[start : start + block_size]
-                keys[start // block_size] += (name.encode() + struct.pack(f"<{len(own)}i", *own),)
+            first = self.token_columns[name].end if name in self.token_columns else 0
+            keys[first // block_size] += (f"{name}={value}".encode(),)
+        for name, listed in sorted(self.token_columns.items()):
+            for block in range(listed.start // block_size, -(-listed.end // block_size)):
+                start = max(block * block_size, listed.start)
+                own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
+                keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
         return keys
 
     @property

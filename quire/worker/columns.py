@@ -6,7 +6,7 @@ programs follow `ColumnValues`, and none of them names a column. A model that re
 
 A request brings one 32-bit integer for each column that concerns it (`EngineRequest.columns`), which its row keeps; a
 rule makes the values of its tokens from it. Where no rule gives them, as positions of an image's patches, the request
-lists those of its first tokens (`EngineRequest.token_columns`). Requests of equal values alone share blocks of the
+lists those of its tokens (`EngineRequest.token_columns`). Requests of equal values alone share blocks of the
 prefix cache.
 """
 
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from quire.layers.batch import NO_COLUMNS, ROTARY_COLUMNS
+from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
 
-NO_LISTS: Mapping[str, Sequence[int]] = MappingProxyType({})
+NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
 
 class Rule(IntEnum):
@@ -55,7 +56,7 @@ class ColumnValues:
     """The columns that one model reads, C of them, and what rows hold of them.
 
     names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: by row, the values of its
-    first tokens in all columns, [C, tokens] int64, where a request lists some.
+    tokens up to the last that a request lists, in all columns, [C, tokens] int64.
     """
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
@@ -67,18 +68,22 @@ class ColumnValues:
         self.listed: dict[int, np.ndarray] = {}
         self._num_listed = np.zeros(num_rows, np.int64)
 
-    def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, Sequence[int]] = NO_LISTS) -> None:
-        """Set the values of a row; 0 for a column that `values` does not name. lists: values of the first tokens."""
+    def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
+        """Set the values of a row; 0 for a column that `values` does not name. lists: as `token_columns` of
+        NewSequence."""
         if not self.names:
             return
         self.rows[row] = [values.get(name, 0) for name in self.names]
         self._list(row, None)
         if lists:
-            count = max(map(len, lists.values()))
-            listed = self._ruled(np.tile(self.rows[row], (count, 1)), np.arange(count))
+            count = max(each.end for each in lists.values())
+            of_row = np.tile(self.rows[row], (count, 1))
             for column, name in enumerate(self.names):
-                own = lists.get(name, ())
-                listed[column, : len(own)] = own
+                of_row[: lists[name].end if name in lists else 0, column] = 0
+            listed = self._ruled(of_row, np.arange(count))
+            for column, name in enumerate(self.names):
+                if name in lists:
+                    listed[column, lists[name].start : lists[name].end] = lists[name].values
             self._list(row, listed)
 
     def copy(self, source: int, destination: int) -> None:

@@ -25,6 +25,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.operations import RotationTable
 from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
+from quire.step import TokenValues
 from quire.worker.columns import STEP_COLUMNS, Column, Rule
 from quire.worker.platform.cpu import CpuPlatform
 from tests.executors.test_states import DEVICE, device_context, native_context, request
@@ -40,8 +41,13 @@ NUM_TOKENS = 4
 FIRST, *OTHERS = random_prompts([9, 13, 4], 97, seed=3)
 PROMPTS = (FIRST, FIRST, *OTHERS)
 VALUES: tuple[dict[str, int], ...] = ({"tone": 3}, {"tone": 21, "rotary_positions": 2}, {"tone": 7}, {})
-LISTS: tuple[dict[str, list[int]], ...] = ({"tone": [8, 1, 60, 5, 5]}, {}, {"rotary_positions": [3, *[5] * 10]}, {})
-"""Of the first tokens, in the middle of a chunk and of a block."""
+LISTS: tuple[dict[str, TokenValues], ...] = (
+    {"tone": TokenValues(2, [8, 1, 60])},
+    {},
+    {"rotary_positions": TokenValues(0, [3, *[5] * 10])},
+    {},
+)
+"""They begin and end in the middle of a chunk and of a block."""
 
 
 class ToneLayer:
@@ -100,20 +106,24 @@ class FixedTone(ToneModel):
 
     columns = ()
     values: ClassVar[dict[str, int]] = {}
-    lists: ClassVar[dict[str, list[int]]] = {}
+    lists: ClassVar[dict[str, TokenValues]] = {}
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         return super().forward(batch._replace(columns={name: self.column(name, batch) for name in ToneModel.columns}))
 
     def column(self, name: str, batch: ForwardBatch) -> torch.Tensor:
         assert isinstance(batch.slot_positions, torch.Tensor)
-        own, shift = self.lists.get(name, []), self.values.get(name, 0)
-        return torch.tensor([own[at] if at < len(own) else at + shift for at in batch.slot_positions.tolist()])
+        own, shift = self.lists.get(name, TokenValues(0, [])), self.values.get(name, 0)
+        values = [at + shift * (at >= own.end) for at in batch.slot_positions.tolist()]
+        for index, at in enumerate(batch.slot_positions.tolist()):
+            if own.start <= at < own.end:
+                values[index] = own.values[at - own.start]
+        return torch.tensor(values)
 
 
 class FixedOnCpu(CpuPlatform):
     values: ClassVar[dict[str, int]] = {}
-    lists: ClassVar[dict[str, list[int]]] = {}
+    lists: ClassVar[dict[str, TokenValues]] = {}
 
     def load_model(self, progress: object) -> CausalLM:
         model = filled(FixedTone, torch_context())
@@ -166,7 +176,7 @@ def requests() -> list[AddRequest]:
     return [with_values(*each) for each in zip(added, VALUES, LISTS, strict=True)]
 
 
-def with_values(message: AddRequest, values: dict[str, int], lists: dict[str, list[int]]) -> AddRequest:
+def with_values(message: AddRequest, values: dict[str, int], lists: dict[str, TokenValues]) -> AddRequest:
     return AddRequest(msgspec.structs.replace(message.request, columns=values, token_columns=lists))
 
 

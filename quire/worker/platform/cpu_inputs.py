@@ -11,7 +11,7 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.attention.states import StateBackend
 from quire.layers.batch import NO_COLUMNS, ForwardBatch
-from quire.step import StepPlan
+from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
@@ -51,7 +51,7 @@ class CpuColumns:
     def write_sampling(self, row: int) -> None:
         """Kernels read SamplingRows."""
 
-    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, Sequence[int]] = NO_LISTS) -> None:
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
         self.values.set(row, values, lists)
 
     def copy_values(self, source: int, destination: int) -> None:

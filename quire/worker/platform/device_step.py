@@ -19,7 +19,7 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
-from quire.step import StepPlan
+from quire.step import StepPlan, TokenValues
 from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.drafts import Accepted, Placed
@@ -78,7 +78,7 @@ class StagedColumns:
         if self.drafts is not None:
             self._writes.write(self.arena.drafts.computed + row, [NOT_COMPUTED])
 
-    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, Sequence[int]] = NO_LISTS) -> None:
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
         self.values.set(row, values, lists)
         self._writes.write(self.arena.values_offset(row), self.values.rows[row].copy())
 

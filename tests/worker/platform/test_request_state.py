@@ -12,7 +12,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.columns import Column, ColumnValues, Rule
 from quire.worker.input_batch import build_input_batch
@@ -58,7 +58,7 @@ class Expected:
     seed: int
     computed: int = 0
     columns: dict[str, int] = field(default_factory=dict)
-    lists: dict[str, list[int]] = field(default_factory=dict)
+    lists: dict[str, TokenValues] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,7 +107,10 @@ class World:
         blocks = [[self.block() for _ in range(num_blocks)] for _ in range(NUM_GROUPS)]
         columns = {column.name: self.rng.randrange(20) for column in TABLE if self.rng.random() < 0.7}
         listed = TABLE if self.rng.random() < 0.5 else []
-        lists = {column.name: [self.token() for _ in tokens[: self.rng.randint(1, 20)]] for column in listed}
+        lists = {
+            column.name: TokenValues(self.rng.randrange(5), [self.token() for _ in tokens[: self.rng.randint(1, 20)]])
+            for column in listed
+        }
         num_prompt = self.rng.randint(1, len(tokens))
         seq_id = self._add(Expected(tokens, num_prompt, blocks, self.token(), columns=columns, lists=lists))
         sampling = sampling_of(GREEDY.params, self.sequences[seq_id].seed)
@@ -248,14 +251,19 @@ def test_random_plans(seed: int, device: torch.device) -> None:
         assert batch.slot_positions.tolist() == [*(at for _, at in places), 0, 0, 0]
         for name, found in others.items():
             rule = Rule[name]
-            values = [world.sequences[s].columns.get(name, 0) for s, _ in places]
+            lists = [world.sequences[s].lists.get(name, TokenValues(0, [])) for s, _ in places]
+            values = [
+                world.sequences[s].columns.get(name, 0) if at >= own.end else 0
+                for own, (s, at) in zip(lists, places, strict=True)
+            ]
             wanted = [
                 value if rule == Rule.ROW else at + value if rule == Rule.SHIFTED else int(0 < value <= at)
                 for value, (_, at) in zip(values, places, strict=True)
             ]
-            lists = [world.sequences[s].lists.get(name, []) for s, _ in places]
             listed = zip(lists, wanted, places, strict=True)
-            wanted = [own[at] if at < len(own) else value for own, value, (_, at) in listed]
+            wanted = [
+                own.values[at - own.start] if own.start <= at < own.end else value for own, value, (_, at) in listed
+            ]
             assert found.tolist() == [*wanted, 0, 0, 0], name
         for group in range(NUM_GROUPS):
             tables = {seq_id: world.sequences[seq_id].blocks[group] for seq_id in plan.seq_ids}
