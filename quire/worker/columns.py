@@ -78,12 +78,12 @@ class ColumnValues:
         if lists:
             count = max(each.end for each in lists.values())
             of_row = np.tile(self.rows[row], (count, 1))
-            for column, name in enumerate(self.names):
-                of_row[: lists[name].end if name in lists else 0, column] = 0
+            named = [(column, lists[name]) for column, name in enumerate(self.names) if name in lists]
+            for column, own in named:
+                of_row[: own.end, column] = 0
             listed = self._ruled(of_row, np.arange(count))
-            for column, name in enumerate(self.names):
-                if name in lists:
-                    listed[column, lists[name].start : lists[name].end] = lists[name].values
+            for column, own in named:
+                listed[column, own.start : own.end] = own.values
             self._list(row, listed)
 
     def copy(self, source: int, destination: int) -> None:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.attention.device_batch import DeviceBatch, StateKernels
+from quire.attention.device_batch import DeviceBatch, StateKernels, TokenColumns
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
 from quire.kernels.arguments import HeadWeights
-from quire.layers.batch import ForwardBatch, ForwardResult, RowOverlay, TokenColumns
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import RowOverlay
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind

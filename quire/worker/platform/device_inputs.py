@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch, HostColumns
+from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
-from quire.layers.batch import TokenColumns
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.drafts import NOT_COMPUTED
 from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
-from quire.layers.batch import TokenColumns
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples

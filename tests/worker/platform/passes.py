@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.attention.states import StateBackend
 from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.batch import ForwardResult, RowOverlay, TokenColumns
+from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
+from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures

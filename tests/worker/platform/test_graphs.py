@@ -13,7 +13,7 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kernels.triton.runtime import launch
-from quire.layers.batch import RowOverlay
+from quire.layers.overlay import RowOverlay
 from quire.worker.graph_dispatch import Execution
 from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import CaptureError, RecordingCapture
