@@ -191,7 +191,9 @@ class DeviceStep:
         settings, overlay = compute.passes.settings, None
         if batch.overlay is not None and self.overlaid is not None:
             settings, overlay = settings.without_full(), batch.overlay.over(compute.upload.view(self.overlaid).long())
-        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, settings)
+        execution = choose_execution(
+            batch.num_tokens, len(batch.rows), batch.max_query_len, settings, is_decode=batch.is_decode
+        )
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:
