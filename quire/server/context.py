@@ -16,7 +16,7 @@ from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
 from quire.server.response_store import Responses
 from quire.server.running import RunningAnswers
-from quire.server.settings import ServerSettings
+from quire.server.settings import OLLAMA, OLLAMA_TAG, ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
 
@@ -75,10 +75,15 @@ class ServerContext:
                 logger.warning("%s: the field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
-        """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""
+        """The name to answer with. None asks for the default; raises UnknownModelError for any other model. Clients of
+        Ollama's API call `m` also `m:latest`, on all routes."""
         if model is None:
             return self.model_names[0]
         if model not in self.model_names:
+            if OLLAMA in self.settings.doors:
+                for name in (model.removesuffix(OLLAMA_TAG), model + OLLAMA_TAG):
+                    if name in self.model_names:
+                        return name
             nearest = nearest_name(model, self.model_names)
             served = ", ".join(self.model_names)
             raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
