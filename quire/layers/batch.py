@@ -1,20 +1,40 @@
-"""The input of a model's forward pass."""
+"""The input of a model's forward pass, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
-from quire.kernels.value import Indices, ReadRows
+from quire.kernels.value import Indices, ReadRows, Value
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
+NO_TAPS: Mapping[int, Any] = MappingProxyType({})
 ROTARY_POSITIONS = "rotary_positions"
 """The column of positions for rotations alone."""
+ValueT = TypeVar("ValueT", bound=Value)
+
+
+class Overlay(Protocol):
+    """Rows that take the place of some tokens' embeddings (an image's), and rows that are added to the same tokens
+    behind layers."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers behind which rows are added, by their numbers; the last of a model is none of them."""
+        ...
+
+    def put(self, x: Value) -> Value:
+        """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
+        ...
+
+    def add(self, layer: int, x: Value) -> Value:
+        """x, [T, size], the result of `layer`, with the rows added. x is used up."""
+        ...
 
 
 class ForwardBatch(NamedTuple):
@@ -26,6 +46,10 @@ class ForwardBatch(NamedTuple):
     states: where layers that keep a state find it (None: no layer does). columns: [T] each, those that the model reads,
     by name (quire/worker/columns.py). version: of the memory that all of these lie in: batches of one version, but 0,
     are the same tensors at the same addresses; 0: may lie anywhere.
+
+    Optional records, each of which a model records and captures a pass of its own for. A batch with one has version 0.
+    hidden: [T, size], what the first of the layers takes (None: the tokens' embeddings): of a stage behind the first,
+    or of a head for drafts. overlay: None: there is none. taps: numbers of layers whose results `forward` returns too.
     """
 
     token_ids: Indices
@@ -35,6 +59,15 @@ class ForwardBatch(NamedTuple):
     states: StepStates | None = None
     columns: Mapping[str, Indices] = NO_COLUMNS
     version: int = 0
+    hidden: Value | None = None
+    overlay: Overlay | None = None
+    taps: tuple[int, ...] = ()
+
+    def having(
+        self, hidden: Value | None = None, overlay: Overlay | None = None, taps: tuple[int, ...] = ()
+    ) -> ForwardBatch:
+        """The same batch with these optional records."""
+        return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
 
     @property
     def rotary_positions(self) -> Indices:
@@ -42,12 +75,41 @@ class ForwardBatch(NamedTuple):
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
 
 
+class ForwardResult(NamedTuple, Generic[ValueT]):
+    """What a forward pass computes. hidden: [R, output_size], of the tokens that are read. tapped: by number of a
+    layer, its result, [T, size]; of a model's last layer [R, size], before the final norm."""
+
+    hidden: ValueT
+    tapped: Mapping[int, ValueT] = NO_TAPS
+
+
+class RowOverlay(NamedTuple):
+    """An Overlay of tensors. rows: [O] int64, distinct, on the tensors' device: which of the T tokens. embeddings: [O,
+    size]. behind: by number of a layer, what is added to its result, [O, size]."""
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    behind: Mapping[int, torch.Tensor] = NO_TAPS
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self.behind)
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_copy_(0, self.rows, self.embeddings.to(x.dtype))
+
+    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        summed = x.index_select(0, self.rows) + self.behind[layer].to(x.dtype)
+        return x.index_copy_(0, self.rows, summed)
+
+
 class TokenColumns(NamedTuple):
     """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
-    each, as those of ForwardBatch."""
+    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
 
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = NO_COLUMNS
+    hidden: torch.Tensor | None = None
 
 
 def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import ReadRows, Value
+from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
@@ -66,12 +66,18 @@ class GPT2LMHeadModel(Decoder):
             "transformer.h",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
+            context,
         )
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
         self.slots |= prefixed("transformer.wte", self._tokens.slots())
         self.slots |= prefixed("transformer.wpe", self._positions.slots())
         self.slots |= prefixed("transformer.ln_f", self._norm.slots())
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._positions(batch.slot_positions, onto=self._tokens(batch.token_ids))
-        return self._norm(self.run_layers(x, None, batch))
+    def embed(self, token_ids: Indices) -> Value:
+        return self._tokens(token_ids)
+
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        return self._positions(batch.slot_positions, onto=x)
+
+    def leave(self, x: Value) -> Value:
+        return self._norm(x)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.config.device import DeviceConfig
@@ -22,6 +22,10 @@ class ExecutionSettings:
 
     full_sizes: tuple[int, ...] = ()
     piecewise_sizes: tuple[int, ...] = ()
+
+    def without_full(self) -> ExecutionSettings:
+        """The same for a step that no full graph computes."""
+        return replace(self, full_sizes=())
 
 
 @dataclass(frozen=True, slots=True)

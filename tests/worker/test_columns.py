@@ -18,7 +18,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
 from quire.kernels.value import ReadRows, Value
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding
 from quire.layers.operations import RotationTable
@@ -98,7 +98,7 @@ class FixedTone(ToneModel):
     columns = ()
     values: ClassVar[dict[str, int]] = {}
 
-    def forward(self, batch: ForwardBatch) -> Value:
+    def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         positions = batch.slot_positions
         shifted = {name: positions + self.values.get(name, 0) for name in ToneModel.columns}
         return super().forward(batch._replace(columns=shifted))

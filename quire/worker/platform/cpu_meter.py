@@ -88,7 +88,7 @@ class CpuMeter:
         backends = self._make_backends(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
         columns = dummy_columns(model.columns, token_ids)
-        return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns))
+        return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns)).hidden
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

@@ -111,7 +111,7 @@ class DeviceMeter:
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
         columns = TokenColumns(token_ids, dummy_columns(model.columns, token_ids))
-        return lambda: model.forward(backends.forward_batch(columns, dummy))
+        return lambda: model.forward(backends.forward_batch(columns, dummy)).hidden
 
 
 def graph_bytes(

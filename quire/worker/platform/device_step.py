@@ -136,6 +136,7 @@ class DeviceCompute:
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
+        overlaid = None if batch.overlay is None else upload.add(batch.overlay.rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
         pooled_rows = None if pooled is None else (upload.add(pooled.starts), upload.add(pooled.ends))
         drafts = None
@@ -143,7 +144,7 @@ class DeviceCompute:
             drafts = self.columns.drafts.stage(plan, batch, samples, upload)
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows, drafts)
+        return DeviceStep(self, batch, copies, columns, logits_rows, overlaid, sampled, pooled_rows, drafts)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -175,6 +176,7 @@ class DeviceStep:
     copies: Sequence[Section]
     columns: Sequence[Section]
     logits_rows: Section | None
+    overlaid: Section | None
     sampled: Sequence[Section]
     pooled: tuple[Section, Section] | None
     drafts: DraftSections | None
@@ -187,7 +189,10 @@ class DeviceStep:
 
     def forward(self) -> torch.Tensor:
         batch, compute = self.batch, self.compute
-        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.passes.settings)
+        settings, overlay = compute.passes.settings, None
+        if batch.overlay is not None and self.overlaid is not None:
+            settings, overlay = settings.without_full(), batch.overlay.over(compute.upload.view(self.overlaid).long())
+        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, settings)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:
@@ -196,7 +201,7 @@ class DeviceStep:
         if drafts is not None:
             drafts.keep_token_ids(columns.token_ids)
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
-        return compute.passes.run(execution, inputs, columns, rows)
+        return compute.passes.run(execution, inputs, columns, rows, overlay).hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
