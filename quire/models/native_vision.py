@@ -100,4 +100,4 @@ class NativeVision:
         *inputs, out = (recorder.external(width, width) for width in widths)
         result = cast("Buffer", record(*inputs))
         recorder.redirect(result, out)
-        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows), self._scratch, self._arena)
+        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows), self._scratch, arena=self._arena)
