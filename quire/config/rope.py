@@ -27,7 +27,8 @@ class RopeDefaults:
     that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
     layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
     renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
-    stretched model.
+    stretched model. sections: usual numbers of frequencies that turn by a token's frame, row and column, which take
+    turns (`mrope_section`); (): there is one position.
     """
 
     theta: float = 10_000.0
@@ -40,6 +41,7 @@ class RopeDefaults:
     types: tuple[str, ...] = ROPE_TYPES
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_stretched: bool = False
+    sections: tuple[int, ...] = ()
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
         """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
@@ -61,8 +63,8 @@ LLAMA_DEFAULTS = RopeDefaults()
 class RopeConfig:
     """rotary_dim: leading elements of a head that are rotated (even). max_position_embeddings: config.json's own.
     original_max_position_embeddings: tokens that the model was trained on before its context was stretched.
-    attention_factor: multiplies cos and sin; None takes the scaling's usual value. The rest belongs to one
-    `rope_type` each, under Transformers' names.
+    attention_factor: multiplies cos and sin; None takes the scaling's usual value. sections: as RopeDefaults has them.
+    The rest belongs to one `rope_type` each, under Transformers' names.
     """
 
     rope_type: str
@@ -81,6 +83,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -141,7 +144,19 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
         high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 1.0,
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
+        sections=_sections(rope, defaults),
     )
+
+
+def _sections(rope: Fields, defaults: RopeDefaults) -> tuple[int, ...]:
+    """The numbers of frequencies of a token's three positions; () for a family with one."""
+    if not defaults.sections:
+        return ()
+    listed = rope.values.get("mrope_section") or list(defaults.sections)
+    count = len(defaults.sections)
+    if not isinstance(listed, list) or len(listed) != count or not all(type(n) is int and n >= 0 for n in listed):
+        raise rope.error(f"mrope_section must be a list of {count} whole numbers, not {shown(listed)}")
+    return tuple(listed)
 
 
 def read_layer_ropes(

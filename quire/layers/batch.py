@@ -16,6 +16,8 @@ NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 NO_TAPS: Mapping[int, Any] = MappingProxyType({})
 ROTARY_POSITIONS = "rotary_positions"
 """The column of positions for rotations alone."""
+ROTARY_AXES = (ROTARY_POSITIONS, "rotary_rows", "rotary_columns")
+"""Columns of the three positions of a token in a model of images: of its frame, its row and its column."""
 ValueT = TypeVar("ValueT", bound=Value)
 
 
@@ -73,6 +75,11 @@ class ForwardBatch(NamedTuple):
     def rotary_positions(self) -> Indices:
         """[T]: positions that rotations take: a column of the model's own, else those of the slots."""
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
+
+    @property
+    def rotary_axes(self) -> tuple[Indices, ...]:
+        """[T] each: the positions of ROTARY_AXES: columns of the model's own, else those of the slots."""
+        return tuple(self.columns.get(name, self.slot_positions) for name in ROTARY_AXES)
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,6 +92,17 @@ class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceSta
 
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
         return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
+
+    def rotation_by_axes(
+        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]
+    ) -> DeviceRotation:
+        # An element has a cosine of 1 and a sine of 0 by the positions that do not turn it.
+        plain = [replace(each, magnitude=1.0) for each in frequencies]
+        first, *others = (self.rotation(*pair) for pair in zip(plain, positions, strict=True))
+        cos, sin = first.cos, first.sin
+        for other in others:
+            cos, sin = cos * other.cos, sin + other.sin
+        return DeviceRotation(cos * frequencies[0].magnitude, sin * frequencies[0].magnitude)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from quire.attention.native_encoder import NativeEncoder
@@ -78,6 +79,28 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             magnitude=frequencies.magnitude,
             column=positions.column,
         )
+
+    def rotation_by_axes(self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[RecordedIndices]) -> Buffer:
+        """An element that a position does not turn has a cosine of 1 and a sine of 0 by it: products of cosines and
+        sums of sines are those of the position that turns it, bit by bit."""
+        plain = [replace(each, magnitude=1.0) for each in frequencies]
+        turned, *others = (self.rotation(*pair) for pair in zip(plain, positions, strict=True))
+        half = turned.width // 2
+        for other in others:
+            for kind, first in ((_native.Elementwise.MULTIPLY, 0), (_native.Elementwise.ADD, half)):
+                turned = turned.recorder.call(
+                    "elementwise",
+                    turned.width,
+                    over=turned,
+                    in_place=True,
+                    first_column=first,
+                    buffers={"x": turned, "y": other},
+                    kind=kind,
+                    factor=1.0,
+                    width=half,
+                )
+        magnitude = frequencies[0].magnitude
+        return turned if magnitude == 1.0 else self.scale(turned, magnitude)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "native")

@@ -65,6 +65,13 @@ class Operations(
         """The rotation of these positions, for `attend`."""
         ...
 
+    def rotation_by_axes(
+        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[IndicesT_contra]
+    ) -> RotationT:
+        """The rotation of tokens with several positions. Each turns the elements whose frequency is not 0 in its own
+        entry of `frequencies`; no element is turned by two."""
+        ...
+
     def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
         """qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width], query, key and value heads;
         used up. rotation: of the positions (None: none is applied). step: of an attention back end. Returns [T,
@@ -174,6 +181,11 @@ def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tens
     return x
 
 
+def _angles(frequencies: RotaryFrequencies, positions: torch.Tensor) -> torch.Tensor:
+    """[T, rotary_dim / 2] float32."""
+    return positions[:, None].float() * frequencies.inverse_frequencies
+
+
 class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates, SharedOperations):
     """The Operations of plain torch, computed at once."""
 
@@ -191,12 +203,14 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
         return x
 
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
-        angles = positions[:, None].float() * frequencies.inverse_frequencies
-        cos, sin = angles.cos() * frequencies.magnitude, angles.sin() * frequencies.magnitude
-        return Rotation(
-            torch.cat((cos, cos), dim=-1).to(frequencies.dtype)[:, None],
-            torch.cat((-sin, sin), dim=-1).to(frequencies.dtype)[:, None],
-        )
+        return Rotation.of(_angles(frequencies, positions), frequencies.magnitude, frequencies.dtype)
+
+    def rotation_by_axes(
+        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]
+    ) -> Rotation:
+        # All but one of the angles that are added are 0.
+        angles = torch.stack([_angles(*pair) for pair in zip(frequencies, positions, strict=True)]).sum(0)
+        return Rotation.of(angles, frequencies[0].magnitude, frequencies[0].dtype)
 
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep

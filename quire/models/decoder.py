@@ -110,7 +110,7 @@ class Decoder(ABC):
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
-        rotations = {each: None if each is None else each(batch.rotary_positions) for each in used}
+        rotations = {each: None if each is None else each.of_step(batch) for each in used}
         overlaid = () if overlay is None else overlay.layers
         last = numbers[-1] if self._is_end else None
         assert last not in overlaid, "rows are added behind layers before the last"

@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from quire.layers.batch import NO_COLUMNS
+from quire.layers.batch import NO_COLUMNS, ROTARY_AXES
 from quire.worker.input_batch import InputBatch
 
 
@@ -41,9 +41,10 @@ class Column:
     rule: Rule
 
 
-STEP_COLUMNS = (Column("segments", Rule.REACHED), Column("rotary_positions", Rule.SHIFTED))
+STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_AXES))
 """`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-`rotary_positions`: positions for rotations alone, where they differ from those of the KV cache's slots."""
+`rotary_positions` and the others of ROTARY_AXES: positions for rotations alone, where they differ from those of the KV
+cache's slots."""
 
 
 class ColumnValues:
