@@ -25,6 +25,31 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
     """Seconds since the request came in: its place in the order and its time limit count from then."""
 
 
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image in a prompt: a run of placeholders stands for it."""
+
+    start: int
+    """Position of the first placeholder."""
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of tokens."""
+    key: bytes
+    """What tells its content from that of others (quire/multimodal/processors.py)."""
+    pixels: bytes
+    """[height, width, 3] uint8, resized."""
+    size: tuple[int, int]
+    """Height and width."""
+
+    @property
+    def num_tokens(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    @property
+    def end(self) -> int:
+        """Position behind the last placeholder."""
+        return self.start + self.num_tokens
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated, tokenised request. Only the input processor makes these; nothing downstream re-checks them."""
 
@@ -57,6 +82,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, int] = {}
     """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
     Prefix-cache entries are shared only between requests of equal values."""
+    images: list[PromptImage] = []
+    """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

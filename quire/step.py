@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.request import PromptImage
 from quire.sampling_params import SamplingParams
 from quire.transfers import TransferReport, Transfers
 
@@ -54,6 +55,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     sampling: SequenceSampling
     columns: dict[str, int] = {}
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
+    images: list[PromptImage] = []
+    """Images in the prompt."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from quire.config.scheduler import PRIORITY_SECONDS
 from quire.deferral import Deferral
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
+from quire.multimodal.positions import ROTARY_AXES, rotary_shift
 from quire.request import EngineRequest, FinishReason
 from quire.step import SequenceSampling
 
@@ -137,6 +139,7 @@ class Request:
         "first_matcher",
         "first_scheduled_time",
         "fork_position",
+        "images",
         "max_pending_tokens",
         "max_tokens",
         "num_cached_tokens",
@@ -182,6 +185,7 @@ class Request:
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
         self.columns = request.columns
+        self.images = request.images
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -218,12 +222,29 @@ class Request:
         self.deferral: Deferral | None = None
         """Set while a gate keeps the request from starting."""
 
-    @property
-    def extra_keys(self) -> Mapping[int, tuple[bytes, ...]]:
-        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them."""
-        if not self.columns:
+    def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them.
+
+        An image's content and its place in the block are a key of each block that has one of its placeholders. What is
+        before an image depends on none: prompts of equal beginnings share it."""
+        if not self.columns and not self.images:
             return NO_KEYS
-        return {0: tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))}
+        keys: dict[int, tuple[bytes, ...]] = {}
+        if self.columns:
+            keys[0] = tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))
+        for image in self.images:
+            for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
+                place = struct.pack("<q", image.start - block * block_size)
+                keys[block] = (*keys.get(block, ()), b"image" + place + image.key)
+        return keys
+
+    @property
+    def row_values(self) -> Mapping[str, int]:
+        """The values of step columns that its sequences' rows have: its own, and how far the positions of the rotation
+        are behind those of the slots, behind all images."""
+        if not self.images:
+            return self.columns
+        return {**self.columns, **dict.fromkeys(ROTARY_AXES, rotary_shift(self.images))}
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -11,13 +11,10 @@ import torch
 from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
 from quire.kernels.value import Indices, ReadRows, Value
+from quire.multimodal.positions import ROTARY_AXES, ROTARY_POSITIONS
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 NO_TAPS: Mapping[int, Any] = MappingProxyType({})
-ROTARY_POSITIONS = "rotary_positions"
-"""The column of positions for rotations alone."""
-ROTARY_AXES = (ROTARY_POSITIONS, "rotary_rows", "rotary_columns")
-"""Columns of the three positions of a token in a model of images: of its frame, its row and its column."""
 ValueT = TypeVar("ValueT", bound=Value)
 
 

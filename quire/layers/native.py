@@ -80,7 +80,9 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             column=positions.column,
         )
 
-    def rotation_by_axes(self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[RecordedIndices]) -> Buffer:
+    def rotation_by_axes(
+        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[RecordedIndices]
+    ) -> Buffer:
         """An element that a position does not turn has a cosine of 1 and a sine of 0 by it: products of cosines and
         sums of sines are those of the position that turns it, bit by bit."""
         plain = [replace(each, magnitude=1.0) for each in frequencies]

@@ -205,9 +205,7 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
         return Rotation.of(_angles(frequencies, positions), frequencies.magnitude, frequencies.dtype)
 
-    def rotation_by_axes(
-        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]
-    ) -> Rotation:
+    def rotation_by_axes(self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]) -> Rotation:
         # All but one of the angles that are added are 0.
         angles = torch.stack([_angles(*pair) for pair in zip(frequencies, positions, strict=True)]).sum(0)
         return Rotation.of(angles, frequencies[0].magnitude, frequencies[0].dtype)

@@ -38,8 +38,10 @@ class NativeVision:
         with torch.inference_mode():
             return self._encode(patches, grids)
 
+    def weight_bytes(self) -> int:
+        return self._tower.weight_bytes()
+
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again."""
         self._programs.clear()
         self._arena.release()
         self._scratch.release()

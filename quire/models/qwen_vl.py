@@ -1,5 +1,4 @@
-"""The language models of Qwen3-VL: those of Qwen 3, rotated by three positions of each token, of which those of text are
-equal."""
+"""The language models of Qwen3-VL: those of Qwen 3, rotated by three positions of each token."""
 
 from __future__ import annotations
 

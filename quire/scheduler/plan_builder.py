@@ -84,7 +84,8 @@ class PlanBuilder:
             num_prompt_tokens=sequence.request.num_prompt_tokens,
             block_ids=[list(table) for table in sequence.blocks.tables],
             sampling=sequence.sampling,
-            columns=sequence.request.columns,
+            columns=dict(sequence.request.row_values),
+            images=sequence.request.images,
         )
 
     @property
