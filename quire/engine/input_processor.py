@@ -154,8 +154,8 @@ class InputProcessor:
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
-        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
-            token_ids, images = self._place_images(token_ids, images_of(prompt[IMAGE_KEY]), params)
+        if isinstance(prompt, Mapping) and (given := prompt.get("multi_modal_data")):
+            token_ids, images = self._place_images(token_ids, images_of(given), params)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(

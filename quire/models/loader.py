@@ -121,8 +121,8 @@ def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | 
     context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
-            f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind layers before the last, "
-            f"and the language model has {config.num_layers} layers"
+            f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
+            f"the last one is none of them: the language model has {config.num_layers} layers"
         )
     tower = VisionTower(vision, context)
     if load.load_format == "dummy":

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from quire.errors import UserError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams
+from quire.worker.images import ImageOverlays
 from tests.models.harness import randomize, save
 from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl
-from tests.multimodal.pictures import draw
+from tests.multimodal.pictures import draw, encoded
 
 NUM_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -103,3 +107,128 @@ def test_tokens_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -
     assert tokens(llm, PROMPTS) == expected
     llm.reset_prefix_cache()
     assert [tokens(llm, [each])[0] for each in PROMPTS] == expected
+
+
+def test_preempted_and_swapped_prompts(directory: Path, expected: list[list[int]]) -> None:
+    """Too few blocks for all: prompts are computed again, or come back from the host."""
+    for swap in (0, 2**20):
+        with engine(directory, num_blocks_override=24, max_num_batched_tokens=16, swap_space=swap) as llm:
+            assert tokens(llm, PROMPTS[:4] * 2) == expected[:4] * 2
+            assert llm.stats()["preemptions_total"] > 0
+
+
+def test_features_that_are_dropped_are_made_again(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for none: every chunk of an image encodes it again."""
+    monkeypatch.setattr(ImageOverlays.__init__, "__defaults__", (0,))
+    with engine(directory, max_num_batched_tokens=8) as llm:
+        assert tokens(llm, PROMPTS) == expected
+        assert overlays(llm).num_encoded > sum(
+            len(each.get("multi_modal_data", {}).get("image", [])) for each in PROMPTS
+        )
+
+
+def test_equal_images_are_encoded_once_and_hits_encode_none(directory: Path) -> None:
+    with engine(directory) as llm:
+        tokens(llm, [PROMPTS[1]])
+        assert overlays(llm).num_encoded == 2, "two of the three are one"
+        tokens(llm, [PROMPTS[1]])
+        tokens(llm, [prompt(7, TALL)])
+        assert overlays(llm).num_encoded == 2
+        assert llm.stats()["prefix_cache_hits_total"] > 0
+
+
+def test_images_of_equal_size_share_what_is_before_them_alone(directory: Path, model: PreTrainedModel) -> None:
+    """The same tokens, and other pictures: in the first, in the second, in their order."""
+    other = draw(9, size=WIDE.size)
+    before = range(10, 21)
+    given = [prompt(*before, *images, 5) for images in ((WIDE, WIDE), (WIDE, other), (other, WIDE), (other, other))]
+    with engine(directory) as llm:
+        assert [tokens(llm, [each])[0] for each in given] == [generated(model, each) for each in given]
+        hits = llm.stats()["prefix_cache_hits_total"]
+        assert hits >= 3 * 8 + 8, "the text before, and the first picture of an earlier prompt"
+
+
+def test_a_chat_that_grows_by_a_picture(directory: Path, model: PreTrainedModel) -> None:
+    """What was cached before is found, although the positions behind all pictures are others."""
+    parts: list[Any] = [*range(10, 16)]
+    with engine(directory) as llm:
+        for turn in range(3):
+            parts += [(WIDE, TALL, SMALL)[turn], 20 + turn, 30 + turn]
+            before = llm.stats()["prefix_cache_hits_total"]
+            assert tokens(llm, [prompt(*parts)]) == [generated(model, prompt(*parts))]
+            assert turn == 0 or llm.stats()["prefix_cache_hits_total"] > before
+
+
+def test_several_samples_and_scored_prompts(llm: LLM, expected: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, n=2, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    assert [list(each.token_ids) for each in output.outputs] == [expected[1]] * 2
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids or ())
+    beams = SamplingParams(temperature=0, n=2, use_beam_search=True, max_tokens=3)
+    alone = [each.token_ids for each in llm.generate([PROMPTS[1]], beams, use_tqdm=False)[0].outputs]
+    beside = llm.generate([PROMPTS[0], PROMPTS[1]], beams, use_tqdm=False)[1].outputs
+    assert [each.token_ids for each in beside] == alone
+
+
+def test_placeholders_may_be_written_out(llm: LLM, expected: list[list[int]]) -> None:
+    written = prompt(5, 6, 7, WIDE, 8, 9)
+    token_ids = written["prompt_token_ids"]
+    place = token_ids.index(IMAGE_TOKEN)
+    written["prompt_token_ids"] = [*token_ids[:place], *[IMAGE_TOKEN] * 18, *token_ids[place + 1 :]]
+    assert tokens(llm, [written]) == expected[:1]
+
+
+def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
+    forms: list[Any] = [np.asarray(WIDE), torch.from_numpy(np.asarray(WIDE).copy()), encoded(WIDE)]
+    forms.append(f"data:image/png;base64,{base64.b64encode(encoded(WIDE)).decode()}")
+    for form in forms:
+        given = prompt(5, 6, 7, WIDE, 8, 9)
+        given["multi_modal_data"]["image"] = form  # not in a list
+        assert tokens(llm, [given]) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        (
+            {"multi_modal_data": {"image": [WIDE, WIDE]}},
+            "1 placeholders .token 90., and 2 images",
+            "multi_modal_data.image",
+        ),
+        ({"multi_modal_data": {"image": ["x"]}}, "must be data:image", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"image": [b"x"]}}, "damaged", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"image": draw(1, size=(900, 2))}}, "200 times", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video is not supported", "multi_modal_data.video"),
+        ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
+        ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
+        ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids is not supported", "multi_modal_uuids"),
+        ({"prompt_token_ids": [5] * 245 + [IMAGE_TOKEN]}, "the prompt has 263 tokens", "prompt"),
+    ],
+)
+def test_errors_name_the_field(llm: LLM, change: dict[str, Any], message: str, param: str) -> None:
+    given = prompt(5, WIDE) | change
+    with pytest.raises(UserError, match=message) as caught:
+        tokens(llm, [given], SamplingParams(max_tokens=1))
+    assert caught.value.param == param
+
+
+def test_a_model_without_settings_of_images_is_one_of_text(
+    directory: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(directory / name)
+    with engine(tmp_path) as llm:
+        assert tokens(llm, [PROMPTS[3]]) == [expected[3]]
+        with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
+            tokens(llm, [PROMPTS[0]])
+        with pytest.raises(UserError, match="multi_modal_data is not supported"):
+            llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
+
+
+def overlays(llm: LLM) -> ImageOverlays:
+    found = llm._client._core._executor._live_worker()._images  # type: ignore[attr-defined]
+    assert isinstance(found, ImageOverlays)
+    return found
