@@ -32,8 +32,8 @@ from quire.config.options import EngineOptions
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest
+from quire.kv_cache.stats import EngineStats
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 WHERE: dict[bool, dict[str, Any]] = {
     # Qwen3-8B's own context: full graphs plan for the longest sequence, so a shorter one would flatter them.

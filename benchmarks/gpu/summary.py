@@ -181,7 +181,8 @@ def _drafts(found: Sequence[Record]) -> list[str]:
         speed = f"{record['plain_token_seconds'] / record['token_seconds']:.2f} x the tokens/s"
         return f"{record['case']}: {record['num_accepted']} of {record['num_drafts']} accepted, {steps}, {speed}{mark}"
 
-    return _section("Drafts", [record for record in found if record["part"] == "drafts"], line)
+    shown = [record for record in found if record["part"] == "drafts" and record["what"] in ("ready", "drafts")]
+    return _section("Drafts", shown, line)
 
 
 def _seconds(record: Record) -> float:

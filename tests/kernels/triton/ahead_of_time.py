@@ -315,8 +315,9 @@ def attention_call(
     dtype: torch.dtype = torch.bfloat16,
     page_dtype: torch.dtype | None = None,
     fixed: bool = False,
+    longest: int = 8192,
 ) -> Callable[[], object]:
-    """One layer of the back end over four sequences, with norms and rotation."""
+    """One layer of the back end over four sequences of up to `longest` tokens, with norms and rotation."""
     page_dtype = page_dtype or dtype
     spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, page_dtype.itemsize)
     backend = TritonAttention(
@@ -332,7 +333,7 @@ def attention_call(
     num_tokens = 4 if new_tokens == 1 else 3 + new_tokens
     long = empty(num_tokens, dtype=torch.int64)
     batch = DeviceBatch(
-        4, num_tokens, new_tokens, 8192, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
+        4, num_tokens, new_tokens, longest, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
     )
     norms = [NormWeights(layer.head_dim, empty(layer.head_dim, dtype=dtype), None, 1e-6, False) for _ in range(2)]
     qkv = empty(num_tokens, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, dtype=dtype)
@@ -408,6 +409,7 @@ def attention_calls(capability: int) -> Calls:
         return plain
     return [
         *plain,
+        attention_call(QWEN3_8B, capability, 512, longest=1024),
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
         latent_call(capability, 512),
@@ -419,9 +421,14 @@ def attention_calls(capability: int) -> Calls:
 
 def all_attention_calls(capability: int) -> Calls:
     """Every kind of tiles of Qwen3-8B's heads, which those of Llama 3 8B are too: prompts of one tile, of the middle
-    one and of whole ones, and decoding, in both modes."""
+    one and of whole ones, and decoding, in both modes, over short contexts and long ones."""
     lengths = (1, 5, 17, 512)
-    return [attention_call(QWEN3_8B, capability, length, fixed=fixed) for length in lengths for fixed in (False, True)]
+    return [
+        attention_call(QWEN3_8B, capability, length, fixed=fixed, longest=longest)
+        for length in lengths
+        for fixed in (False, True)
+        for longest in (1024, 8192)
+    ]
 
 
 def calls_of(capability: int, words: Sequence[str]) -> Calls:
