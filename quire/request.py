@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from quire.sampling_params import SamplingParams, ThinkingBudget
+from quire.step import PromptImage, TokenValues
 
 MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""
@@ -23,31 +24,6 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
     """Prompt positions whose logprobs were reported; see `Request.num_prompt_logprobs`."""
     age: float
     """Seconds since the request came in: its place in the order and its time limit count from then."""
-
-
-class PromptImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image in a prompt: a run of placeholders stands for it."""
-
-    start: int
-    """Position of the first placeholder."""
-    grid: tuple[int, int, int]
-    """Frames, rows and columns of tokens."""
-    key: bytes
-    """What tells its content from that of others (quire/multimodal/processors.py)."""
-    pixels: bytes
-    """[height, width, 3] uint8, resized."""
-    size: tuple[int, int]
-    """Height and width."""
-
-    @property
-    def num_tokens(self) -> int:
-        frames, rows, columns = self.grid
-        return frames * rows * columns
-
-    @property
-    def end(self) -> int:
-        """Position behind the last placeholder."""
-        return self.start + self.num_tokens
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +58,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, int] = {}
     """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
     Prefix-cache entries are shared only between requests of equal values."""
+    token_columns: dict[str, TokenValues] = {}
+    """Name of a step column -> values of tokens of the prompt: the positions of an image's patches. Before them the
+    request's value is 0, behind them it is that of `columns`."""
     images: list[PromptImage] = []
     """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
     constraint: str = ""

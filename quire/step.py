@@ -40,7 +40,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from quire.request import PromptImage
 from quire.sampling_params import SamplingParams
 
 BlockKey: TypeAlias = tuple[int, bytes]
@@ -105,6 +104,42 @@ TransferReport: TypeAlias = OffloadReport
 """Whatever a result can report; a new connector adds its type."""
 
 
+class TokenValues(msgspec.Struct, array_like=True, frozen=True):
+    """Values of a step column for successive tokens, 32 bits each, from position `start` on."""
+
+    start: int
+    values: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.values)
+
+
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image in a prompt: a run of placeholders stands for it."""
+
+    start: int
+    """Position of the first placeholder."""
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of tokens."""
+    key: bytes
+    """What tells its content from that of others (quire/multimodal/processors.py)."""
+    pixels: bytes
+    """[height, width, 3] uint8, resized."""
+    size: tuple[int, int]
+    """Height and width."""
+
+    @property
+    def num_tokens(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    @property
+    def end(self) -> int:
+        """Position behind the last placeholder."""
+        return self.start + self.num_tokens
+
+
 class NewSequence(msgspec.Struct, array_like=True):
     """A sequence that gets a request slot on the workers: just arrived, or resumed after a preemption."""
 
@@ -117,6 +152,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     sampling: SequenceSampling
     columns: dict[str, int] = {}
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
+    token_columns: dict[str, TokenValues] = {}
+    """As that of EngineRequest."""
     images: list[PromptImage] = []
     """Images in the prompt."""
 

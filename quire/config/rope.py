@@ -27,8 +27,7 @@ class RopeDefaults:
     that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
     layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
     renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
-    stretched model. sections: usual numbers of frequencies that turn by a token's frame, row and column, which take
-    turns (`mrope_section`); (): there is one position.
+    stretched model. mrope_section: as RopeConfig has it; mrope_interleaved: always, whatever config.json says.
     """
 
     theta: float = 10_000.0
@@ -41,7 +40,8 @@ class RopeDefaults:
     types: tuple[str, ...] = ROPE_TYPES
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_stretched: bool = False
-    sections: tuple[int, ...] = ()
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
         """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
@@ -63,8 +63,9 @@ LLAMA_DEFAULTS = RopeDefaults()
 class RopeConfig:
     """rotary_dim: leading elements of a head that are rotated (even). max_position_embeddings: config.json's own.
     original_max_position_embeddings: tokens that the model was trained on before its context was stretched.
-    attention_factor: multiplies cos and sin; None takes the scaling's usual value. sections: as RopeDefaults has them.
-    The rest belongs to one `rope_type` each, under Transformers' names.
+    attention_factor: multiplies cos and sin; None takes the scaling's usual value. mrope_section: elements that turn by
+    a token's time, row and column each (empty: all by its position), one section behind the other or, if
+    mrope_interleaved, taking turns. The rest belongs to one `rope_type` each, under Transformers' names.
     """
 
     rope_type: str
@@ -83,7 +84,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    sections: tuple[int, ...] = ()
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @property
     def longest(self) -> int:
@@ -144,19 +146,9 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
         high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 1.0,
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
-        sections=_sections(rope, defaults),
+        mrope_section=_mrope_section(rope, rotary_dim, defaults),
+        mrope_interleaved=_mrope_interleaved(rope, defaults),
     )
-
-
-def _sections(rope: Fields, defaults: RopeDefaults) -> tuple[int, ...]:
-    """The numbers of frequencies of a token's three positions; () for a family with one."""
-    if not defaults.sections:
-        return ()
-    listed = rope.values.get("mrope_section") or list(defaults.sections)
-    count = len(defaults.sections)
-    if not isinstance(listed, list) or len(listed) != count or not all(type(n) is int and n >= 0 for n in listed):
-        raise rope.error(f"mrope_section must be a list of {count} whole numbers, not {shown(listed)}")
-    return tuple(listed)
 
 
 def read_layer_ropes(
@@ -183,6 +175,22 @@ def read_lengths(
     if defaults.is_stretched:
         return ropes[0].max_position_embeddings, ropes[0].max_position_embeddings
     return ropes[0].longest, min(usual)
+
+
+def _mrope_interleaved(rope: Fields, defaults: RopeDefaults) -> bool:
+    return defaults.mrope_interleaved or rope.boolean("mrope_interleaved", False)
+
+
+def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tuple[int, ...]:
+    section = rope.values.get("mrope_section")
+    if section is None:
+        return defaults.mrope_section
+    is_list = (
+        isinstance(section, list) and len(section) == 3 and all(type(each) is int and each >= 0 for each in section)
+    )
+    if not is_list or (2 * sum(section) != rotary_dim and not _mrope_interleaved(rope, defaults)):
+        raise rope.error(f"mrope_section must be three numbers of elements, {rotary_dim // 2} together")
+    return tuple(section)
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:

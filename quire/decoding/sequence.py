@@ -5,15 +5,16 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
-from quire.multimodal.positions import ROTARY_AXES, rotary_shift
+from quire.multimodal.positions import ROTARY_COLUMNS, rotary_shift, rotary_values
 from quire.request import EngineRequest, FinishReason
-from quire.step import SequenceSampling
+from quire.step import NewSequence, SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
@@ -178,6 +179,7 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "token_columns",
     )
 
     def __init__(
@@ -203,7 +205,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
-        self.columns = request.columns
+        self.columns, self.token_columns = request.columns, request.token_columns
         self.images = request.images
         self.constraint = constraint
         self.constraint_start = request.constraint_start
@@ -242,28 +244,38 @@ class Request:
         """Set while a gate keeps the request from starting."""
 
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
-        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them.
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
+        counts from the block on in which it is first read.
 
         An image's content and its place in the block are a key of each block that has one of its placeholders. What is
-        before an image depends on none: prompts of equal beginnings share it."""
-        if not self.columns and not self.images:
+        before an image depends on none, and the positions of tokens follow from the images before them: prompts of
+        equal beginnings share these, whatever images follow."""
+        if not self.columns and not self.token_columns and not self.images:
             return NO_KEYS
-        keys: dict[int, tuple[bytes, ...]] = {}
-        if self.columns:
-            keys[0] = tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))
+        keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
+        for name, value in sorted(self.columns.items()):
+            first = self.token_columns[name].end if name in self.token_columns else 0
+            keys[first // block_size] += (f"{name}={value}".encode(),)
+        for name, listed in sorted(self.token_columns.items()):
+            for block in range(listed.start // block_size, -(-listed.end // block_size)):
+                start = max(block * block_size, listed.start)
+                own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
+                keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
         for image in self.images:
             for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
-                place = struct.pack("<q", image.start - block * block_size)
-                keys[block] = (*keys.get(block, ()), b"image" + place + image.key)
+                keys[block] += (b"image" + struct.pack("<q", image.start - block * block_size) + image.key,)
         return keys
 
-    @property
-    def row_values(self) -> Mapping[str, int]:
-        """The values of step columns that its sequences' rows have: its own, and how far the positions of the rotation
-        are behind those of the slots, behind all images."""
-        if not self.images:
-            return self.columns
-        return {**self.columns, **dict.fromkeys(ROTARY_AXES, rotary_shift(self.images))}
+    def new_sequence(
+        self, seq_id: int, token_ids: list[int], block_ids: list[list[int]], sampling: SequenceSampling
+    ) -> NewSequence:
+        """What the workers are told of one of its sequences."""
+        columns, token_columns = dict(self.columns), dict(self.token_columns)
+        if self.images:
+            columns |= dict.fromkeys(ROTARY_COLUMNS, rotary_shift(self.images))
+            token_columns |= rotary_values(self.images)
+        prompt = self.num_prompt_tokens
+        return NewSequence(seq_id, token_ids, prompt, block_ids, sampling, columns, token_columns, self.images)
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -11,14 +11,14 @@ import torch
 from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.multimodal.positions import ROTARY_AXES, ROTARY_POSITIONS
+from quire.multimodal.positions import GRID_POSITIONS, ROTARY_POSITIONS
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
 NO_TAPS: Mapping[int, Any] = MappingProxyType({})
 ValueT = TypeVar("ValueT", bound=Value)
 
 
-class Overlay(Protocol):
+class Overlay(Protocol[ValueT]):
     """Rows that take the place of some tokens' embeddings (an image's), and rows that are added to the same tokens
     behind layers."""
 
@@ -27,11 +27,11 @@ class Overlay(Protocol):
         """Layers behind which rows are added, by their numbers; the last of a model is none of them."""
         ...
 
-    def put(self, x: Value) -> Value:
+    def put(self, x: ValueT) -> ValueT:
         """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
         ...
 
-    def add(self, layer: int, x: Value) -> Value:
+    def add(self, layer: int, x: ValueT) -> ValueT:
         """x, [T, size], the result of `layer`, with the rows added. x is used up."""
         ...
 
@@ -59,11 +59,11 @@ class ForwardBatch(NamedTuple):
     columns: Mapping[str, Indices] = NO_COLUMNS
     version: int = 0
     hidden: Value | None = None
-    overlay: Overlay | None = None
+    overlay: Overlay[Any] | None = None
     taps: tuple[int, ...] = ()
 
     def having(
-        self, hidden: Value | None = None, overlay: Overlay | None = None, taps: tuple[int, ...] = ()
+        self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
     ) -> ForwardBatch:
         """The same batch with these optional records."""
         return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
@@ -74,9 +74,9 @@ class ForwardBatch(NamedTuple):
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
 
     @property
-    def rotary_axes(self) -> tuple[Indices, ...]:
-        """[T] each: the positions of ROTARY_AXES: columns of the model's own, else those of the slots."""
-        return tuple(self.columns.get(name, self.slot_positions) for name in ROTARY_AXES)
+    def grid_positions(self) -> Sequence[Indices]:
+        """[T] each, the two columns GRID_POSITIONS; none for a model that does not read them."""
+        return [self.columns[name] for name in GRID_POSITIONS if name in self.columns]
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,19 +90,11 @@ class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceSta
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
-        return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
-
-    def rotation_by_axes(
-        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
     ) -> DeviceRotation:
-        # An element has a cosine of 1 and a sine of 0 by the positions that do not turn it.
-        plain = [replace(each, magnitude=1.0) for each in frequencies]
-        first, *others = (self.rotation(*pair) for pair in zip(plain, positions, strict=True))
-        cos, sin = first.cos, first.sin
-        for other in others:
-            cos, sin = cos * other.cos, sin + other.sin
-        return DeviceRotation(cos * frequencies[0].magnitude, sin * frequencies[0].magnitude)
+        turns = frequencies.inverse_frequencies, frequencies.magnitude
+        return DeviceRotation(*rotation_angles(positions, *turns, grid, frequencies.axes))
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from quire.attention.native_encoder import NativeEncoder
 from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
@@ -66,9 +66,16 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             width=weights.size,
         )
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
-        assert positions.column != TOKEN_IDS, "rotations are of positions"
-        assert positions.shift == 0, "of the positions themselves"
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: RecordedIndices, grid: Sequence[RecordedIndices] = ()
+    ) -> Buffer:
+        for each in (positions, *grid):
+            assert each.column != TOKEN_IDS, "rotations are of positions"
+            assert each.shift == 0, "of the positions themselves"
+        by_grid: dict[str, Any] = {}
+        if grid:
+            assert frequencies.axes is not None, "a rotation by a grid says which elements turn by which of its axes"
+            by_grid = {"axes": frequencies.axes.data_ptr(), "grid": [each.column for each in grid]}
         positions.recorder.keep.append(frequencies)
         rotary_dim = 2 * len(frequencies.inverse_frequencies)
         return positions.recorder.call(
@@ -78,31 +85,8 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             rotary_dim=rotary_dim,
             magnitude=frequencies.magnitude,
             column=positions.column,
+            **by_grid,
         )
-
-    def rotation_by_axes(
-        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[RecordedIndices]
-    ) -> Buffer:
-        """An element that a position does not turn has a cosine of 1 and a sine of 0 by it: products of cosines and
-        sums of sines are those of the position that turns it, bit by bit."""
-        plain = [replace(each, magnitude=1.0) for each in frequencies]
-        turned, *others = (self.rotation(*pair) for pair in zip(plain, positions, strict=True))
-        half = turned.width // 2
-        for other in others:
-            for kind, first in ((_native.Elementwise.MULTIPLY, 0), (_native.Elementwise.ADD, half)):
-                turned = turned.recorder.call(
-                    "elementwise",
-                    turned.width,
-                    over=turned,
-                    in_place=True,
-                    first_column=first,
-                    buffers={"x": turned, "y": other},
-                    kind=kind,
-                    factor=1.0,
-                    width=half,
-                )
-        magnitude = frequencies[0].magnitude
-        return turned if magnitude == 1.0 else self.scale(turned, magnitude)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "native")

@@ -61,15 +61,11 @@ class Operations(
         """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
         ...
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
-        """The rotation of these positions, for `attend`."""
-        ...
-
-    def rotation_by_axes(
-        self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[IndicesT_contra]
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: IndicesT_contra, grid: Sequence[IndicesT_contra] = ()
     ) -> RotationT:
-        """The rotation of tokens with several positions. Each turns the elements whose frequency is not 0 in its own
-        entry of `frequencies`; no element is turned by two."""
+        """The rotation of these positions, for `attend`. grid: the positions of axes 1 and 2 (`frequencies.axes`), or
+        none: those of axis 0."""
         ...
 
     def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
@@ -181,11 +177,6 @@ def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tens
     return x
 
 
-def _angles(frequencies: RotaryFrequencies, positions: torch.Tensor) -> torch.Tensor:
-    """[T, rotary_dim / 2] float32."""
-    return positions[:, None].float() * frequencies.inverse_frequencies
-
-
 class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates, SharedOperations):
     """The Operations of plain torch, computed at once."""
 
@@ -202,13 +193,19 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
-        return Rotation.of(_angles(frequencies, positions), frequencies.magnitude, frequencies.dtype)
-
-    def rotation_by_axes(self, frequencies: Sequence[RotaryFrequencies], positions: Sequence[torch.Tensor]) -> Rotation:
-        # All but one of the angles that are added are 0.
-        angles = torch.stack([_angles(*pair) for pair in zip(frequencies, positions, strict=True)]).sum(0)
-        return Rotation.of(angles, frequencies[0].magnitude, frequencies[0].dtype)
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
+    ) -> Rotation:
+        of_elements = positions[:, None]
+        if grid:
+            assert frequencies.axes is not None, "a rotation by a grid says which elements turn by which of its axes"
+            of_elements = torch.stack((positions, *grid), dim=1).index_select(1, frequencies.axes)
+        angles = of_elements.float() * frequencies.inverse_frequencies
+        cos, sin = angles.cos() * frequencies.magnitude, angles.sin() * frequencies.magnitude
+        return Rotation(
+            torch.cat((cos, cos), dim=-1).to(frequencies.dtype)[:, None],
+            torch.cat((-sin, sin), dim=-1).to(frequencies.dtype)[:, None],
+        )
 
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep

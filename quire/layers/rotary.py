@@ -18,7 +18,6 @@ from quire.config.rope import RopeConfig
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import RotaryFrequencies
 from quire.kernels.value import Indices
-from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext
 from quire.layers.operations import RotationTable
 
@@ -28,20 +27,25 @@ class RotaryEmbedding:
 
     def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
         frequencies, magnitude = rope_frequencies(config, max_model_len)
-        parts = [frequencies] if not config.sections else split_sections(frequencies, config.sections)
-        self._frequencies = [RotaryFrequencies(part.to(context.device), magnitude, context.dtype) for part in parts]
+        axes = rope_axes(config).to(context.device) if config.mrope_section else None
+        self._frequencies = RotaryFrequencies(frequencies.to(context.device), magnitude, context.dtype, axes)
         self._operations = context.operations
 
-    def __call__(self, positions: Indices) -> RotationTable:
-        """positions: [T] int64, of tokens with one position. Returns what `Operations.attend` takes."""
-        (frequencies,) = self._frequencies
-        return self._operations.rotation(frequencies, positions)
+    def __call__(self, positions: Indices, grid: Sequence[Indices] = ()) -> RotationTable:
+        """positions: [T] int64. grid: rows and columns, [T] int64 each (none: all three are equal). Returns what
+        `Operations.attend` takes."""
+        return self._operations.rotation(self._frequencies, positions, grid)
 
-    def of_step(self, batch: ForwardBatch) -> RotationTable:
-        """The rotation of a step's tokens, by one position or by three."""
-        if len(self._frequencies) == 1:
-            return self(batch.rotary_positions)
-        return self._operations.rotation_by_axes(self._frequencies, batch.rotary_axes)
+
+def rope_axes(config: RopeConfig) -> torch.Tensor:
+    """[rotary_dim / 2] int32: 0, 1 or 2, by which of a token's time, row and column an element turns
+    (`RopeConfig.mrope_section`)."""
+    if not config.mrope_interleaved:
+        return torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(config.mrope_section))
+    axes = torch.zeros(config.rotary_dim // 2, dtype=torch.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return axes
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -56,17 +60,6 @@ def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tens
     if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(magnitude):
         raise ModelLoadError(f"the RoPE settings (rope_type {config.rope_type!r}) give frequencies that are not finite")
     return frequencies, magnitude
-
-
-def split_sections(frequencies: torch.Tensor, sections: Sequence[int]) -> list[torch.Tensor]:
-    """The frequencies of each position of a token, [rotary_dim / 2] each, 0 where another position turns. Rows and
-    columns take every third frequency, as many as `sections` says, and the frame all others."""
-    count = len(sections)
-    index = torch.arange(len(frequencies))
-    axis = torch.zeros_like(index)
-    for which in range(1, count):
-        axis[(index % count == which) & (index < count * sections[which])] = which
-    return [torch.where(axis == which, frequencies, 0.0) for which in range(count)]
 
 
 def _plain(theta: float, rotary_dim: int) -> torch.Tensor:

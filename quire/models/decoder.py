@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
+from functools import partial
 from typing import Protocol, Self
 
 from quire.attention.interface import LayerAttention
@@ -110,7 +111,8 @@ class Decoder(ABC):
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
-        rotations = {each: None if each is None else each.of_step(batch) for each in used}
+        positions = batch.rotary_positions, batch.grid_positions
+        rotations = {each: None if each is None else each(*positions) for each in used}
         overlaid = () if overlay is None else overlay.layers
         last = numbers[-1] if self._is_end else None
         assert last not in overlaid, "rows are added behind layers before the last"
@@ -161,15 +163,16 @@ class TextDecoder(Decoder):
         self,
         config: ModelConfig,
         context: LayerContext,
-        layers: Sequence[DecoderLayer],
+        make_layer: Callable[[int], DecoderLayer],
         ropes: Sequence[RopeConfig | None],
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
-        """ropes: the rotation of each layer, None for a layer without. norm: of the final norm."""
+        """make_layer: from a layer's number. ropes: the rotation of each layer, None for a layer without. norm: of the
+        final norm."""
         self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
         super().__init__(
-            layers,
+            [make_layer(number) for number in range(len(ropes))],
             "model.layers",
             VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
@@ -260,8 +263,8 @@ class LlamaLike(TextDecoder):
     """What its layers are."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        layers = [self.layer_class(config, context, layer) for layer in range(config.num_layers)]
-        super().__init__(config, context, layers, [usual_rope(config)] * config.num_layers)
+        ropes = [usual_rope(config)] * config.num_layers
+        super().__init__(config, context, partial(self.layer_class, config, context), ropes)
 
 
 def usual_rope(config: ModelConfig) -> RopeConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from quire.attention.latent import ExpansionRule
@@ -86,8 +87,8 @@ class DeepseekForCausalLM(TextDecoder):
         )
         extra = "|".join(str(layer) for layer in range(num_layers, num_layers + num_extra))
         self._extra = re.compile(rf"^model\.layers\.({extra})\." if extra else r"(?!)")
-        layers = [DeepseekLayer(config, context, layer) for layer in range(num_layers)]
-        super().__init__(config, context, layers, [_rope(config, model_fields(config))] * num_layers)
+        ropes = [_rope(config, model_fields(config))] * num_layers
+        super().__init__(config, context, partial(DeepseekLayer, config, context), ropes)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         super().load_weights(self._without_extra(weights), elsewhere)

@@ -5,8 +5,9 @@ A family is a `DenseStyle` (`quire/models/gemma.py` and its neighbours), beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.attention.interface import LengthScale
 from quire.config.families import ARCHITECTURES
@@ -76,8 +77,15 @@ class DenseLayer:
     """Attention and a gated MLP, each with a norm before it, behind it, or both."""
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, layer: int, style: DenseStyle, rope: RopeConfig | None
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        style: DenseStyle,
+        ropes: Sequence[RopeConfig | None],
+        layer: int,
     ) -> None:
+        """ropes: of all layers."""
+        rope = ropes[layer]
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size, names = fields.number("rms_norm_eps", 1e-6), config.hidden_size, style.norms
         self._names, self._family = names, family
@@ -166,8 +174,7 @@ class DenseDecoder(TextDecoder):
     def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         ropes = read_layer_ropes(fields, config.head_dim, family.rope, config.sliding_windows)
-        layers = [DenseLayer(config, context, layer, style, rope) for layer, rope in enumerate(ropes)]
-        super().__init__(config, context, layers, ropes, style.norm)
+        super().__init__(config, context, partial(DenseLayer, config, context, style, ropes), ropes, style.norm)
         self._style = style
 
     def embed(self, token_ids: Indices) -> Value:

@@ -21,7 +21,6 @@ from quire.kernels.cpu.recorder import (
     RecordedProgram,
     RecordedRows,
     Recorder,
-    TorchFunction,
     rounded_rows,
 )
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -82,19 +81,16 @@ class RecordedOverlay:
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self.current: Overlay | None = None
+        self.current: Overlay[torch.Tensor] | None = None
 
-    def put(self, x: Value) -> Buffer:
-        return self._called(lambda rows: cast("torch.Tensor", self._overlay.put(rows)), _recorded(x))
+    def put(self, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.put(rows), x.width, [x])
 
-    def add(self, layer: int, x: Value) -> Buffer:
-        return self._called(lambda rows: cast("torch.Tensor", self._overlay.add(layer, rows)), _recorded(x))
-
-    def _called(self, function: TorchFunction, x: Buffer) -> Buffer:
-        return x.recorder.call_torch(function, x.width, [x])
+    def add(self, layer: int, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.add(layer, rows), x.width, [x])
 
     @property
-    def _overlay(self) -> Overlay:
+    def _overlay(self) -> Overlay[torch.Tensor]:
         assert self.current is not None, "a run brings its overlay"
         return self.current
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -147,8 +148,8 @@ class HybridDecoder(TextDecoder):
     """Rotary positions in the layers with attention alone; the states of the others know the order of tokens."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        layers = [HybridLayer(config, context, layer) for layer in range(config.num_layers)]
-        super().__init__(config, context, layers, [usual_rope(config)] * config.num_layers, UnitOffsetRMSNorm)
+        ropes = [usual_rope(config)] * config.num_layers
+        super().__init__(config, context, partial(HybridLayer, config, context), ropes, UnitOffsetRMSNorm)
         self.draft_head: DraftHead | None = None
         if config.shape.draft_layers:
             layers = _draft_layers(config, replace(context, expert_counts=None))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from quire.layers.batch import ROTARY_AXES
 from quire.models.decoder import LlamaLike
 from quire.models.mixture import MixtureLlama
+from quire.multimodal.positions import ROTARY_COLUMNS
 
 
 class QwenVLText(LlamaLike):
-    columns = ROTARY_AXES
+    columns = ROTARY_COLUMNS
 
 
 class QwenVLMixtureText(MixtureLlama):
-    columns = ROTARY_AXES
+    columns = ROTARY_COLUMNS

@@ -7,17 +7,16 @@ cache's slots, moved by one number, the sequence's shift.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.request import PromptImage
+from quire.step import PromptImage, TokenValues
 
-ROTARY_POSITIONS = "rotary_positions"
-"""The column of positions for rotations alone."""
-ROTARY_AXES = (ROTARY_POSITIONS, "rotary_rows", "rotary_columns")
-"""Columns of the three positions of a token, of a model that takes images."""
+ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
+"""Columns of positions for rotations alone. The last two: rows and columns in the grid of an image's patches, which
+models rotate some elements by (`mrope_section`); of text all three are the same."""
 
 
 def rotary_shift(images: Sequence[PromptImage]) -> int:
@@ -25,15 +24,24 @@ def rotary_shift(images: Sequence[PromptImage]) -> int:
     return sum(max(image.grid[1:]) - image.num_tokens for image in images)
 
 
-def rotary_axes(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
-    """[3, tokens up to the end of the last image]. images: in the order of the prompt."""
-    end = images[-1].end if images else 0
+def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
+    """The positions of the tokens from the first image to the end of the last, by column. images: in the order of the
+    prompt, at least one."""
+    start = images[0].start
+    return {
+        name: TokenValues(start, values[start:].tolist())
+        for name, values in zip(ROTARY_COLUMNS, rotary_positions(images), strict=True)
+    }
+
+
+def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
+    """[3, tokens up to the end of the last image]."""
+    end = images[-1].end
     found = np.repeat(np.arange(end)[None], 3, axis=0)
     shift = 0
     for image in images:
         first, past = image.start, image.end
-        place = np.indices(image.grid).reshape(3, -1)
-        found[:, first:past] = first + shift + place
+        found[:, first:past] = first + shift + np.indices(image.grid).reshape(3, -1)
         shift += max(image.grid[1:]) - image.num_tokens
         found[:, past:] = np.arange(past, end) + shift
     return found

@@ -77,14 +77,9 @@ class PlanBuilder:
     def add_row(self, sequence: Sequence) -> None:
         """Give a sequence a request slot on the workers, with its blocks as they are now."""
         assert sequence.blocks is not None
-        self.new_sequences[sequence.seq_id] = NewSequence(
-            seq_id=sequence.seq_id,
-            token_ids=list(sequence.token_ids),
-            num_prompt_tokens=sequence.request.num_prompt_tokens,
-            block_ids=[list(table) for table in sequence.blocks.tables],
-            sampling=sequence.sampling,
-            columns=dict(sequence.request.row_values),
-            images=sequence.request.images,
+        tables = [list(table) for table in sequence.blocks.tables]
+        self.new_sequences[sequence.seq_id] = sequence.request.new_sequence(
+            sequence.seq_id, list(sequence.token_ids), tables, sequence.sampling
         )
 
     @property

@@ -5,7 +5,9 @@ the columns of its model once: gathering (NumPy, native or on a device), upload,
 programs follow `ColumnValues`, and none of them names a column. A model that reads none pays nothing.
 
 A request brings one 32-bit integer for each column that concerns it (`EngineRequest.columns`), which its row keeps; a
-rule makes the values of its tokens from it. Requests of equal values alone share blocks of the prefix cache.
+rule makes the values of its tokens from it. Where no rule gives them, as positions of an image's patches, the request
+lists those of its tokens (`EngineRequest.token_columns`). Requests of equal values alone share blocks of the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from quire.layers.batch import NO_COLUMNS, ROTARY_AXES
+from quire.layers.batch import NO_COLUMNS
+from quire.multimodal.positions import ROTARY_COLUMNS
+from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
+
+NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
 
 class Rule(IntEnum):
@@ -41,16 +48,16 @@ class Column:
     rule: Rule
 
 
-STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_AXES))
+STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS))
 """`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-`rotary_positions` and the others of ROTARY_AXES: positions for rotations alone, where they differ from those of the KV
-cache's slots."""
+ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots."""
 
 
 class ColumnValues:
     """The columns that one model reads, C of them, and what rows hold of them.
 
-    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64.
+    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: by row, the values of its
+    tokens up to the last that a request lists, in all columns, [C, tokens] int64.
     """
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
@@ -59,23 +66,64 @@ class ColumnValues:
         self.names = tuple(names)
         self.rules = np.array([entries[name].rule for name in names], np.int32)
         self.rows = np.zeros((num_rows, len(names)), np.int64)
+        self.listed: dict[int, np.ndarray] = {}
+        self._num_listed = np.zeros(num_rows, np.int64)
 
-    def set(self, row: int, values: Mapping[str, int]) -> None:
-        """Set the values of a row; 0 for a column that `values` does not name."""
-        if self.names:
-            self.rows[row] = [values.get(name, 0) for name in self.names]
+    def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
+        """Set the values of a row; 0 for a column that `values` does not name. lists: as `token_columns` of
+        NewSequence."""
+        if not self.names:
+            return
+        self.rows[row] = [values.get(name, 0) for name in self.names]
+        self._list(row, None)
+        if lists:
+            count = max(each.end for each in lists.values())
+            of_row = np.tile(self.rows[row], (count, 1))
+            for column, name in enumerate(self.names):
+                of_row[: lists[name].end if name in lists else 0, column] = 0
+            listed = self._ruled(of_row, np.arange(count))
+            for column, name in enumerate(self.names):
+                if name in lists:
+                    listed[column, lists[name].start : lists[name].end] = lists[name].values
+            self._list(row, listed)
 
     def copy(self, source: int, destination: int) -> None:
         self.rows[destination] = self.rows[source]
+        self._list(destination, self.listed.get(source))
+
+    def of_listed(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokens of a batch whose values are listed, [L] int64, and these values, [C, L] int64. None: there are
+        none."""
+        if not self.listed:
+            return None
+        found = np.flatnonzero(batch.starts < self._num_listed[batch.rows])
+        if not len(found):
+            return None
+        starts, ends, first = batch.starts, batch.ends, batch.query_start
+        parts = [self.listed[int(batch.rows[s])][:, starts[s] : ends[s]] for s in found]
+        tokens = [np.arange(first[s], first[s] + part.shape[1]) for s, part in zip(found, parts, strict=True)]
+        return np.concatenate(tokens), np.concatenate(parts, axis=1)
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """The values of a batch's tokens, [T] int64 each."""
         if not self.names:
             return NO_COLUMNS
-        positions, values = batch.positions, np.repeat(self.rows[batch.rows], batch.counts, axis=0)
-        found: dict[str, torch.Tensor] = {}
-        for name, rule, value in zip(self.names, self.rules, values.T, strict=True):
-            if rule == Rule.REACHED:
-                value = ((value > 0) & (positions >= value)).astype(np.int64)
-            found[name] = torch.from_numpy(value + positions if rule == Rule.SHIFTED else value.copy())
+        values = self._ruled(np.repeat(self.rows[batch.rows], batch.counts, axis=0), batch.positions)
+        listed = self.of_listed(batch)
+        if listed is not None:
+            values[:, listed[0]] = listed[1]
+        return dict(zip(self.names, torch.from_numpy(values), strict=True))
+
+    def _ruled(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """values: of their rows, [T, C]; positions: [T]. Returns the tokens', [C, T]."""
+        found = np.ascontiguousarray(values.T)
+        found[self.rules == Rule.SHIFTED] += positions
+        reached = self.rules == Rule.REACHED
+        found[reached] = (found[reached] > 0) & (positions >= found[reached])
         return found
+
+    def _list(self, row: int, listed: np.ndarray | None) -> None:
+        self.listed.pop(row, None)
+        self._num_listed[row] = 0 if listed is None else listed.shape[1]
+        if listed is not None:
+            self.listed[row] = listed

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.models.vision import VisionEncoder
-from quire.multimodal.positions import ROTARY_AXES, rotary_axes
 from quire.multimodal.processors import ImageProcessor, ProcessedImage
-from quire.request import PromptImage
-from quire.step import StepPlan
+from quire.step import PromptImage, StepPlan
 from quire.worker.input_batch import InputBatch
-from quire.worker.overlays import NO_TOKENS, StepOverlay, TokenValues
+from quire.worker.overlays import StepOverlay
 
 CACHE_BYTES = 256 * 2**20
 """Bytes of features that are kept for later steps and requests."""
@@ -35,19 +32,18 @@ class ImageOverlays:
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         """By key, [tokens, feature_size] float32; the last one was used last."""
-        self._sequences: dict[int, _Shown] = {}
+        self._shown: dict[int, list[PromptImage]] = {}
+        """By sequence."""
         self.num_encoded = 0
         """Images that were encoded."""
 
     def of_step(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
-        for seq_id in plan.released if self._sequences else ():
-            self._sequences.pop(seq_id, None)
+        for seq_id in plan.released if self._shown else ():
+            self._shown.pop(seq_id, None)
         for new in plan.new_sequences:
             if new.images:
-                self._sequences[new.seq_id] = _Shown(new.images, rotary_axes(new.images))
-        if not self._sequences:
-            return None
-        return self._overlay(plan, batch)
+                self._shown[new.seq_id] = new.images
+        return self._overlay(plan, batch) if self._shown else None
 
     def weight_bytes(self) -> int:
         """Bytes of the tower's parameters as they are stored."""
@@ -70,32 +66,19 @@ class ImageOverlays:
     def _overlay(self, plan: StepPlan, batch: InputBatch) -> StepOverlay | None:
         rows: list[np.ndarray] = []
         parts: list[torch.Tensor] = []
-        moved_rows: list[np.ndarray] = []
-        moved: list[np.ndarray] = []
         for index, seq_id in enumerate(plan.seq_ids):
-            shown = self._sequences.get(seq_id)
-            start = int(batch.starts[index])
-            if shown is None or start >= shown.axes.shape[1]:
-                continue
+            start, end = int(batch.starts[index]), int(batch.ends[index])
             first_row = int(batch.query_start[index])
-            end = min(int(batch.ends[index]), shown.axes.shape[1])
-            moved_rows.append(np.arange(first_row, first_row + end - start))
-            moved.append(shown.axes[:, start:end])
-            for image in shown.images:
+            for image in self._shown.get(seq_id, ()):
                 first, past = max(start, image.start), min(end, image.end)
                 if first < past:
                     rows.append(np.arange(first_row + first - start, first_row + past - start))
                     parts.append(self._features(image)[first - image.start : past - image.start])
-        if not moved:
+        if not rows:
             return None
         self._trim()
-        values = np.concatenate(moved, axis=1)
-        positions = TokenValues(np.concatenate(moved_rows), dict(zip(ROTARY_AXES, values, strict=True)))
-        if not rows:
-            return StepOverlay(NO_TOKENS, torch.empty(0), {}, positions)
-        size = self._encoder.config.output_size
-        embeddings, *behind = torch.cat(parts).split(size, dim=1)
-        return StepOverlay(np.concatenate(rows), embeddings, dict(enumerate(behind)), positions)
+        embeddings, *behind = torch.cat(parts).split(self._encoder.config.output_size, dim=1)
+        return StepOverlay(np.concatenate(rows), embeddings, dict(enumerate(behind)))
 
     def _features(self, image: PromptImage) -> torch.Tensor:
         """[tokens, feature_size] float32."""
@@ -121,10 +104,3 @@ class ImageOverlays:
         while total > self._cache_bytes:
             _, dropped = self._kept.popitem(last=False)
             total -= dropped.nbytes
-
-
-class _Shown(NamedTuple):
-    """A sequence's images, and the rotation's positions of its tokens up to the end of the last one, [3, tokens]."""
-
-    images: list[PromptImage]
-    axes: np.ndarray

@@ -12,26 +12,14 @@ from quire.layers.batch import RowOverlay
 from quire.step import StepPlan
 from quire.worker.input_batch import InputBatch
 
-NO_TOKENS = np.empty(0, np.int64)
-
-
-class TokenValues(NamedTuple):
-    """Values of step columns in the place of those that follow from rows. tokens: [P] int64, which of the step's T.
-    values: by name of a column that the model reads, [P] int64."""
-
-    tokens: np.ndarray
-    values: Mapping[str, np.ndarray]
-
 
 class StepOverlay(NamedTuple):
     """rows: [O] int64, ascending: which of the step's T tokens. embeddings, behind: as those of RowOverlay, where the
-    model computes. The layers in `behind` are the same in all steps, as each choice of them is a pass of its own.
-    columns: values of step columns (None: all follow from the rows)."""
+    model computes. The layers in `behind` are the same in all steps, as each choice of them is a pass of its own."""
 
     rows: np.ndarray
     embeddings: torch.Tensor
     behind: Mapping[int, torch.Tensor]
-    columns: TokenValues | None = None
 
     def over(self, rows: torch.Tensor) -> RowOverlay:
         """The input of a forward pass. rows: those of this overlay, where the model computes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,14 +89,8 @@ class CpuStep(NamedTuple):
         compute, batch = self.compute, self.batch
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
         inputs = compute.inputs.forward_batch(batch, rows)
-        overlay = batch.overlay
-        if overlay is not None:
-            if overlay.columns is not None:
-                tokens = torch.from_numpy(overlay.columns.tokens)
-                for name, values in overlay.columns.values.items():
-                    cast("torch.Tensor", inputs.columns[name])[tokens] = torch.from_numpy(values)
-            if len(overlay.rows):
-                inputs = inputs.having(overlay=overlay.over(torch.from_numpy(overlay.rows)))
+        if batch.overlay is not None:
+            inputs = inputs.having(overlay=batch.overlay.over(torch.from_numpy(batch.overlay.rows)))
         return compute.model.forward(inputs).hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:

@@ -19,8 +19,8 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
-from quire.step import StepPlan
-from quire.worker.columns import ColumnValues
+from quire.step import StepPlan, TokenValues
+from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.drafts import Accepted, Placed
 from quire.worker.graph_dispatch import Execution, choose_execution
@@ -78,8 +78,8 @@ class StagedColumns:
         if self.drafts is not None:
             self._writes.write(self.arena.drafts.computed + row, [NOT_COMPUTED])
 
-    def write_values(self, row: int, values: Mapping[str, int]) -> None:
-        self.values.set(row, values)
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
+        self.values.set(row, values, lists)
         self._writes.write(self.arena.values_offset(row), self.values.rows[row].copy())
 
     def copy_values(self, source: int, destination: int) -> None:
@@ -134,7 +134,7 @@ class DeviceCompute:
         upload.begin()
         writes.add_to(upload)
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
-        columns = add_columns(batch, upload)
+        columns = add_columns(batch, upload, self.columns.values)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         overlaid = None if batch.overlay is None else upload.add(batch.overlay.rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples.columns]
