@@ -6,8 +6,9 @@ import enum
 
 import msgspec
 
+from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams, ThinkingBudget
-from quire.step import PromptImage, TokenValues
+from quire.step import TokenValues
 
 MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""

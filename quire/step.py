@@ -40,6 +40,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams
 
 BlockKey: TypeAlias = tuple[int, bytes]
@@ -113,31 +114,6 @@ class TokenValues(msgspec.Struct, array_like=True, frozen=True):
     @property
     def end(self) -> int:
         return self.start + len(self.values)
-
-
-class PromptImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image in a prompt: a run of placeholders stands for it."""
-
-    start: int
-    """Position of the first placeholder."""
-    grid: tuple[int, int, int]
-    """Frames, rows and columns of tokens."""
-    key: bytes
-    """What tells its content from that of others (quire/multimodal/processors.py)."""
-    pixels: bytes
-    """[height, width, 3] uint8, resized."""
-    size: tuple[int, int]
-    """Height and width."""
-
-    @property
-    def num_tokens(self) -> int:
-        frames, rows, columns = self.grid
-        return frames * rows * columns
-
-    @property
-    def end(self) -> int:
-        """Position behind the last placeholder."""
-        return self.start + self.num_tokens
 
 
 class NewSequence(msgspec.Struct, array_like=True):

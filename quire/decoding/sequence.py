@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
-from quire.multimodal.positions import ROTARY_COLUMNS, rotary_shift, rotary_values
+from quire.multimodal.positions import image_keys
 from quire.request import EngineRequest, FinishReason
-from quire.step import NewSequence, SequenceSampling
+from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
@@ -245,11 +245,7 @@ class Request:
 
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
-        counts from the block on in which it is first read.
-
-        An image's content and its place in the block are a key of each block that has one of its placeholders. What is
-        before an image depends on none, and the positions of tokens follow from the images before them: prompts of
-        equal beginnings share these, whatever images follow."""
+        counts from the block on in which it is first read."""
         if not self.columns and not self.token_columns and not self.images:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
@@ -261,21 +257,9 @@ class Request:
                 start = max(block * block_size, listed.start)
                 own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
                 keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
-        for image in self.images:
-            for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
-                keys[block] += (b"image" + struct.pack("<q", image.start - block * block_size) + image.key,)
+        for block, key in image_keys(self.images, block_size):
+            keys[block] += (key,)
         return keys
-
-    def new_sequence(
-        self, seq_id: int, token_ids: list[int], block_ids: list[list[int]], sampling: SequenceSampling
-    ) -> NewSequence:
-        """What the workers are told of one of its sequences."""
-        columns, token_columns = dict(self.columns), dict(self.token_columns)
-        if self.images:
-            columns |= dict.fromkeys(ROTARY_COLUMNS, rotary_shift(self.images))
-            token_columns |= rotary_values(self.images)
-        prompt = self.num_prompt_tokens
-        return NewSequence(seq_id, token_ids, prompt, block_ids, sampling, columns, token_columns, self.images)
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -19,9 +19,9 @@ from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
+from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
-from quire.step import PromptImage
 from quire.structured_output.writer import GrammarWriter
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.conversation import Conversation

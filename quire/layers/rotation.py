@@ -14,12 +14,6 @@ class Rotation:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    @classmethod
-    def of(cls, angles: torch.Tensor, magnitude: float, dtype: torch.dtype) -> Rotation:
-        """angles: [T, rotary_dim / 2] float32. magnitude: factor of cos and sin."""
-        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-        return cls(torch.cat((cos, cos), dim=-1).to(dtype)[:, None], torch.cat((-sin, sin), dim=-1).to(dtype)[:, None])
-
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
         rotary_dim = self.cos.shape[-1]

@@ -204,7 +204,7 @@ class TorchVision:
         with torch.inference_mode():
             inputs, positions = tower.inputs(grids)
             step = EncoderAttention().plan(inputs.attention_batch)
-            rotation = Rotation.of(inputs.angles, 1.0, dtype)
+            rotation = torch_rotation(inputs.angles, dtype)
             x = tower.embed(patches.to(dtype), positions)
             deepstack = []
             for stage in range(len(tower.stages)):
@@ -217,6 +217,12 @@ class TorchVision:
 
     def _merged(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, self.config.merged_size)
+
+
+def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """angles: [T, rotary_dim / 2] float32."""
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None])
 
 
 def split_features(parts: Sequence[torch.Tensor], grids: Sequence[Grid], config: VisionConfig) -> list[torch.Tensor]:

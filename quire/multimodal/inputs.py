@@ -12,7 +12,7 @@ from quire.config.vision import VisionConfig, read_vision
 from quire.errors import UserError
 from quire.multimodal.decoding import DEFAULT_LIMITS, ImageLimits, decode_image, read_data_url, read_pixels
 from quire.multimodal.processors import QwenProcessor, has_settings, read_qwen_processor
-from quire.step import PromptImage
+from quire.prompt_image import PromptImage
 
 VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
 """Language models whose vision towers run."""

@@ -7,21 +7,42 @@ cache's slots, moved by one number, the sequence's shift.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.step import PromptImage, TokenValues
+from quire.prompt_image import PromptImage
+from quire.step import TokenValues
 
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
 """Columns of positions for rotations alone. The last two: rows and columns in the grid of an image's patches, which
 models rotate some elements by (`mrope_section`); of text all three are the same."""
 
 
+def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple[int, bytes]]:
+    """(block, key) of each block of the prefix cache that has placeholders of an image: its content, and its place in
+    the block. What is before an image depends on none, and the positions of tokens follow from the images before them:
+    prompts of equal beginnings share these, whatever images follow."""
+    for image in images:
+        for block in range(image.start // block_size, (image.end - 1) // block_size + 1):
+            yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key
+
+
 def rotary_shift(images: Sequence[PromptImage]) -> int:
     """How far positions are moved behind all images; at most 0 for images of one frame."""
     return sum(max(image.grid[1:]) - image.num_tokens for image in images)
+
+
+def with_positions(
+    images: Sequence[PromptImage], columns: Mapping[str, int], token_columns: Mapping[str, TokenValues]
+) -> tuple[dict[str, int], dict[str, TokenValues]]:
+    """The values of step columns that a sequence's row has, those of its request included."""
+    if not images:
+        return dict(columns), dict(token_columns)
+    shift = dict.fromkeys(ROTARY_COLUMNS, rotary_shift(images))
+    return {**columns, **shift}, {**token_columns, **rotary_values(images)}
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:

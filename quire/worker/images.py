@@ -9,7 +9,8 @@ import torch
 
 from quire.models.vision import VisionEncoder
 from quire.multimodal.processors import ImageProcessor, ProcessedImage
-from quire.step import PromptImage, StepPlan
+from quire.prompt_image import PromptImage
+from quire.step import StepPlan
 from quire.worker.input_batch import InputBatch
 from quire.worker.overlays import StepOverlay
 
