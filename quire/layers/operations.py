@@ -16,13 +16,12 @@ from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
-from quire.layers.rotation import Rotation
+from quire.layers.rotation import DeviceRotation, Rotation
 from quire.layers.states import StateOperations, TorchStates
 from quire.parallel.interface import ProcessGroup
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.recorder import Buffer
-    from quire.layers.device_cache import DeviceRotation
 
 
 def require_equal_widths(heads: HeadWeights, backend: str) -> None:
@@ -121,7 +120,7 @@ class Operations(
         ...
 
 
-RotationTable: TypeAlias = Union[Rotation, "DeviceRotation", "Buffer"]
+RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
 """What `Operations.rotation` returned."""
 
 LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable, PlannedStep]

@@ -171,8 +171,8 @@ class Recorder:
         runtime: NativeRuntime,
         max_rows: int,
         scratch: Scratch | None = None,
-        others: Sequence[Buffer] = (),
         arena: Scratch | None = None,
+        others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
         """Place the buffers and build the program. result, others: kept whole to the end of a run. scratch: working
         memory of the kernels, arena: memory of the placeholders, shared with other programs (None: of its own). A
@@ -431,6 +431,5 @@ class RecordedProgram:
         return [rows.get(num_read if is_gathered else num_rows) for rows, is_gathered in self._results]
 
     def _rows_of(self, buffer: Buffer) -> FirstRows:
-        first = buffer.offset * self.max_rows
-        rows = self._arena.floats(first, self.max_rows * buffer.stride)
+        rows = self._arena.floats(buffer.offset * self.max_rows, self.max_rows * buffer.stride)
         return FirstRows(rows.view(self.max_rows, buffer.stride)[:, : buffer.width])

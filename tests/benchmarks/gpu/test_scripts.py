@@ -133,7 +133,7 @@ def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, 
         run(drafts)
     found = records.read(tmp_path / "results.jsonl")
     assert "error" in found.pop()
-    text = summarize([*found, {"part": "drafts", "what": "clocks"}], [], tmp_path)
+    text = summarize([*found, {"part": "drafts", "what": "clocks", "after": {}}], [], tmp_path)
     assert "4 of 9 accepted, 100.00 ms a step (100.00 without), 1.00 x the tokens/s OTHER TOKENS in 1 of 2" in text
     runs[3] = ([[1, 2], [3, 4]], 9, 9)
     with pytest.raises(RuntimeError, match="9 of 9 drafts were accepted"):
