@@ -20,7 +20,7 @@ from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from quire.worker.images import ImageOverlays
 from tests.models.harness import randomize, save
-from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl
+from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl, qwen3_vl_moe
 from tests.multimodal.pictures import draw, encoded
 
 NUM_TOKENS = 6
@@ -88,7 +88,7 @@ def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
 
 def engine(directory: Path, **options: Any) -> LLM:
     settings = {"max_num_seqs": 4, "num_blocks_override": 120, "block_size": 4, "skip_tokenizer_init": True}
-    return LLM(str(directory), dtype="float32", **{**settings, "matmul_precision": "float32", **options})
+    return LLM(str(directory), **{**settings, "dtype": "float32", "matmul_precision": "float32", **options})
 
 
 def tokens(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -163,6 +163,41 @@ def test_a_chat_that_grows_by_a_picture(directory: Path, model: PreTrainedModel)
             assert llm.stats()["prefix_cache_hits_total"] - before >= num_cached
             num_cached = len(output.prompt_token_ids or ()) // 4 * 4
         assert num_cached > 40
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    model = randomize(qwen3_vl_moe())
+    save(model, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    with engine(tmp_path, max_num_batched_tokens=16) as llm:
+        assert tokens(llm, PROMPTS[:2]) == [generated(model, each) for each in PROMPTS[:2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queue_depth": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+        {"quantization": "w8a8", "dtype": "bfloat16", "matmul_precision": "auto"},
+    ],
+    ids=["two steps in flight", "drafts", "quantised"],
+)
+def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options: dict[str, Any]) -> None:
+    with engine(directory, max_num_batched_tokens=16, **options) as llm:
+        beside = tokens(llm, PROMPTS)
+        assert tokens(llm, PROMPTS) == beside
+    with engine(directory, enable_prefix_caching=False, **options) as llm:
+        assert [tokens(llm, [each])[0] for each in PROMPTS] == beside
+
+
+def test_blocks_come_back_from_disk(directory: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """They are found by the pictures' content, in another engine, whose tower then has nothing to do."""
+    options = {"kv_offload_dir": str(tmp_path), "swap_space": 2**22, "num_blocks_override": 40}
+    with engine(directory, **options) as llm:
+        assert tokens(llm, PROMPTS) == expected
+    with engine(directory, **options) as llm:
+        assert tokens(llm, [PROMPTS[2]]) == [expected[2]]
+        assert tokens(llm, [PROMPTS[0]]) == [expected[0]]
 
 
 def test_several_samples_and_scored_prompts(llm: LLM, expected: list[list[int]]) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from quire.models.vision_grid import Grid
 from tests.models.families import SMALL
@@ -40,6 +46,13 @@ def qwen3_vl(**vision: object) -> PreTrainedModel:
     text = {**SMALL, "head_dim": 16, "rope_parameters": ROPE}
     config = Qwen3VLConfig(text_config=text, vision_config={**VISION, **vision}, image_token_id=IMAGE_TOKEN)
     return Qwen3VLForConditionalGeneration(config)
+
+
+def qwen3_vl_moe() -> PreTrainedModel:
+    text = {**SMALL, "head_dim": 16, "rope_parameters": ROPE, "moe_intermediate_size": 20, "num_experts": 4}
+    text |= {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=VISION, image_token_id=IMAGE_TOKEN)
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def random_patches(grids: Sequence[Grid], seed: int = 0, values: int = PATCH_VALUES) -> torch.Tensor:
