@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -265,6 +266,91 @@ def test_a_model_without_settings_of_images_is_one_of_text(
             tokens(llm, [PROMPTS[0]])
         with pytest.raises(UserError, match="multi_modal_data is not supported"):
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
+    "{% endif %} {% endfor %}{% endif %} {% endfor %}w8"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The same model with a tokenizer, whose words are w0, w1 and so on, and a template."""
+    path = tmp_path_factory.mktemp("qwen3-vl-chat")
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        (path / name).symlink_to(directory / name)
+    words = {f"w{number}": number for number in range(97)}
+    words |= {"<s>": START, "</s>": END, "<image>": IMAGE_TOKEN}
+    numbers = {number: word for word, number in words.items()}
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in numbers.items()}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+    )
+    with engine(path, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+def picture(image: Image.Image) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_text_with_placeholders(chatting: LLM, expected: list[list[int]]) -> None:
+    given = {"prompt": "w5 w6 w7 <s> <image> </s> w8 w9", "multi_modal_data": {"image": WIDE}}
+    assert tokens(chatting, [given]) == expected[:1]
+
+
+def test_a_chat_with_pictures(chatting: LLM, model: PreTrainedModel) -> None:
+    """In several messages, also in what a tool returns, in every form of a part."""
+    text = {"type": "text", "text": "w5"}
+    messages = [
+        {"role": "user", "content": [text, picture(WIDE), {"type": "image_pil", "image_pil": TALL}]},
+        {"role": "assistant", "content": "w6"},
+        {"role": "tool", "content": [{"type": "image", "image": np.asarray(SMALL)}, text]},
+    ]
+    (output,) = chatting.chat(messages, GREEDY, use_tqdm=False)
+    same = prompt(5, WIDE, TALL, 6, SMALL, 5, 8)
+    assert list(output.outputs[0].token_ids) == generated(model, same)
+    assert len(output.prompt_token_ids or ()) == 4 + 3 * 2 + 18 + 10 + 1
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}},
+            r"image\[0\]: a data URL of an image",
+        ),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, r"image\[0\]: a data URL of an image"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+            r"image\[0\]: the image is damaged",
+        ),
+        ({"type": "image_url"}, r"messages\[0\]\.content\[0\]: .* needs a image_url"),
+        (
+            {"type": "image_url", "image_url": {"url": "x", "detail": "low"}},
+            r"content\[0\]\.image_url: 'detail' is not",
+        ),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "content parts of type 'video_url' are not supported"),
+    ],
+)
+def test_parts_that_are_refused(chatting: LLM, part: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chatting.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_a_template_that_takes_text_alone_refuses_pictures(chatting: LLM) -> None:
+    with pytest.raises(UserError, match="refuses these messages: it takes text alone"):
+        chatting.chat(
+            [{"role": "user", "content": [picture(WIDE)]}],
+            GREEDY,
+            use_tqdm=False,
+            chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+        )
 
 
 def overlays(llm: LLM) -> ImageOverlays:
