@@ -156,7 +156,7 @@ class InputProcessor:
         token_ids = self._tokens(content, params, add_special_tokens)
         images: list[PromptImage] = []
         if isinstance(prompt, Mapping) and (given := prompt.get("multi_modal_data")):
-            token_ids, images = self._place_images(token_ids, images_of(given), params)
+            token_ids, images = self._place_images(token_ids, given, params)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(
@@ -298,12 +298,14 @@ class InputProcessor:
         return token_ids
 
     def _place_images(
-        self, token_ids: list[int], images: list[Any], params: SamplingParams
+        self, token_ids: list[int], given: object, params: SamplingParams
     ) -> tuple[list[int], list[PromptImage]]:
-        """As ImageInputs.place. Raises PromptTooLongError, too."""
+        """As ImageInputs.place. given: a prompt's `multi_modal_data`. Raises PromptTooLongError, too."""
         if params.truncate_prompt_tokens is not None:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
-        token_ids, placed = self.images.place(token_ids, images, IMAGES)
+        if isinstance(self.images, NoImages):
+            raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
+        token_ids, placed = self.images.place(token_ids, images_of(given), IMAGES)
         self._check_room(token_ids)
         return token_ids, placed
 

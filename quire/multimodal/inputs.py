@@ -23,13 +23,9 @@ IMAGES = "multi_modal_data.image"
 
 @dataclass(frozen=True)
 class NoImages:
-    """The ImageInputs of a model that is given none. reason: why."""
+    """In the place of ImageInputs, for a model that is given no images. reason: why."""
 
     reason: str = TEXT_ALONE
-
-    def place(self, token_ids: list[int], images: Sequence[Any], where: str) -> tuple[list[int], list[PromptImage]]:
-        """Raises UserError."""
-        raise UserError(f"{where} is not supported: {self.reason}", param=where)
 
 
 @dataclass(frozen=True)
