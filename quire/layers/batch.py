@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
 from quire.kernels.value import Indices, ReadRows, Value
+from quire.layers.overlay import NO_ROWS, Overlay, ValueT
 from quire.multimodal.positions import GRID_POSITIONS, ROTARY_POSITIONS
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
-NO_TAPS: Mapping[int, Any] = MappingProxyType({})
-ValueT = TypeVar("ValueT", bound=Value)
-
-
-class Overlay(Protocol[ValueT]):
-    """Rows that take the place of some tokens' embeddings (an image's), and rows that are added to the same tokens
-    behind layers."""
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """Layers behind which rows are added, by their numbers; the last of a model is none of them."""
-        ...
-
-    def put(self, x: ValueT) -> ValueT:
-        """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
-        ...
-
-    def add(self, layer: int, x: ValueT) -> ValueT:
-        """x, [T, size], the result of `layer`, with the rows added. x is used up."""
-        ...
 
 
 class ForwardBatch(NamedTuple):
@@ -80,42 +61,7 @@ class ForwardBatch(NamedTuple):
 
 
 class ForwardResult(NamedTuple, Generic[ValueT]):
-    """What a forward pass computes. hidden: [R, output_size], of the tokens that are read. tapped: by number of a
-    layer, its result, [T, size]; of a model's last layer [R, size], before the final norm."""
+    """hidden: [R, output_size], of the tokens that are read. tapped: by number of a layer, its result, [T, size]."""
 
     hidden: ValueT
-    tapped: Mapping[int, ValueT] = NO_TAPS
-
-
-class RowOverlay(NamedTuple):
-    """An Overlay of tensors. rows: [O] int64, distinct, on the tensors' device: which of the T tokens. embeddings: [O,
-    size]. behind: by number of a layer, what is added to its result, [O, size]."""
-
-    rows: torch.Tensor
-    embeddings: torch.Tensor
-    behind: Mapping[int, torch.Tensor] = NO_TAPS
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(self.behind)
-
-    def put(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_copy_(0, self.rows, self.embeddings.to(x.dtype))
-
-    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        summed = x.index_select(0, self.rows) + self.behind[layer].to(x.dtype)
-        return x.index_copy_(0, self.rows, summed)
-
-
-class TokenColumns(NamedTuple):
-    """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
-    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
-
-    token_ids: torch.Tensor
-    others: Mapping[str, torch.Tensor] = NO_COLUMNS
-    hidden: torch.Tensor | None = None
-
-
-def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Columns of a dummy pass over `token_ids`, [T]: zeros."""
-    return {name: torch.zeros_like(token_ids) for name in names}
+    tapped: Mapping[int, ValueT] = NO_ROWS

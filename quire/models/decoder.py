@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import partial
@@ -21,7 +20,7 @@ from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
@@ -48,12 +47,15 @@ class DecoderLayer(Protocol):
         ...
 
 
-class Decoder(ABC):
+class Decoder:
     """A model as a list of layers: rows enter (embeddings, or the hidden states of the stage before), pass through the
-    layers, and leave (a final norm). A subclass says how tokens are embedded."""
+    layers, and leave (a final norm)."""
 
     columns: tuple[str, ...] = ()
     """As those of CausalLM."""
+    _tokens: Embedding
+    _norm: RMSNorm | LayerNorm | None = None
+    """Of the last layer's results."""
 
     def __init__(
         self,
@@ -95,9 +97,9 @@ class Decoder(ABC):
         view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
         return view
 
-    @abstractmethod
     def embed(self, token_ids: Indices) -> Value:
         """[T] -> [T, size]: the rows that an overlay is put over."""
+        return self._tokens(token_ids)
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         """What the first layer takes. x: [T, size], the tokens' embeddings."""
@@ -105,7 +107,7 @@ class Decoder(ABC):
 
     def leave(self, x: Value) -> Value:
         """[R, size] -> [R, output_size], of the last layer's results."""
-        return x
+        return x if self._norm is None else self._norm(x)
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
@@ -115,7 +117,7 @@ class Decoder(ABC):
         rotations = {each: None if each is None else each(*positions) for each in used}
         overlaid = () if overlay is None else overlay.layers
         last = numbers[-1] if self._is_end else None
-        assert last not in overlaid, "rows are added behind layers before the last"
+        assert last not in (*overlaid, *batch.taps), "the last layer computes the rows that are read alone"
         tapped: dict[int, Value] = {}
         for number in numbers:
             rotation, rows = rotations[self._rotaries[number]], batch.logits_rows if number == last else None
@@ -169,25 +171,19 @@ class TextDecoder(Decoder):
     ) -> None:
         """make_layer: from a layer's number. ropes: the rotation of each layer, None for a layer without. norm: of the
         final norm."""
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
         super().__init__(
             [make_layer(number) for number in range(len(ropes))],
             "model.layers",
-            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
             context,
             [made[rope] for rope in ropes],
         )
         self._norm = norm(config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.embed_tokens", self._tokens.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())
-
-    def embed(self, token_ids: Indices) -> Value:
-        return self._embedding(token_ids)
-
-    def leave(self, x: Value) -> Value:
-        return self._norm(x)
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:

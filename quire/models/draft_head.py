@@ -44,7 +44,7 @@ class DraftHead(Decoder):
         super().__init__(layers, "layers", head, CheckpointNames.of(config), context, [rotary] * len(layers))
         epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
         self._size = size = config.hidden_size
-        self._embedding = embedding
+        self._tokens = embedding
         self._token_norm, self._hidden_norm, self._norm = (UnitOffsetRMSNorm(size, epsilon, context) for _ in range(3))
         # The two halves of one matrix, so that no kernel puts vectors side by side.
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
@@ -64,15 +64,12 @@ class DraftHead(Decoder):
         return view
 
     def embed(self, token_ids: Indices) -> Value:
-        return self._from_token(self._token_norm(self._embedding(token_ids)))
+        return self._from_token(self._token_norm(self._tokens(token_ids)))
 
     def first_rows(self, batch: ForwardBatch) -> Value:
         assert batch.hidden is not None, "a guess follows hidden states"
         tokens = self.embed(batch.token_ids)
         return self._operations.add(tokens, self._from_hidden(self._hidden_norm(batch.hidden)))
-
-    def leave(self, x: Value) -> Value:
-        return self._norm(x)
 
     def _load_halves(self, tensor: WeightSource) -> None:
         for half, matrix in enumerate((self._from_token, self._from_hidden)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.config.model import ModelConfig
-from quire.kernels.value import Indices, Value
+from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.embedding import Embedding
@@ -57,9 +57,6 @@ class Encoder(Decoder):
 
     def cache_specs(self) -> list[LayerSpec]:
         return []
-
-    def embed(self, token_ids: Indices) -> Value:
-        return self._tokens(token_ids)
 
 
 def encoder_heads(config: ModelConfig, window: int | None = None) -> EncoderHeads:

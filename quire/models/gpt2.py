@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import Indices, ReadRows, Value
+from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
@@ -73,11 +73,5 @@ class GPT2LMHeadModel(Decoder):
         self.slots |= prefixed("transformer.wpe", self._positions.slots())
         self.slots |= prefixed("transformer.ln_f", self._norm.slots())
 
-    def embed(self, token_ids: Indices) -> Value:
-        return self._tokens(token_ids)
-
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         return self._positions(batch.slot_positions, onto=x)
-
-    def leave(self, x: Value) -> Value:
-        return self._norm(x)

@@ -44,7 +44,7 @@ class CausalLM(Protocol):
     def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
         """batch: of tensors. Returns the last hidden states (after the final norm) of the tokens that
         `batch.logits_rows` names, [R, output_size], or of all, [T, output_size], and what `batch.taps` asks for; the
-        next call may overwrite them. Raises AssertionError for optional records that the model does not compute."""
+        next call may overwrite them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

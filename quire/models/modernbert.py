@@ -97,17 +97,14 @@ class ModernBertModel(Encoder):
             for is_sliding in sorted(set(sliding))
         }
         super().__init__(config, context, layers, "model.layers", head, [rotaries[each] for each in sliding])
+        self._input_norm = make_norm(fields, size, context)
         self._norm = make_norm(fields, size, context)
-        self._final_norm = make_norm(fields, size, context)
         self.slots |= prefixed("model.embeddings.tok_embeddings", self._tokens.slots())
-        self.slots |= prefixed("model.embeddings.norm", self._norm.slots())
-        self.slots |= prefixed("model.final_norm", self._final_norm.slots())
+        self.slots |= prefixed("model.embeddings.norm", self._input_norm.slots())
+        self.slots |= prefixed("model.final_norm", self._norm.slots())
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
-        return self._norm(x)
-
-    def leave(self, x: Value) -> Value:
-        return self._final_norm(x)
+        return self._input_norm(x)
 
 
 class ModernBertForSequenceClassification(ModernBertModel):

@@ -26,7 +26,8 @@ from quire.kernels.cpu.recorder import (
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch, ForwardResult, Overlay
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import Overlay
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import WeightSource
 

@@ -105,6 +105,5 @@ class OPTForCausalLM(Decoder):
         return self._positions(batch.slot_positions + POSITION_OFFSET, onto=x)
 
     def leave(self, x: Value) -> Value:
-        if self._norm is not None:
-            x = self._norm(x)
+        x = super().leave(x)
         return x if self._project_out is None else self._project_out(x)

@@ -153,7 +153,7 @@ class HybridDecoder(TextDecoder):
         self.draft_head: DraftHead | None = None
         if config.shape.draft_layers:
             layers = _draft_layers(config, replace(context, expert_counts=None))
-            self.draft_head = DraftHead(config, layers, self._embedding, self._rotaries[0], self._head, context)
+            self.draft_head = DraftHead(config, layers, self._tokens, self._rotaries[0], self._head, context)
             self.slots |= prefixed("mtp", self.draft_head.slots)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:

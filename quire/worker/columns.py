@@ -24,6 +24,7 @@ from quire.layers.batch import NO_COLUMNS
 from quire.multimodal.positions import ROTARY_COLUMNS
 from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
+from quire.worker.listed_values import ListedValues
 
 NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
@@ -56,8 +57,7 @@ ROTARY_COLUMNS: positions for rotations alone, where they differ from those of t
 class ColumnValues:
     """The columns that one model reads, C of them, and what rows hold of them.
 
-    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: by row, the values of its
-    tokens up to the last that a request lists, in all columns, [C, tokens] int64.
+    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: what no rule gives.
     """
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
@@ -66,8 +66,7 @@ class ColumnValues:
         self.names = tuple(names)
         self.rules = np.array([entries[name].rule for name in names], np.int32)
         self.rows = np.zeros((num_rows, len(names)), np.int64)
-        self.listed: dict[int, np.ndarray] = {}
-        self._num_listed = np.zeros(num_rows, np.int64)
+        self.listed = ListedValues(num_rows)
 
     def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
         """Set the values of a row; 0 for a column that `values` does not name. lists: as `token_columns` of
@@ -75,41 +74,19 @@ class ColumnValues:
         if not self.names:
             return
         self.rows[row] = [values.get(name, 0) for name in self.names]
-        self._list(row, None)
-        if lists:
-            count = max(each.end for each in lists.values())
-            of_row = np.tile(self.rows[row], (count, 1))
-            for column, name in enumerate(self.names):
-                of_row[: lists[name].end if name in lists else 0, column] = 0
-            listed = self._ruled(of_row, np.arange(count))
-            for column, name in enumerate(self.names):
-                if name in lists:
-                    listed[column, lists[name].start : lists[name].end] = lists[name].values
-            self._list(row, listed)
+        named = [lists.get(name) for name in self.names]
+        self.listed.set(row, named, lambda of_rows: self._ruled(of_rows, np.arange(len(of_rows))), self.rows[row])
 
     def copy(self, source: int, destination: int) -> None:
         self.rows[destination] = self.rows[source]
-        self._list(destination, self.listed.get(source))
-
-    def of_listed(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of a batch whose values are listed, [L] int64, and these values, [C, L] int64. None: there are
-        none."""
-        if not self.listed:
-            return None
-        found = np.flatnonzero(batch.starts < self._num_listed[batch.rows])
-        if not len(found):
-            return None
-        starts, ends, first = batch.starts, batch.ends, batch.query_start
-        parts = [self.listed[int(batch.rows[s])][:, starts[s] : ends[s]] for s in found]
-        tokens = [np.arange(first[s], first[s] + part.shape[1]) for s, part in zip(found, parts, strict=True)]
-        return np.concatenate(tokens), np.concatenate(parts, axis=1)
+        self.listed.copy(source, destination)
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """The values of a batch's tokens, [T] int64 each."""
         if not self.names:
             return NO_COLUMNS
         values = self._ruled(np.repeat(self.rows[batch.rows], batch.counts, axis=0), batch.positions)
-        listed = self.of_listed(batch)
+        listed = self.listed.of_batch(batch)
         if listed is not None:
             values[:, listed[0]] = listed[1]
         return dict(zip(self.names, torch.from_numpy(values), strict=True))
@@ -121,9 +98,3 @@ class ColumnValues:
         reached = self.rules == Rule.REACHED
         found[reached] = (found[reached] > 0) & (positions >= found[reached])
         return found
-
-    def _list(self, row: int, listed: np.ndarray | None) -> None:
-        self.listed.pop(row, None)
-        self._num_listed[row] = 0 if listed is None else listed.shape[1]
-        if listed is not None:
-            self.listed[row] = listed

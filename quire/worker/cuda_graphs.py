@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.attention.device_batch import DeviceBatch, StateKernels
+from quire.attention.device_batch import NO_PROMPTS, DeviceBatch, StateKernels, TokenColumns
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
 from quire.kernels.arguments import HeadWeights
-from quire.layers.batch import ForwardBatch, ForwardResult, RowOverlay, TokenColumns
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import RowOverlay
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
-from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind
+from quire.worker.graph_dispatch import Execution, ExecutionSettings
 from quire.worker.platform.graph_capture import Graph, GraphCapture, capturing
 
 logger = get_logger(__name__)
@@ -86,9 +87,10 @@ class CudaGraphRunner:
     ) -> None:
         """capture: None where there are no graphs; then `settings` must allow none."""
         self.settings = settings
+        self._all = settings.executions()
+        assert capture is not None or not self._all, "CUDA graph sizes are configured, but no GraphCapture was given"
         largest_piecewise = max(settings.piecewise_sizes, default=0)
-        largest = max(largest_piecewise, *settings.full_sizes, 0)
-        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
+        largest = max((each.num_tokens for each in self._all), default=0)
         self.model = model
         self._backends = backends
         self._longest = shape.longest
@@ -99,13 +101,13 @@ class CudaGraphRunner:
         self._results: list[torch.Tensor] = []
         """Of captured passes: [largest, size] each, the hidden states and what is tapped."""
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
-        self._captured: dict[_Key, _CapturedPass] = {}
-        piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
-        full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
+        self._captured: dict[Execution, _CapturedPass] = {}
+        pieces = [each for each in self._all if each.kind == "piecewise"]
+        full = [each for each in self._all if each.kind == "full"]
+        full.sort(key=lambda each: each.num_tokens, reverse=True)
         # Largest first: the others then fit into its memory.
-        self._at_start = (*piecewise[:1], *full)
-        self._all = (*self._at_start, *piecewise[1:])
-        self._wanted = list(self._all)
+        self._at_start = (*pieces[:1], *full)
+        self._wanted = [*self._at_start, *pieces[1:]]
 
     @property
     def num_captured(self) -> int:
@@ -145,8 +147,9 @@ class CudaGraphRunner:
         if execution.kind == "full":
             assert overlay is None, "an overlay's rows are applied between pieces"
             # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
-            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
-        key = execution.kind, execution.num_tokens, None if overlay is None else overlay.layers
+            rows = execution.num_tokens // execution.num_seqs
+            batch = replace(batch, max_query_len=rows, max_seq_len=self._longest, host=NO_PROMPTS)
+        key = replace(execution.captured_as, overlaid=None if overlay is None else overlay.layers)
         captured = self._captured.get(key)
         if captured is None:
             result = self._forward(batch, columns, None, overlay)
@@ -183,8 +186,8 @@ class CudaGraphRunner:
         inputs = self._backends.forward_batch(columns, batch, rows)
         return self.model.forward(inputs._replace(overlay=overlay, taps=self._taps))
 
-    def _capture(self, key: _Key, batch: DeviceBatch, columns: TokenColumns) -> None:
-        self._wanted = [each for each in self._wanted if (each.kind, each.num_tokens, None) != key]
+    def _capture(self, key: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
+        self._wanted = [each for each in self._wanted if each != key]
         if self._capture_of is None:
             return
         captured = self._try_capture(self._capture_of, key, batch, columns)
@@ -205,15 +208,14 @@ class CudaGraphRunner:
         self._captured[key] = captured
 
     def _try_capture(
-        self, capture: GraphCapture, key: _Key, batch: DeviceBatch, columns: TokenColumns
+        self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
         """None when memory has run out."""
-        kind, _, overlaid = key
         try:
             with capturing(capture):
-                if kind == "full":
+                if key.kind == "full":
                     return self._capture_full(capture, batch, columns)
-                return self._capture_pieces(capture, batch, columns, overlaid)
+                return self._capture_pieces(capture, batch, columns, key.overlaid)
         except torch.OutOfMemoryError:
             return None
 
@@ -238,10 +240,6 @@ class CudaGraphRunner:
         """Copy what a captured pass computes to where every pass leaves it."""
         for kept, computed in zip(self._results, (result.hidden, *result.tapped.values()), strict=True):
             kept[:num_tokens].copy_(computed)
-
-
-_Key = tuple[Kind, int, tuple[int, ...] | None]
-"""A kind of passes, its number of tokens, and the layers behind which an overlay adds rows (None: there is none)."""
 
 
 class _CapturedPass(Protocol):
@@ -305,7 +303,7 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: qkv.shape[0]]
+        out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend", (heads,), qkv, rotation, out)
         return out
 
@@ -315,7 +313,7 @@ class _Pieces:
     def attend_cached(
         self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: query.shape[0]]
+        out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend_cached", (heads,), query, rotation, out)
         return out
 
@@ -327,7 +325,7 @@ class _Pieces:
         selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = self._attended[: inputs[0].shape[0]]
+        out = self._part(inputs[0], shape.num_heads * shape.rank)
         self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
 
@@ -339,8 +337,7 @@ class _Pieces:
         rotation: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, width = inputs[0].shape[0], shape.num_heads * expansion.value_dim
-        out = self._attended.view(-1)[: num_tokens * width].view(num_tokens, width)
+        out = self._part(inputs[0], shape.num_heads * expansion.value_dim)
         self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
         return out
 
@@ -359,6 +356,10 @@ class _Pieces:
     def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         self._between("add", (layer,), x)
         return x
+
+    def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """[T, width] of the shared output, contiguous: layers differ in their widths."""
+        return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from quire.layers.batch import RowOverlay
+from quire.layers.overlay import RowOverlay
 from quire.step import StepPlan
 from quire.worker.input_batch import InputBatch
 

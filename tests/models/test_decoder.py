@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch, ForwardResult, RowOverlay
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import RowOverlay
 from tests.models.harness import PagedRunner, random_prompts
 from tests.models.test_toy import RUNNERS
 from tests.models.toy import SIZE, VOCABULARY

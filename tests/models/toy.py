@@ -11,7 +11,7 @@ import torch
 from quire.attention.interface import LayerAttention
 from quire.config.rope import RopeConfig
 from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, Routing
-from quire.kernels.value import Indices, ReadRows, Value
+from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
@@ -138,12 +138,6 @@ class ToyModel(Decoder):
     def cache_specs(self) -> list[LayerSpec]:
         """By the numbers that layers have in the KV cache, which are not those of their order."""
         return [layer.cache_spec() for layer in (self.full, self.window, self.state)]
-
-    def embed(self, token_ids: Indices) -> Value:
-        return self._tokens(token_ids)
-
-    def leave(self, x: Value) -> Value:
-        return self._norm(x)
 
     def compute_logits(self, hidden: Value) -> Value:
         return self._operations.soft_cap(super().compute_logits(hidden), 20.0)

@@ -132,4 +132,4 @@ def test_an_overlay_in_pieces_on_a_device(model_path: Path, expected: dict[tuple
     assert run(core, shown) == {key: expected[key] for key in expected if key[0] in ("1", "2")}
     worker = core._executor._live_worker()  # type: ignore[attr-defined]
     captured = worker._runner._compute.passes._captured
-    assert {layers for kind, _, layers in captured if kind == "piecewise"} == {None, (0,)}
+    assert {each.overlaid for each in captured if each.kind == "piecewise"} == {None, (0,)}

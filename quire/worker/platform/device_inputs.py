@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch, HostColumns
+from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
-from quire.layers.batch import TokenColumns
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
@@ -18,7 +17,7 @@ from quire.worker.platform.upload import Section, Upload
 
 def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list[Section]:
     """Put what the device must know of the batch into the upload: the fields of StepColumns, in order."""
-    columns = (batch.rows, batch.starts, batch.query_start, *(values.of_listed(batch) or ()))
+    columns = (batch.rows, batch.starts, batch.query_start, *(values.listed.of_batch(batch) or ()))
     return [upload.add(column) for column in columns]
 
 
@@ -75,7 +74,7 @@ class DeviceInputs:
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
-            host=HostColumns(batch.query_start, batch.starts),
+            host=HostColumns(batch.query_start, batch.starts, batch.num_drafts),
         )
         if len(self._columns.token_ids) != num_tokens:
             others = dict(zip(self._names, buffers.others[:, :num_tokens], strict=True))

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.drafts import NOT_COMPUTED
 from quire.kernels.triton.embedding import mean_rows
 from quire.kernels.triton.rows import StepColumns
-from quire.layers.batch import TokenColumns
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
@@ -192,7 +191,9 @@ class DeviceStep:
         settings, overlay = compute.passes.settings, None
         if batch.overlay is not None and self.overlaid is not None:
             settings, overlay = settings.without_full(), batch.overlay.over(compute.upload.view(self.overlaid).long())
-        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, settings)
+        execution = choose_execution(
+            batch.num_tokens, len(batch.rows), batch.max_query_len, settings, is_decode=batch.is_decode
+        )
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:

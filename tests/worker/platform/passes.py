@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.attention.states import StateBackend
 from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.batch import ForwardResult, RowOverlay, TokenColumns
+from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
+from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures
@@ -31,12 +32,13 @@ from tests.fakes.graph_capture import RecordingCapture
 
 BLOCK_SIZE, NUM_ROWS, NUM_TOKENS, NUM_BLOCKS = 4, 8, 32, 64
 LONGEST = 24
-FULL, PIECEWISE = (1, 2, 4, 8), (4, 16, 32)
+FULL, PIECEWISE, DRAFT_ROWS = (1, 2, 4, 8), (4, 16, 32), 3
 SETTINGS = {
     "eager": ExecutionSettings(),
     "full": ExecutionSettings(full_sizes=FULL),
     "piecewise": ExecutionSettings(piecewise_sizes=PIECEWISE),
     "both": ExecutionSettings(full_sizes=FULL, piecewise_sizes=PIECEWISE),
+    "drafts": ExecutionSettings(full_sizes=FULL, draft_rows=DRAFT_ROWS),
 }
 
 
@@ -160,10 +162,12 @@ class Passes:
         hidden: torch.Tensor | None = None,
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
-        """hidden: what a stage behind the first takes, of the real tokens."""
+        """hidden: what a stage behind the first takes, of the real tokens. Of a sequence with few, all but the first
+        are drafts."""
         counts = [len(each) for each in tokens]
         settings = self.settings if overlay is None else self.settings.without_full()
-        execution = choose_execution(sum(counts), len(rows), max(counts), settings)
+        is_decode = max(counts) <= DRAFT_ROWS
+        execution = choose_execution(sum(counts), len(rows), max(counts), settings, is_decode=is_decode)
         with torch.inference_mode():
             batch, columns = self.buffers.fill(execution, rows, starts, tokens)
             if hidden is not None:
