@@ -18,7 +18,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.worker.columns import STEP_COLUMNS, Column
-from quire.worker.overlays import NO_OVERLAYS, OverlaySource
+from quire.worker.overlays import OverlaySource
 from quire.worker.pending_step import PendingStep
 from quire.worker.platform.choice import make_platform
 from quire.worker.platform.interface import Platform
@@ -49,7 +49,7 @@ class LocalExecutor:
         config: EngineConfig,
         platform: Platform | None = None,
         columns: Sequence[Column] = STEP_COLUMNS,
-        overlays: OverlaySource = NO_OVERLAYS,
+        overlays: OverlaySource | None = None,
     ) -> None:
         """platform: None: the one that the configuration asks for. columns, overlays: as those of Worker."""
         platform = make_platform(config) if platform is None else platform

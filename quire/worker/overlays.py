@@ -33,13 +33,3 @@ class OverlaySource(Protocol):
         """What is put over tokens of this step (None: nothing is). batch: its sequences are those of the plan, at the
         positions that are computed. Called once for each plan, in their order."""
         ...
-
-
-class NoOverlays:
-    """The OverlaySource of a model of text alone."""
-
-    def of_step(self, plan: StepPlan, batch: InputBatch) -> None:
-        return None
-
-
-NO_OVERLAYS = NoOverlays()

@@ -32,7 +32,7 @@ from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory_profile import measure_memory
 from quire.worker.model_runner import Launched, ModelRunner
-from quire.worker.overlays import NO_OVERLAYS, OverlaySource
+from quire.worker.overlays import OverlaySource
 from quire.worker.pending_step import PendingStep
 from quire.worker.platform.interface import HostPool, Platform, StepLimits
 from quire.worker.platform.weight_offload import DeviceWeights
@@ -65,9 +65,10 @@ class Worker:
         config: EngineConfig,
         platform: Platform,
         columns: Sequence[Column] = STEP_COLUMNS,
-        overlays: OverlaySource = NO_OVERLAYS,
+        overlays: OverlaySource | None = None,
     ) -> None:
-        """columns: the table of those that a model may read. overlays: finds what is put over tokens' embeddings."""
+        """columns: the table of those that a model may read. overlays: finds what is put over tokens' embeddings (None:
+        nothing is)."""
         self.platform = platform
         self._overlays = overlays
         self._images: ImageOverlays | None = None
