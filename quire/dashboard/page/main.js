@@ -81,6 +81,7 @@ function show(frame) {
   setLink("live", frame.is_draining ? "shutting down" : "live");
   byId("model").textContent = frame.model;
   byId("backend").textContent = frame.backend;
+  byId("backend").parentElement.title = `${frame.model} ${frame.backend}`;
   byId("version").textContent = `Quire ${frame.version}, context of ${frame.max_model_len.toLocaleString("en")} tokens`;
   document.title = `Quire: ${frame.model}`;
   if (byId("first-view").dataset.task !== frame.task) setTask(frame.task);
