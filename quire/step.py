@@ -257,7 +257,7 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     num_drafts: int = 0
     """Drafts that the workers computed in the step."""
-    foreseen: dict[int, int] = {}
+    found_drafts: dict[int, int] = {}
     """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where they have any."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""

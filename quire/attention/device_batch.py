@@ -18,10 +18,16 @@ from quire.attention.interface import StateStep
 
 class HostColumns(NamedTuple):
     """What the host knows of the sequences of a batch, without padding. query_start: [S + 1]; starts: [S], positions of
-    their first new tokens."""
+    their first new tokens. num_drafts: [S], how many of the new tokens are drafts (None: none is): of a sequence with
+    drafts the host knows an upper bound of the start."""
 
     query_start: np.ndarray
     starts: np.ndarray
+    num_drafts: np.ndarray | None = None
+
+
+NO_PROMPTS = HostColumns(np.zeros(1, np.int64), np.zeros(0, np.int64))
+"""Of a graph, whose steps differ in what the host knows of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Sequence:
         "matcher",
         "max_total_tokens",
         "num_computed_tokens",
-        "num_foreseen",
+        "num_found_drafts",
         "num_pending_drafts",
         "num_pending_tokens",
         "num_unsent_tokens",
@@ -89,7 +89,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_pending_drafts = 0
-        self.num_foreseen = 0
+        self.num_found_drafts = 0
         """Drafts that the workers have for its next step, as far as results say."""
         self.first_step_id = 0
         """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""

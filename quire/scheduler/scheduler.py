@@ -18,7 +18,7 @@ from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
     Drafter,
-    note_foreseen,
+    note_found_drafts,
     propose_drafts,
     take_accepted,
     take_back_rejected,
@@ -81,7 +81,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
-        self._foresees = False
+        self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = count()
@@ -274,9 +274,9 @@ class Scheduler:
                 self._stats.draft_tokens_total += result.num_drafts
                 accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
                 self._stats.accepted_draft_tokens_total += accepted
-        if result.foreseen or self._foresees:
-            self._foresees = bool(result.foreseen)
-            note_foreseen(samples, result.foreseen)
+        if result.found_drafts or self._has_found_drafts:
+            self._has_found_drafts = bool(result.found_drafts)
+            note_found_drafts(samples, result.found_drafts)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
@@ -334,8 +334,8 @@ class Scheduler:
             sequence, new_ids, token_logprobs = sample
             if sequence.foreseen is not None:
                 self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None:
-                others.append(sample)  # no constraint, or the sequence has ended
+            elif sequence.matcher is None or not new_ids:
+                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
             else:
                 sequence.num_pending_tokens -= 1
                 sequence.token_ids += new_ids
@@ -431,7 +431,7 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens
-            if max_drafts and num_tokens == 1 and end == known:
+            if max_drafts and num_tokens == 1 and end == known and (asks_always or sequence.num_found_drafts):
                 num_free = builder.budget - (len(running) - index) - num_reserved
                 drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
                 end += drafts.num_tokens

@@ -125,13 +125,12 @@ class ServerContext:
         self.engine.check_awake()
         if self.engine.refuses_new:
             raise unavailable("the engine is paused, and takes requests again after POST /resume")
-        num_waiting = self.engine.num_pending - self.engine.num_running
         limit = self.settings.max_num_queued
-        if limit is not None and num_waiting >= limit:
-            self._refuse("max_num_queued_reqs", f"{num_waiting} requests wait (limit {limit})")
-        num_tokens, limit = self.engine.num_queued_tokens, self.settings.max_num_queued_tokens
-        if limit is not None and num_tokens >= limit:
-            self._refuse("max_num_queued_tokens", f"{num_tokens} prompt tokens wait (limit {limit})")
+        if limit is not None and (number := self.engine.num_pending - self.engine.num_running) >= limit:
+            self._refuse("max_num_queued_reqs", f"{number} requests wait (limit {limit})")
+        limit = self.settings.max_num_queued_tokens
+        if limit is not None and (number := self.engine.num_queued_tokens) >= limit:
+            self._refuse("max_num_queued_tokens", f"{number} prompt tokens wait (limit {limit})")
 
     def _refuse(self, reason: str, what: str) -> NoReturn:
         """429, to be tried again when what waits now is done, as far as that can be told."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.attention.device_batch import DeviceBatch, StateKernels
+from quire.attention.device_batch import NO_PROMPTS, DeviceBatch, StateKernels
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
@@ -84,9 +84,10 @@ class CudaGraphRunner:
     ) -> None:
         """capture: None where there are no graphs; then `settings` must allow none."""
         self.settings = settings
+        self._all = settings.executions()
+        assert capture is not None or not self._all, "CUDA graph sizes are configured, but no GraphCapture was given"
         largest_piecewise = max(settings.piecewise_sizes, default=0)
-        largest = max(largest_piecewise, *settings.full_sizes, 0)
-        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
+        largest = max((each.num_tokens for each in self._all), default=0)
         self.model = model
         self._backends = backends
         self._longest = shape.longest
@@ -94,13 +95,13 @@ class CudaGraphRunner:
         self._capture_of = capture
         self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
-        self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
-        piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
-        full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
+        self._captured: dict[Execution, _CapturedPass] = {}
+        pieces = [each for each in self._all if each.kind == "piecewise"]
+        full = [each for each in self._all if each.kind == "full"]
+        full.sort(key=lambda each: each.num_tokens, reverse=True)
         # Largest first: the others then fit into its memory.
-        self._at_start = (*piecewise[:1], *full)
-        self._all = (*self._at_start, *piecewise[1:])
-        self._wanted = list(self._all)
+        self._at_start = (*pieces[:1], *full)
+        self._wanted = [*self._at_start, *pieces[1:]]
 
     @property
     def num_captured(self) -> int:
@@ -134,8 +135,9 @@ class CudaGraphRunner:
     def _run_captured(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> torch.Tensor:
         if execution.kind == "full":
             # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
-            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
-        captured = self._captured.get((execution.kind, execution.num_tokens))
+            rows = execution.num_tokens // execution.num_seqs
+            batch = replace(batch, max_query_len=rows, max_seq_len=self._longest, host=NO_PROMPTS)
+        captured = self._captured.get(execution.captured_as)
         if captured is None:
             hidden = self._forward(batch, columns)
             self._capture(execution, batch, columns)
@@ -166,9 +168,7 @@ class CudaGraphRunner:
         return self.model.forward(self._backends.forward_batch(columns, batch, rows))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
-        self._wanted = [
-            each for each in self._wanted if (each.kind, each.num_tokens) != (execution.kind, execution.num_tokens)
-        ]
+        self._wanted = [each for each in self._wanted if each != execution.captured_as]
         if self._capture_of is None:
             return
         captured = self._try_capture(self._capture_of, execution.kind, batch, columns)
@@ -186,7 +186,7 @@ class CudaGraphRunner:
                 len(self._all),
             )
             return
-        self._captured[execution.kind, execution.num_tokens] = captured
+        self._captured[execution.captured_as] = captured
 
     def _try_capture(
         self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, columns: TokenColumns
@@ -275,7 +275,7 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: qkv.shape[0]]
+        out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend", (heads,), qkv, rotation, out)
         return out
 
@@ -285,7 +285,7 @@ class _Pieces:
     def attend_cached(
         self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: query.shape[0]]
+        out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend_cached", (heads,), query, rotation, out)
         return out
 
@@ -297,7 +297,7 @@ class _Pieces:
         selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = self._attended[: inputs[0].shape[0]]
+        out = self._part(inputs[0], shape.num_heads * shape.rank)
         self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
 
@@ -309,8 +309,7 @@ class _Pieces:
         rotation: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, width = inputs[0].shape[0], shape.num_heads * expansion.value_dim
-        out = self._attended.view(-1)[: num_tokens * width].view(num_tokens, width)
+        out = self._part(inputs[0], shape.num_heads * expansion.value_dim)
         self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
         return out
 
@@ -321,6 +320,10 @@ class _Pieces:
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("compute_states", (kernels, weights), *tensors)
+
+    def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """[T, width] of the shared output, contiguous: layers differ in their widths."""
+        return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""

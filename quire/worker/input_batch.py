@@ -71,6 +71,11 @@ class InputBatch(NamedTuple):
         return int(self.counts.max(initial=1))
 
     @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token, and drafts behind it."""
+        return self.num_tokens == len(self.rows) + (0 if self.num_drafts is None else int(self.num_drafts.sum()))
+
+    @property
     def max_seq_len(self) -> int:
         """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))

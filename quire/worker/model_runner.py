@@ -60,7 +60,7 @@ class Launched:
         nonfinite: Sequence[int] = ()
         if samples is not None:
             found = samples.assemble(hosts)
-            accepted, foreseen = self.accepted
+            accepted, drafts = self.accepted
             if accepted is None:
                 token_ids, logprobs, result.candidates, nonfinite = found
                 result.token_ids = [[token_id] for token_id in token_ids]
@@ -70,8 +70,8 @@ class Launched:
                 assert self.sampled is not None, "samples have rows"
                 assert self.sampled.firsts is not None, "drafts have rows"
                 nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.read(hosts))
-            if foreseen is not None:
-                result.foreseen = {index: count for index, count in enumerate(foreseen.read(hosts)) if count}
+            if drafts is not None:
+                result.found_drafts = {index: count for index, count in enumerate(drafts.read(hosts)) if count}
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -127,7 +127,7 @@ class ModelRunner:
         transfers.wait()
         requests.update(plan)
         placed: Placed | None = None
-        if plan.num_drafts or (self._compute.has_drafts and requests.is_behind(plan)):
+        if requests.has_drafts(plan):
             placed = requests.columns.place_drafts(plan, requests)
         starts, counts, num_drafts = placed or (plan.start_positions, plan.num_tokens, None)
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)

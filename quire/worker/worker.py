@@ -89,7 +89,13 @@ class Worker:
         """Measure what is available and what the largest step takes. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before profile"
         longest = self._config.model.max_model_len
-        limits = StepLimits(self._config.cache.block_size, max_num_batched_tokens, max_num_seqs, longest)
+        limits = StepLimits(
+            self._config.cache.block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+            longest,
+            self._config.speculation.max_drafts,
+        )
         return measure_memory(self._model, self._config.model, limits, self.platform.meter())
 
     @_computes

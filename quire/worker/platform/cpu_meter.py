@@ -68,7 +68,7 @@ class CpuMeter:
 
         def sample() -> None:
             if self._samples_tokens:
-                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
+                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_rows, 1)))
 
         forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
         if forward_peak is None or sample_peak is None:

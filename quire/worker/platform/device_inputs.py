@@ -71,7 +71,7 @@ class DeviceInputs:
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
-            host=HostColumns(batch.query_start, batch.starts),
+            host=HostColumns(batch.query_start, batch.starts, batch.num_drafts),
         )
         if len(self._columns.token_ids) != num_tokens:
             others = dict(zip(self._names, buffers.others[:, :num_tokens], strict=True))

@@ -81,9 +81,9 @@ class DeviceMeter:
                 hidden = decode()
                 if self._config.pooling is not None:
                     return
-                copies.append(model.compute_logits(hidden))
+                copies.append(model.compute_logits(hidden[:1].repeat(limits.max_num_rows, 1)))
                 for _ in range(SAMPLER_COPIES):
-                    copies.append(torch.empty(limits.max_num_seqs, self._config.vocab_size, device=self._device))
+                    copies.append(torch.empty(limits.max_num_rows, self._config.vocab_size, device=self._device))
 
             copies: list[torch.Tensor] = []
             return kept + max([memory.measure_peak(work) for work in (prompt, sample)])
@@ -119,7 +119,7 @@ def graph_bytes(
 ) -> int:
     """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
     all share; and their static results."""
-    sizes = (*settings.full_sizes, *settings.piecewise_sizes)
+    sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0
     largest = max(sizes)

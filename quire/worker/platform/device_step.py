@@ -187,7 +187,10 @@ class DeviceStep:
 
     def forward(self) -> torch.Tensor:
         batch, compute = self.batch, self.compute
-        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.passes.settings)
+        settings = compute.passes.settings
+        execution = choose_execution(
+            batch.num_tokens, len(batch.rows), batch.max_query_len, settings, is_decode=batch.is_decode
+        )
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         drafts = compute.columns.drafts
         if drafts is not None and self.drafts is not None:

@@ -170,12 +170,19 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Of the largest step: tokens and sequences. longest: tokens of one sequence."""
+    """Of the largest step: tokens and sequences. longest: tokens of one sequence. max_drafts: of a sequence in a
+    step."""
 
     block_size: int
     max_num_tokens: int
     max_num_seqs: int
     longest: int
+    max_drafts: int = 0
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most rows of logits: each sequence has one, and one for each of its drafts."""
+        return max(self.max_num_seqs, min(self.max_num_tokens, self.max_num_seqs * (1 + self.max_drafts)))
 
 
 class MemoryMeter(Protocol):

@@ -31,12 +31,13 @@ from tests.fakes.graph_capture import RecordingCapture
 
 BLOCK_SIZE, NUM_ROWS, NUM_TOKENS, NUM_BLOCKS = 4, 8, 32, 64
 LONGEST = 24
-FULL, PIECEWISE = (1, 2, 4, 8), (4, 16, 32)
+FULL, PIECEWISE, DRAFT_ROWS = (1, 2, 4, 8), (4, 16, 32), 3
 SETTINGS = {
     "eager": ExecutionSettings(),
     "full": ExecutionSettings(full_sizes=FULL),
     "piecewise": ExecutionSettings(piecewise_sizes=PIECEWISE),
     "both": ExecutionSettings(full_sizes=FULL, piecewise_sizes=PIECEWISE),
+    "drafts": ExecutionSettings(full_sizes=FULL, draft_rows=DRAFT_ROWS),
 }
 
 
@@ -131,9 +132,10 @@ class Passes:
         self.buffers = Buffers()
 
     def run(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Hidden states of the real tokens."""
+        """Hidden states of the real tokens. Of a sequence with few, all but the first are drafts."""
         counts = [len(each) for each in tokens]
-        execution = choose_execution(sum(counts), len(rows), max(counts), self.settings)
+        is_decode = max(counts) <= DRAFT_ROWS
+        execution = choose_execution(sum(counts), len(rows), max(counts), self.settings, is_decode=is_decode)
         with torch.inference_mode():
             batch, token_ids = self.buffers.fill(execution, rows, starts, tokens)
             return self.passes.run(execution, batch, token_ids)[: sum(counts)].clone()

@@ -20,6 +20,7 @@ from tests.kernels.triton.test_launch import _add_index
 from tests.long import all_but_long, one_in
 from tests.worker.platform.passes import (
     BLOCK_SIZE,
+    DRAFT_ROWS,
     FULL,
     LONGEST,
     NUM_BLOCKS,
@@ -32,6 +33,10 @@ from tests.worker.platform.passes import (
     tiny_config,
 )
 
+PIECES = Execution("piecewise", PIECEWISE[-1], 1)
+DRAFT_PASSES = [(24, 8), (12, 4), (8, 8), (6, 2), (4, 4), (3, 1), (2, 2), (1, 1)]
+"""Tokens and sequences: two drafts, of sequences that have some."""
+
 
 @pytest.fixture
 def config(bundled_model_path: Path) -> ModelConfig:
@@ -39,18 +44,18 @@ def config(bundled_model_path: Path) -> ModelConfig:
 
 
 def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list[list[int]]]]:
-    """Steps over up to NUM_ROWS sequences: decodes of any number, and mixed batches."""
+    """Steps over up to NUM_ROWS sequences: decodes of any number, some with drafts, and mixed batches."""
     draw = random.Random(seed)
     lengths = [0] * NUM_ROWS
     steps = []
     for _ in range(count):
         rows = draw.sample(range(NUM_ROWS), draw.randint(1, NUM_ROWS))
-        is_decode = draw.random() < 0.6
+        most = draw.choice((1, 1, 1, DRAFT_ROWS, NUM_TOKENS // NUM_ROWS))
         step: tuple[list[int], list[int], list[list[int]]] = ([], [], [])
         for row in rows:
             if lengths[row] >= LONGEST - 8:
                 lengths[row] = 0
-            num = 1 if is_decode else draw.randint(1, NUM_TOKENS // NUM_ROWS)
+            num = draw.randint(1, most)
             step[0].append(row)
             step[1].append(lengths[row])
             step[2].append([draw.randrange(50) for _ in range(num)])
@@ -59,7 +64,9 @@ def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list
     return steps
 
 
-@pytest.mark.parametrize(("kind", "idle"), one_in(6, ["both", "full", "piecewise"], [False, True]))
+@pytest.mark.parametrize(
+    ("kind", "idle"), [*one_in(6, ["both", "full", "piecewise"], [False, True]), *all_but_long([("drafts", False)], [])]
+)
 def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: str, idle: bool) -> None:
     """idle: captured before the first step, else when a size is first used."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS["eager"])
@@ -67,22 +74,23 @@ def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: 
         with torch.inference_mode():
             while graphs.passes.capture_next(graphs.buffers.padded):
                 assert graphs.num_rows.item() == 0
-        assert graphs.passes.num_captured == len(SETTINGS[kind].full_sizes) + len(SETTINGS[kind].piecewise_sizes)
-    for step in random_steps(11, 60):
+        assert graphs.passes.num_captured == len(SETTINGS[kind].executions())
+    for step in random_steps(11, 30 if kind == "drafts" else 60):
         found, expected = graphs.run(*step), eager.run(*step)
         assert graphs.num_rows.item() == eager.num_rows.item() == sum(map(len, step[2])), "without padding"
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     replayed = [each for each in graphs.capture.graphs if each.num_replays]
-    assert replayed
-    assert not graphs.passes.has_uncaptured
+    assert len(replayed) > (len(FULL) if kind == "drafts" else 0)
+    assert kind == "drafts" or not graphs.passes.has_uncaptured
 
 
 @pytest.mark.parametrize(
     ("kind", "captured", "left"),
     [
-        ("full", [("full", size) for size in reversed(FULL)], 0),
-        ("piecewise", [("piecewise", PIECEWISE[-1])], len(PIECEWISE) - 1),
-        ("both", [("piecewise", PIECEWISE[-1]), *(("full", size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("full", [Execution("full", size, size) for size in reversed(FULL)], 0),
+        ("piecewise", [PIECES], len(PIECEWISE) - 1),
+        ("both", [PIECES, *(Execution("full", size, size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("drafts", [Execution("full", *each) for each in DRAFT_PASSES], 0),
         ("eager", [], 0),
     ],
 )
@@ -102,15 +110,15 @@ def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
     passes = Passes(config, SETTINGS["full"], fail_after=2)
     with torch.inference_mode():
         passes.passes.capture_at_start(passes.buffers.padded)
-    assert list(passes.passes._captured) == [("full", 8), ("full", 4)]
+    assert list(passes.passes._captured) == [Execution("full", 8, 8), Execution("full", 4, 4)]
 
 
-@pytest.mark.parametrize("kind", all_but_long(["full", "piecewise", "both"], ["both"]))
+@pytest.mark.parametrize("kind", all_but_long(["full", "piecewise", "both", "drafts"], ["both", "drafts"]))
 def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
     """Against an eager pass over the same padded inputs, of the same sizes."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])
     eager.passes.run = lambda _, batch, token_ids, rows=None: eager.passes._forward(batch, token_ids, rows)  # type: ignore[method-assign]
-    for step in random_steps(12, 60):
+    for step in random_steps(12, 30 if kind == "drafts" else 60):
         assert torch.equal(graphs.run(*step), eager.run(*step))
     assert graphs.passes.num_captured
     assert not eager.passes.num_captured
