@@ -142,6 +142,7 @@ class TestConversation:
         click(page, "#chat-list li:last-child .quiet")
         assert names(page) == ["=two"]
         assert text(page, ".message.assistant > .prose") == "two"
+        assert text(page, ".message.assistant h3") == "tiny<b>", "the name is known after the messages are drawn"
 
     def test_an_answer_again_and_a_message_changed(self, page: Chromium) -> None:
         ask(page, "=one")

@@ -99,7 +99,9 @@ function setTask(task) {
   if (task === "completion") byId("first-view").append(box);
   box.hidden = byId("tab-first").hidden;
   showTab();
-  if (task === "chat") drawSamples();
+  if (task !== "chat") return;
+  drawLog(); // which names the model
+  drawSamples();
 }
 
 function showTab() {
