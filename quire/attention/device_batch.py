@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -107,3 +108,12 @@ class DeviceStates(Protocol):
 
 StepStates: TypeAlias = StateStep | DeviceStates
 """What a layer that keeps states is given of a step."""
+
+
+class TokenColumns(NamedTuple):
+    """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
+    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
+
+    token_ids: torch.Tensor
+    others: Mapping[str, torch.Tensor] = MappingProxyType({})
+    hidden: torch.Tensor | None = None

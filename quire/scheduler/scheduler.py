@@ -120,8 +120,9 @@ class Scheduler:
         request.sequences = create_sequences(request, source, self._seq_ids)
         self.matching.begin(request)
         if not request.bypass_prefix_cache:
+            keys = request.extra_keys(self.kv.block_size)
             for sequence in request.sequences:
-                sequence.chain = self.kv.new_chain(request.cache_salt, request.extra_keys)
+                sequence.chain = self.kv.new_chain(request.cache_salt, keys)
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request

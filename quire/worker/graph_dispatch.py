@@ -44,14 +44,20 @@ class ExecutionSettings:
             *(Execution("full", size * self.draft_rows, size) for size in reversed(self.draft_sizes)),
         ]
 
+    def without_full(self) -> ExecutionSettings:
+        """The same for a step that no full graph computes."""
+        return replace(self, full_sizes=())
+
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """num_tokens, num_seqs: sizes that the step's inputs are prepared at, padding included."""
+    """num_tokens, num_seqs: sizes that the step's inputs are prepared at, padding included. overlaid: layers behind
+    which an overlay adds rows (None: there is none)."""
 
     kind: Kind
     num_tokens: int
     num_seqs: int
+    overlaid: tuple[int, ...] | None = None
 
     @property
     def captured_as(self) -> Execution:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
 from quire.config.model import ModelConfig
 from quire.kv_cache.sizing import MemoryProfile
 from quire.models.interface import CausalLM
@@ -28,3 +32,8 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) ->
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 6 * config.hidden_size + 3 * intermediate + 3 * heads
     return 4 * (num_tokens * per_token + 5 * num_rows * config.vocab_size)
+
+
+def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Columns of a dummy pass over `token_ids`, [T]: zeros."""
+    return {name: torch.zeros_like(token_ids) for name in names}

@@ -23,6 +23,7 @@ from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
 from quire.worker.nonfinite import report_nonfinite
+from quire.worker.overlays import NO_OVERLAYS, OverlaySource
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
 from quire.worker.pooling import PooledRows, add_pooled, generated_samples, pooled_rows, pooling_batch
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
@@ -110,7 +111,9 @@ class ModelRunner:
         transfers: BlockTransfers,
         vocab_size: int,
         pooling: PoolingConfig | None = None,
+        overlays: OverlaySource = NO_OVERLAYS,
     ) -> None:
+        self._overlays = overlays
         self._compute = compute
         self._requests = requests
         self._transfers = transfers
@@ -133,6 +136,9 @@ class ModelRunner:
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
+        overlay = self._overlays.of_step(plan, batch)
+        if overlay is not None:
+            batch = batch._replace(overlay=overlay)
         sampled = pooled = None
         seq_ids, sources = plan.sample_seq_ids, plan.sample_from
         if plan.pooled:

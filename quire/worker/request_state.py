@@ -111,7 +111,7 @@ class RequestState:
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             self.append_blocks(row, new.block_ids)
-            self.columns.write_values(row, new.columns)
+            self.columns.write_values(row, new.columns, new.token_columns)
         for child in (*plan.beam_reorders, *plan.forks):
             self._add_child(child)
         for child in plan.beam_reorders:

@@ -14,7 +14,6 @@ SMALL_MODULE_LINES = 60
 MAX_CRUMBS = 20
 MAX_READING_LINES = 7_000
 PARTS_OF_OPERATIONS = {
-    "DeviceCacheOperations",
     "NativeCacheOperations",
     "NativeStates",
     "TorchCacheOperations",

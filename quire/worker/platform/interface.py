@@ -22,7 +22,7 @@ from quire.models.weight_files import Progress
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
-from quire.step import StepPlan
+from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
@@ -74,8 +74,8 @@ class RequestColumns(Protocol):
         """The row's sampling parameters."""
         ...
 
-    def write_values(self, row: int, values: Mapping[str, int]) -> None:
-        """The row's values of the step's columns, as `NewSequence.columns` has them."""
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = ...) -> None:
+        """The row's values of the step's columns, as `NewSequence.columns` and `token_columns` have them."""
         ...
 
     def copy_values(self, source: int, destination: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kernels.triton.runtime import launch
+from quire.layers.overlay import RowOverlay
 from quire.worker.graph_dispatch import Execution
 from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import CaptureError, RecordingCapture
@@ -117,7 +118,7 @@ def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
 def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
     """Against an eager pass over the same padded inputs, of the same sizes."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])
-    eager.passes.run = lambda _, batch, token_ids, rows=None: eager.passes._forward(batch, token_ids, rows)  # type: ignore[method-assign]
+    run_eagerly(eager)
     for step in random_steps(12, 30 if kind == "drafts" else 60):
         assert torch.equal(graphs.run(*step), eager.run(*step))
     assert graphs.passes.num_captured
@@ -125,6 +126,46 @@ def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None
     real = slice(0, NUM_BLOCKS * BLOCK_SIZE)
     assert torch.equal(graphs.backend.keys[:, real], eager.backend.keys[:, real])
     assert torch.equal(graphs.backend.values[:, real], eager.backend.values[:, real])
+
+
+def run_eagerly(passes: Passes) -> None:
+    """At the sizes of graphs."""
+    passes.passes.run = lambda _, *inputs: passes.passes._forward(*inputs)  # type: ignore[method-assign]
+
+
+def test_stages_as_graphs_of_their_own(config: ModelConfig) -> None:
+    """The hidden states of one are the input of the next, which is a static buffer; what is tapped is what they are."""
+    whole = Passes(config, SETTINGS["both"], taps=(0,))
+    first, second = (Passes(config, SETTINGS["both"], numbers=range(number, number + 1)) for number in range(2))
+    for step in random_steps(13, 16):
+        between = first.run(*step)
+        expected, tapped = whole.run_tapped(*step)
+        assert torch.equal(tapped[0], between)
+        assert torch.equal(second.run(*step, hidden=between), expected)
+    for passes in (whole, first, second):
+        assert {each.kind for each in passes.passes._captured} == {"full", "piecewise"}
+        assert any(graph.num_replays for graph in passes.capture.graphs)
+
+
+def test_an_overlay_in_graphs(config: ModelConfig) -> None:
+    """Steps with rows and steps without have graphs of their own; the rows' number is the step's."""
+    graphs, eager = Passes(config, SETTINGS["both"]), Passes(config, SETTINGS["both"])
+    run_eagerly(eager)
+    generator = torch.Generator().manual_seed(0)
+    for number, step in enumerate(random_steps(14, 16)):
+        num_tokens, overlay = sum(map(len, step[2])), None
+        if number % 3:
+            rows = torch.randperm(num_tokens, generator=generator)[: 1 + num_tokens // 2].sort().values
+            embeddings, behind = torch.randn(2, len(rows), 32, generator=generator).unbind(0)
+            overlay = RowOverlay(rows, embeddings, {0: behind})
+        assert torch.equal(graphs.run(*step, overlay=overlay), eager.run(*step, overlay=overlay))
+    assert {(each.kind, each.overlaid) for each in graphs.passes._captured} == {
+        ("full", None),
+        ("piecewise", None),
+        ("piecewise", (0,)),
+    }
+    overlaid = [made for each, made in graphs.passes._captured.items() if each.overlaid]
+    assert any(piece.num_replays for made in overlaid for piece in made.graphs)  # type: ignore[attr-defined]
 
 
 def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
@@ -136,7 +177,8 @@ def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
     before = passes.backend.keys.clone()
     first = [passes.run(*step) for step in steps]
     passes.passes._attended.fill_(float("nan"))
-    passes.passes._hidden.fill_(float("nan"))
+    with torch.inference_mode():
+        passes.passes._results[0].fill_(float("nan"))
     passes.buffers.token_ids[6:] = 13
     assert all(torch.equal(passes.run(*step), old) for step, old in zip(steps, first, strict=True))
     assert torch.equal(passes.backend.keys[:, :-1], before[:, :-1])
@@ -159,7 +201,7 @@ def test_results_stay_where_they_are(config: ModelConfig) -> None:
     with torch.inference_mode():
         batch, token_ids = passes.buffers.padded(execution)
         passes.passes.run(execution, batch, token_ids)
-        addresses = {passes.passes.run(execution, batch, token_ids).data_ptr() for _ in range(3)}
+        addresses = {passes.passes.run(execution, batch, token_ids).hidden.data_ptr() for _ in range(3)}
     assert len(addresses) == 1
 
 
