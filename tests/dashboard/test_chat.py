@@ -145,7 +145,8 @@ class TestConversation:
         click(page, "#chat-list li:last-child .quiet")
         assert names(page) == ["=two"]
         assert text(page, ".message.assistant > .prose") == "two"
-        assert text(page, ".message.assistant h3") == "tiny<b>", "the name is known after the messages are drawn"
+        # The name comes after the messages are drawn.
+        page.wait_for("document.querySelector('.message.assistant h3').innerText === 'tiny<b>'")
 
     def test_an_answer_again_and_a_message_changed(self, page: Chromium) -> None:
         ask(page, "=one")
