@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, predicted speed"),
     "doctor": ("quire.cli.doctor", "what would compute here, how and why, and what is wrong"),
     "top": ("quire.cli.top", "live view of a server: KV blocks, requests, rates"),
+    "completion": ("quire.cli.completion", "a script by which bash, zsh or fish completes commands and flags"),
 }
 
 EXIT_ENGINE_ERROR = 1
@@ -78,7 +79,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: quire COMMAND [options]",

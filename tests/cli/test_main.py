@@ -66,7 +66,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "zzz",
             "unknown command 'zzz' (commands: serve, run-batch, run, chat, bench, simulate, quantize, plan, doctor, "
-            "top)",
+            "top, completion)",
         ),
     ],
 )

@@ -81,6 +81,7 @@ function show(frame) {
   setLink("live", frame.is_draining ? "shutting down" : "live");
   byId("model").textContent = frame.model;
   byId("backend").textContent = frame.backend;
+  byId("backend").parentElement.title = `${frame.model} ${frame.backend}`;
   byId("version").textContent = `Quire ${frame.version}, context of ${frame.max_model_len.toLocaleString("en")} tokens`;
   document.title = `Quire: ${frame.model}`;
   if (byId("first-view").dataset.task !== frame.task) setTask(frame.task);
@@ -98,7 +99,9 @@ function setTask(task) {
   if (task === "completion") byId("first-view").append(box);
   box.hidden = byId("tab-first").hidden;
   showTab();
-  if (task === "chat") drawSamples();
+  if (task !== "chat") return;
+  drawLog(); // which names the model
+  drawSamples();
 }
 
 function showTab() {
