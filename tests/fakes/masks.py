@@ -40,7 +40,7 @@ class AllowedByPosition:
         """The same for each answer behind that."""
         self.mask_waits: Iterator[int] = itertools.repeat(0)
         """The same for each mask behind an answer."""
-        self.goes_on = True
+        self.goes_on = False
         """Whether sequences go ahead of answers, behind tokens that are no multiple of 3."""
         self.is_slow = False
         self.max_tokens: int | None = None
@@ -74,9 +74,9 @@ class AllowedByPosition:
                 matcher.num_waits -= 1
             else:
                 matcher.num_mask_waits -= 1
-        if all(matcher.num_waits >= 0 for matcher in self._sent):
-            self._clock.advance(seconds)
         self._sent = [matcher for matcher in self._sent if not matcher.has_mask]
+        if self._sent:
+            self._clock.advance(seconds)
 
     def idle(self) -> None:
         self.is_prepared = True
