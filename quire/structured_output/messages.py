@@ -115,8 +115,8 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer. with_mask: that
-    may come with the mask."""
+    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer. with_mask: the
+    answer may wait for the mask."""
 
     slot: int
     serial: int
