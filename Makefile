@@ -14,7 +14,7 @@ TESTS ?=
 JOBS ?= 3
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check --no-compile -c constraints.txt $(PIP_ARGS)
 REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
@@ -225,6 +225,7 @@ $(VENV)/.created:
 $(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e .
+	@$(compile_packages)
 	@$(report_cuda)
 	@touch $@
 
@@ -232,8 +233,14 @@ $(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 $(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install, with what the tests need: packages, then the C++ kernels; $(COMPILING)\n'
 	@$(INSTALL) -e '.[test]'
+	@$(compile_packages)
 	@$(report_cuda)
 	@touch $(VENV)/.installed $@
+
+# On every core, where pip takes one. As pip does, it leaves out what does not compile: templates, and parts for other Pythons.
+define compile_packages
+$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python3*/site-packages || true
+endef
 
 # Some package indexes answer `torch` with the CUDA build: gigabytes that a machine without a GPU never uses.
 define report_cuda

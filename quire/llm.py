@@ -8,26 +8,33 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
-from quire.call_options import CallOptions, refuse_adapters, truncation_of
 from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.engine.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
-from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.llm_pooling import PoolingMethods, as_list
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.tokenization.conversation import ContentFormat, conversation_of
 from quire.utils.progress import ProgressBar
+
+T = TypeVar("T")
+PoolingPrompts = Prompt | Sequence[Prompt]
 
 _POLL_SECONDS = 1.0
 """How long Ctrl-C may go unnoticed while nothing comes from the core."""
@@ -45,7 +52,7 @@ class ChatOptions(CallOptions, total=False):
     priority: int | Sequence[int] | None
 
 
-class LLM(OfflineEngine, PoolingMethods):
+class LLM(OfflineEngine):
     """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
@@ -88,7 +95,7 @@ class LLM(OfflineEngine, PoolingMethods):
         """
         refuse_adapters(lora_request)
         truncation = truncation_of(options)
-        listed = as_list(prompts)
+        listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [msgspec.structs.replace(each, **truncation) for each in _params_for(listed, given)]
         priorities = _priorities_for(listed, 0 if priority is None else priority)
@@ -169,19 +176,118 @@ class LLM(OfflineEngine, PoolingMethods):
             raise_if_nonfinite(self._run([request], [None], use_tqdm=False)[0])
         return request.request_id
 
-    @property
-    def _pooling(self) -> PoolingProcessor:
-        return self._pooling_processor
+    def embed(
+        self,
+        prompts: PoolingPrompts,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of every prompt, in the order of the prompts.
+
+        prompts: as for `LLM.generate`. truncate_prompt_tokens: as PoolingParams have it, which it overrides.
+        pooling_params: one for all, or one each. options: see PoolingOptions. Raises UserError, naming the prompt's
+        index, before anything runs, and for a model that gives no vectors; else as `LLM.generate`.
+        """
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("embed", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.embedding)
+
+    def classify(
+        self,
+        prompts: PoolingPrompts,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of a classifier's labels for every prompt. Arguments and errors as for `embed`."""
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.classification)
+
+    def encode(
+        self,
+        prompts: PoolingPrompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[PoolingRequestOutput]:
+        """What the model makes of every prompt, a vector or the scores of its labels. pooling_task: "embed", "classify"
+        or "score", for models that do it; None: what the model does. The rest as for `embed`."""
+        if pooling_task is not None:
+            self._pooling_processor.check_task(PoolingParams(task=pooling_task).task or "encode")
+        cut = _truncation(truncate_prompt_tokens, options)
+        return self._pooled("encode", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.pooled)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` answers that of `data_1`: a cross-encoder's score of the pair, or of an
+        embedder the cosine of the two vectors.
+
+        data_1: one text for all, or as many as `data_2`. Raises as `embed`.
+        """
+        self._pooling_processor.check_task("score")
+        firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
+        if len(firsts) not in (1, len(seconds)):
+            raise UserError(f"got {len(firsts)} texts for {len(seconds)}: give one, or as many", param="data_1")
+        params = _merged(pooling_params or PoolingParams(), _truncation(truncate_prompt_tokens, options))
+        if self._pooling_processor.is_cross_encoder:
+            pairs = [(firsts[min(i, len(firsts) - 1)], second) for i, second in enumerate(seconds)]
+            outputs = self._pool(pairs, [params] * len(pairs), use_tqdm)
+            return [self._pooling_processor.pair_score(output, params) for output in outputs]
+        texts = [(text, None) for text in (*firsts, *seconds)]
+        outputs = self._pool(texts, [params] * len(texts), use_tqdm)
+        lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
+        return [
+            self._pooling_processor.similarity(lefts[min(i, len(lefts) - 1)], right, params)
+            for i, right in enumerate(rights)
+        ]
+
+    def _pooled(
+        self,
+        task: str,
+        prompts: PoolingPrompts,
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        truncate: int | None,
+        use_tqdm: bool,
+        finish: Callable[[RequestOutput, PoolingParams], T],
+    ) -> list[T]:
+        self._pooling_processor.check_task(task)
+        listed = _as_list(prompts)
+        each = params if isinstance(params, Sequence) else [params or PoolingParams()] * len(listed)
+        if len(each) != len(listed):
+            raise UserError(f"got {len(each)} pooling_params for {len(listed)} prompts", param="pooling_params")
+        merged = [_merged(one, truncate) for one in each]
+        for asked in {one.task for one in merged if isinstance(one, PoolingParams) and one.task} - {task}:
+            if task != "encode":
+                raise UserError(f"pooling_params ask for the task {asked!r}, and the call for {task!r}", param="task")
+            self._pooling_processor.check_task(asked)
+        outputs = self._pool([(prompt, None) for prompt in listed], merged, use_tqdm)
+        return [finish(output, one) for output, one in zip(outputs, merged, strict=True)]
 
     def _pool(
         self, prompts: Sequence[tuple[Prompt, str | None]], params: Sequence[PoolingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
+        """Run pooled requests to their end, in order; each prompt may have a second text."""
         with self._busy:
             requests = []
             for index, ((prompt, second), each) in enumerate(zip(prompts, params, strict=True)):
                 with _naming(index, "prompt", of=len(prompts)):
                     request_id = str(next(self._numbers))
-                    requests.append(self._pooling.request(request_id, prompt, each, second=second))
+                    requests.append(self._pooling_processor.request(request_id, prompt, each, second=second))
             return self._run(requests, [prompt_text(prompt) for prompt, _ in prompts], use_tqdm)
 
     def _process(
@@ -309,3 +415,35 @@ def _priorities_for(prompts: list[Prompt], priority: int | Sequence[int]) -> lis
             f"priority must be an integer or a list of {len(prompts)}, one for each prompt", param="priority"
         )
     return list(priority)
+
+
+def _as_list(prompts: PoolingPrompts) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}", param="prompts")
+    if prompts and all(isinstance(each, int) for each in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]  # one prompt as token ids
+    return list(prompts)  # type: ignore[arg-type]  # told apart above
+
+
+def _texts(data: str | Sequence[str], name: str) -> list[str]:
+    listed = [data] if isinstance(data, str) else list(data)
+    if not listed or not all(isinstance(each, str) for each in listed):
+        raise UserError(f"{name} must be a text or a list of texts", param=name)
+    return listed
+
+
+def _truncation(truncate: int | None, options: PoolingOptions) -> int | None:
+    given = truncation_of(options)
+    if given.get("truncation_side", "right") != "right":
+        raise UserError("truncation_side must be 'right' for models that pool", param="tokenization_kwargs")
+    found: int | None = given.get("truncate_prompt_tokens", truncate)
+    return found
+
+
+def _merged(params: PoolingParams, truncate: int | None) -> PoolingParams:
+    if truncate is None or not isinstance(params, PoolingParams):
+        return params
+    return msgspec.structs.replace(params, truncate_prompt_tokens=truncate)

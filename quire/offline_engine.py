@@ -12,15 +12,14 @@ import msgspec
 
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.async_control import check_mode, check_reset
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.front_end import open_front_end
+from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Call, EngineOutputs, EngineReady
 from quire.engine.sleep import part_of
 from quire.errors import UserError
+from quire.kv_cache.stats import EngineStats, shares
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats, shares
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.user_tokenizer import UserTokenizer
@@ -67,7 +66,7 @@ class OfflineEngine:
         return SamplingParams(**self.model_config.sampling_defaults)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges (the fields of `EngineStats`) and the shares of `quire.stats.shares`."""
+        """The engine's counters and gauges (the fields of `EngineStats`), and the shares that follow (`shares`)."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)

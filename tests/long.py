@@ -1,8 +1,10 @@
-"""Parameters of which `make test` runs some and `make test-long` the others."""
+"""Parameters of which `make test` runs some and `make test-long` the others. A value that is a tuple is the values of
+several arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,4 +14,18 @@ def all_but_long(values: Iterable[Any], representatives: Collection[Any]) -> lis
     """The values in order; those that are not among the representatives have the mark `long`."""
     values = list(values)
     assert all(each in values for each in representatives), "a representative is no value"
-    return [value if value in representatives else pytest.param(value, marks=pytest.mark.long) for value in values]
+    return [_cell([value], is_long=value not in representatives) for value in values]
+
+
+def one_in(share: int, *axes: Iterable[Any]) -> list[Any]:
+    """The cells of a matrix. Those in which the places of the values add up to a multiple of `share` are run often, so
+    that each value meets others in turn; the rest have the mark `long`."""
+    return [
+        _cell([value for _, value in places], is_long=sum(place for place, _ in places) % share != 0)
+        for places in product(*(enumerate(axis) for axis in axes))
+    ]
+
+
+def _cell(values: Iterable[Any], *, is_long: bool) -> Any:
+    arguments = [part for value in values for part in (value if type(value) is tuple else (value,))]
+    return pytest.param(*arguments, marks=pytest.mark.long if is_long else ())

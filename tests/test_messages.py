@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import outputs, request, stats, step, transfers
+from quire import outputs, request, step
 from quire.engine import messages
 from quire.engine.messages import (
     Abort,
@@ -27,15 +27,19 @@ from quire.engine.messages import (
     RequestRejected,
     Shutdown,
 )
+from quire.kv_cache import stats
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
 from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
-from quire.stats import EngineStats
 from quire.step import (
     Candidates,
+    HostTransfers,
     NewSequence,
+    OffloadReport,
+    OffloadTransfers,
     PromptLogprobs,
     SamplingInputs,
     SequenceFork,
@@ -44,7 +48,6 @@ from quire.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.transfers import HostTransfers, OffloadReport, OffloadTransfers
 
 PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
 SAMPLING = SequenceSampling(
@@ -210,7 +213,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (step, transfers, outputs, stats, request, messages, snapshot)
+    modules = (step, outputs, stats, request, messages, snapshot)
     for_users = {outputs.RequestOutput, outputs.CompletionOutput, outputs.RequestMetrics, outputs.Logprob}
     wanted = set().union(*map(structs, modules)) - for_users
     assert wanted == {type(example) for example in EXAMPLES}

@@ -319,6 +319,7 @@ def test_a_program_with_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown option '--no-such-flag'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_asynchronous_engine_of_gathered_arguments() -> None:
     assert AsyncLLMEngine is AsyncLLM
 

@@ -26,6 +26,7 @@ from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.stats import EngineStats, Load
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.scheduler.beam_reorder import hypothesis_updates
@@ -33,7 +34,6 @@ from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.queue import Deadlines
 from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.scheduler.snapshot import KVSnapshot, RequestView, SequenceView
-from quire.stats import EngineStats, Load
 from quire.step import Candidates, SamplingInputs, SequenceFork, StepPlan, StepResult
 
 

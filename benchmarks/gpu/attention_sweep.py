@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import records
-from benchmarks.gpu.attention_gluon import gluon_attention
 from benchmarks.gpu.attention_subjects import BLOCK_SIZE, Batch, device_batch, device_limits, scattered_tables
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
@@ -35,34 +34,26 @@ from quire.kernels.triton.attention_tiles import (
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
+from quire.kernels.triton.prompt_attention import WarpGroupAttention, can_attend
 from quire.kernels.triton.runtime import INTERPRETED
 
 PROMPT_TILES = {
-    "64 keys, 4 warps, two residents": Tiles(128, 64, 4, 2),
-    "32 keys, 4 warps, two residents": Tiles(128, 32, 4, 4),
-    "32 keys, 8 warps, two residents": Tiles(128, 32, 8, 3, max_registers=128),
-    "64 rows, 64 keys, two residents": Tiles(64, 64, 4, 3),
+    "three warp groups": Tiles(128, 128, 4, 2, warp_groups=True),
     "64 keys, 8 warps, two residents": Tiles(128, 64, 8, 2, max_registers=128),
-    "64 keys, 8 warps, one resident": Tiles(128, 64, 8, 3),
-    "128 keys, two stages": Tiles(128, 128, 8, 2),
+    "128 keys, 8 warps": Tiles(128, 128, 8, 3),
 }
-FLOAT8_PROMPT_TILES = {
-    "64 keys, 8 warps, one resident": Tiles(128, 64, 8, 3),
-    "64 rows, 64 keys, two residents": Tiles(64, 64, 4, 3),
-    "64 keys, 4 warps, two residents": Tiles(128, 64, 4, 2),
-}
-GLUON_TILES = {"128 keys, 8 warps": (128, 8), "64 keys, 4 warps": (64, 4), "64 keys, 8 warps": (64, 8)}
-PROMPTS = (Batch(8, 1024, 1024), Batch(1, 8192, 8192), Batch(1, 2048, 16384))
-FLOAT8_TILES = (
-    (Tiles(16, 128, 4, 2), 3),
-    (Tiles(16, 64, 4, 4), 3),
-    (Tiles(16, 64, 4, 2), 3),
-    (Tiles(16, 128, 4, 3), 2),
-    (Tiles(16, 128, 8, 3), 2),
-    (Tiles(16, 64, 2, 3), 4),
+FLOAT8_PROMPT_TILES = {"64 keys, 4 warps, two residents": Tiles(128, 64, 4, 2)}
+PROMPTS = (
+    Batch(8, 1024, 1024),
+    Batch(1, 8192, 8192),
+    Batch(1, 2048, 16384),
+    Batch(3, 1001, 1777),
+    Batch(16, 300, 300),
+    Batch(1, 32768, 32768),
 )
+FLOAT8_TILES = ((Tiles(16, 128, 4, 3), 2), (Tiles(16, 64, 2, 3), 4))
 """Beside the number of residents that registers and memory allow."""
-TILES = ((Tiles(16, 64, 4, 4), 2), (Tiles(16, 64, 4, 2), 3), (Tiles(16, 128, 4, 2), 2))
+TILES = ((Tiles(16, 64, 4, 2), 3),)
 FLOAT8 = torch.uint8 if INTERPRETED else torch.float8_e4m3fn
 TINY_TILES = Tiles(16, 16, 4, 1)
 REFERENCE_ROWS = 4
@@ -127,7 +118,12 @@ class Case:
         )
 
     def prompt(self, tiles: Tiles) -> list[Call]:
-        return [partial(VarlenAttention(self.layer, work.pages, None, tiles).run, work, 0) for work in self.copies]
+        return [partial(self._kernel(work.pages, tiles).run, work, 0) for work in self.copies]
+
+    def _kernel(self, pages: torch.Tensor, tiles: Tiles) -> VarlenAttention | WarpGroupAttention:
+        if tiles.warp_groups:
+            return WarpGroupAttention(self.layer, pages, tiles)
+        return VarlenAttention(self.layer, pages, None, tiles)
 
     def decode(self, plan: SplitPlan) -> list[Call]:
         scratch = SplitScratch.allocate(
@@ -148,7 +144,9 @@ def prompt_variants(limits: DeviceLimits, choices: Mapping[str, Tiles]) -> Varia
     """The present tiles first."""
 
     def present(case: Case) -> list[Call]:
-        return case.prompt(varlen_tiles(case.head_shape(), case.batch.num_new, limits))
+        can = can_attend(case.layer, case.copies[0].pages, case.copies[0].query.dtype)
+        lengths = case.batch.num_new, case.batch.length
+        return case.prompt(varlen_tiles(case.head_shape(), *lengths, limits, warp_groups=can))
 
     tiles = choices if not INTERPRETED else {"small": TINY_TILES}
     return {"present": present, **{name: partial(_prompt, tiles=each) for name, each in tiles.items()}}
@@ -178,10 +176,6 @@ def decode_variants(limits: DeviceLimits, choices: tuple[tuple[Tiles, int], ...]
     return found
 
 
-def _gluon(case: Case, sizes: tuple[int, int]) -> list[Call]:
-    return [gluon_attention(work, *sizes) for work in case.copies]
-
-
 def _prompt(case: Case, tiles: Tiles) -> list[Call]:
     return case.prompt(tiles)
 
@@ -191,12 +185,10 @@ def cases(shape: Shape, device: torch.device, *, is_dry: bool = False) -> Iterat
     limits = device_limits(device)
     decodes = (
         (Batch(256, 1, 1024), FLOAT8, FLOAT8_TILES, ()),
-        (Batch(1, 1, 8192), None, TILES, (64, 32, 22, 16)),
-        (Batch(32, 1, 8192), FLOAT8, FLOAT8_TILES[:4], ()),
+        (Batch(1, 1, 8192), None, TILES, (32, 16)),
+        (Batch(32, 1, 8192), FLOAT8, FLOAT8_TILES, ()),
         (Batch(256, 1, 1024), None, TILES, ()),
     )
-    # Gluon last: what it might break costs no other variant.
-    gluon = {f"Gluon, {name}": partial(_gluon, sizes=sizes) for name, sizes in GLUON_TILES.items()}
     for index in range(max(len(PROMPTS), len(decodes))):
         for batch in PROMPTS[index : index + 1]:
             batch = _tiny(batch) if INTERPRETED else batch
@@ -210,8 +202,6 @@ def cases(shape: Shape, device: torch.device, *, is_dry: bool = False) -> Iterat
     batch = _tiny(PROMPTS[1]) if INTERPRETED else PROMPTS[1]
     case = Case.build(shape, batch, FLOAT8, device, is_dry=is_dry)
     yield f"prompt, float8 pages, {batch.name}", case, prompt_variants(limits, FLOAT8_PROMPT_TILES)
-    for batch in () if INTERPRETED else PROMPTS:
-        yield f"prompt, {batch.name}", Case.build(shape, batch, None, device, is_dry=is_dry), gluon
 
 
 def _tiny(batch: Batch) -> Batch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from quire.config.options import EngineOptions
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest
+from quire.kv_cache.stats import EngineStats
 from quire.sampling_params import SamplingParams
 
 WHERE: dict[bool, dict[str, Any]] = {
@@ -55,13 +56,19 @@ TASKS = {"bf16": ("single", "steps", "long", "prompts", "kernels"), "fp8": ("sin
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """num_tokens: that came out. seconds: from the first request to the last token. num_preemptions: of requests whose
-    blocks others needed; their tokens were computed twice."""
+    """token_ids: of each request. seconds: from the first request to the last token. num_preemptions: of requests whose
+    blocks others needed; their tokens were computed twice. num_drafts, num_accepted: of all steps."""
 
     steps: list[Step]
-    num_tokens: int
+    token_ids: list[list[int]]
     seconds: float
     num_preemptions: int
+    num_drafts: int
+    num_accepted: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
 
     @property
     def span(self) -> float:
@@ -88,7 +95,7 @@ class Engine:
 
         self._front_end = open_front_end(EngineOptions.from_keywords(keywords), start)
         self._numbers = count()
-        self._num_preemptions = 0
+        self._stats = EngineStats()
         self.vocab_size = shape.vocab
         itemsize = shape.itemsize if keywords.get("quantization") is None else 1
         self.cost = ModelCost.of_shape(shape, itemsize)
@@ -99,25 +106,35 @@ class Engine:
 
     def run(self, work: AnyWork, seed: int, on_step: Callable[[int], None] | None = None) -> Run:
         """Greedy, past end-of-sequence. on_step: called with the number of steps so far."""
+        return self.complete(work.prompts(self.vocab_size, seed), map(greedy, work.output_lens), on_step)
+
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        params: Iterable[SamplingParams],
+        on_step: Callable[[int], None] | None = None,
+    ) -> Run:
+        """One sequence for each prompt. on_step: as above."""
         client, process = self._client, self._front_end.input_processor
-        prompts = work.prompts(self.vocab_size, seed)
         requests = [
-            process.process(str(next(self._numbers)), {"prompt_token_ids": ids}, greedy(output_len))
-            for ids, output_len in zip(prompts, work.output_lens, strict=True)
+            process.process(str(next(self._numbers)), {"prompt_token_ids": ids}, each)
+            for ids, each in zip(prompts, params, strict=True)
         ]
-        before = self._num_preemptions
+        before = self._stats
         STEPS.clear()
         started = time.perf_counter()
         for request in requests:
             client.send(AddRequest(request))
-        alive, num_tokens = {request.request_id for request in requests}, 0
+        token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        alive = set(token_ids)
         try:
             while alive:
                 outputs = client.receive()
                 assert outputs is not None, "work is left"
                 if outputs.stats is not None:
-                    self._num_preemptions = outputs.stats.preemptions_total
-                num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
+                    self._stats = outputs.stats
+                for update in outputs.updates:
+                    token_ids[update.request_id] += update.new_token_ids
                 alive -= {update.request_id for update in outputs.updates if update.finish_reason is not None}
                 if on_step is not None:
                     on_step(len(STEPS))
@@ -125,7 +142,15 @@ class Engine:
             for request_id in alive:
                 client.send(Abort(request_id))
         steps, elapsed = [step for step in STEPS if step.finished], time.perf_counter() - started
-        return Run(steps, num_tokens, elapsed, self._num_preemptions - before)
+        stats = self._stats
+        return Run(
+            steps,
+            list(token_ids.values()),
+            elapsed,
+            stats.preemptions_total - before.preemptions_total,
+            stats.draft_tokens_total - before.draft_tokens_total,
+            stats.accepted_draft_tokens_total - before.accepted_draft_tokens_total,
+        )
 
     def capture_graphs(self) -> int:
         """All that are still to be captured, as an idle server does; returns how many."""

@@ -51,6 +51,7 @@ TESTS = (
     "--ignore=tests/kernels/triton/test_ahead_of_time.py",
 )
 """The rest, in the time that is left."""
+DRAFT_TESTS = "tests/kernels/triton/test_drafts.py", "tests/gpu/test_drafts.py"
 REHEARSED_TESTS = ("tests/kernels/triton/test_norm.py", "tests/gpu/test_synchronising.py")
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -86,11 +87,14 @@ def first_parts() -> list[Part]:
 
 
 def sweep_parts() -> list[Part]:
-    """Ways to make kernels, one beside the other: only what --parts names. They decide what the engine launches."""
+    """Only what --parts names. Ways to make kernels, one beside the other, which decide what the engine launches; and
+    drafts: their kernels against plain twins, and an engine with and without."""
     products = python("benchmarks.gpu.experiments", "--out", "{out}", "--what", "products", "--seconds", "45")
     return [
         Part("products", products, 60),
         Part("attention", python("benchmarks.gpu.attention_sweep", "--out", "{out}"), 60),
+        Part("draft-kernels", pytest_command(*DRAFT_TESTS), 60, ("--interpreted",)),
+        Part("drafts", python("benchmarks.gpu.drafts", "--out", "{out}"), 180),
     ]
 
 

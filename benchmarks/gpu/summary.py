@@ -31,8 +31,8 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], logs: Path, 
     lines += [f"ERROR {_title(record)}: {record['error'][:120]}" for record in errors[:6]]
     if is_rehearsal:
         lines.append(f"A rehearsal: {len(found)} records, {len(errors)} of them errors. Times mean nothing.")
-    sections = (_machine, _engine, _comparison, _kernels, _breakdown, _attention, _experiments, _products, _throttled)
-    for section in sections:
+    figures = _engine, _comparison, _kernels, _breakdown, _attention, _experiments, _products, _drafts
+    for section in (_machine, *figures, _throttled):
         lines += section([record for record in found if "error" not in record])
     return "\n".join(lines)
 
@@ -168,6 +168,21 @@ def _products(found: Sequence[Record]) -> list[str]:
     for record in _of(found, "bits of few rows"):
         lines.append(f"bits of few rows, {record['format']}: {record.get('differing', record.get('error'))} differing")
     return ["", "== Ways to multiply with quantised matrices", *lines] if lines else []
+
+
+def _drafts(found: Sequence[Record]) -> list[str]:
+    """Each case with drafts against the same without; other tokens are marked."""
+
+    def line(record: Record) -> str:
+        if record["what"] == "ready":
+            return f"{record['drafts']} drafts: ready after {record['seconds']:.1f} s"
+        mark = f" OTHER TOKENS in {record['differing']} of {record['num_seqs']}" if record["differing"] else ""
+        steps = f"{record['step_seconds'] * 1e3:.2f} ms a step ({record['plain_step_seconds'] * 1e3:.2f} without)"
+        speed = f"{record['plain_token_seconds'] / record['token_seconds']:.2f} x the tokens/s"
+        return f"{record['case']}: {record['num_accepted']} of {record['num_drafts']} accepted, {steps}, {speed}{mark}"
+
+    shown = [record for record in found if record["part"] == "drafts" and record["what"] in ("ready", "drafts")]
+    return _section("Drafts", shown, line)
 
 
 def _seconds(record: Record) -> float:

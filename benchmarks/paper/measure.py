@@ -9,9 +9,9 @@ from benchmarks.paper.workloads import PaperRequest
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.errors import QuireError
+from quire.kv_cache.stats import EngineStats
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 TEXT_TOKENS = 512
 """Tokens of one text that the model writes."""

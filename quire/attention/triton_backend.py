@@ -14,6 +14,7 @@ from quire.attention.triton_expanded import DeviceExpansion
 from quire.kernels.arguments import HeadWeights
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
+    SHORT_CONTEXT,
     SMALL_ROWS,
     SPLITTING_PAYS,
     DeviceLimits,
@@ -31,6 +32,7 @@ from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
+from quire.kernels.triton.prompt_attention import WarpGroupAttention, can_attend
 from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
 
@@ -84,10 +86,11 @@ class TritonAttention:
         return TritonAttentionStep(self, batch)
 
     def kernels(
-        self, batch: DeviceBatch, shape: HeadShape, window: int | None
+        self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
         """How the varlen kernel and how the split kernel run over a batch (None: it does not), for heads of this shape.
-        Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it runs."""
+        Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it runs. warp_groups: of
+        `varlen_tiles`."""
         split = self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
@@ -96,7 +99,8 @@ class TritonAttention:
             split = None
         if self._batch_invariant:
             return fixed_tiles(shape, self._limits), split
-        return varlen_tiles(shape, batch.max_query_len, self._limits), split
+        lengths = batch.max_query_len, batch.max_seq_len
+        return varlen_tiles(shape, *lengths, self._limits, warp_groups=warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
         """The kernels of the layer that `heads` is of: bound to its weights and pages when it first attends, and as
@@ -108,13 +112,15 @@ class TritonAttention:
             bound = self._kernels[number] = _LayerKernels(heads, layer, self.scratch[layer.shape])
         return bound
 
-    def query_lengths_to_compile(self) -> tuple[int, ...]:
-        """Values of `max_query_len` that between them need every kernel, in batches of two or more sequences, one of
-        them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
+    def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
+        """Values of `max_query_len` and `max_seq_len`, at most `longest`, that between them need every kernel, in
+        batches of two or more sequences, one of them shorter: a step of padding with each compiles all while
+        starting."""
         if self._batch_invariant:
-            return 1, 2
+            return (1, longest), (2, longest)
         groups = {shape.group for shape in self.scratch} or {1}  # expanded heads share no keys
-        return 1, *sorted({rows // group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS) for group in groups})
+        lengths = sorted({rows // group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS) for group in groups})
+        return (lengths[-1], min(longest, SHORT_CONTEXT)), *((length, longest) for length in (1, *lengths))
 
     def _split_plan(self, shape: HeadShape, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
         if self._batch_invariant:
@@ -147,13 +153,18 @@ class _LayerKernels:
         self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).run
         self.write = HeadPreparation(heads, layer.pages, attends=False).run
         self._scratch = scratch
-        self._varlen: dict[Tiles, VarlenAttention] = {}
+        self._varlen: dict[Tiles, VarlenAttention | WarpGroupAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
 
-    def varlen(self, tiles: Tiles) -> VarlenAttention:
+    def varlen(self, tiles: Tiles) -> VarlenAttention | WarpGroupAttention:
         found = self._varlen.get(tiles)
         if found is None:
-            found = self._varlen[tiles] = VarlenAttention(self.heads.shape, self.pages, self.heads.shape.sinks, tiles)
+            layer = self.heads.shape
+            if tiles.warp_groups:
+                found = WarpGroupAttention(layer, self.pages, tiles)
+            else:
+                found = VarlenAttention(layer, self.pages, layer.sinks, tiles)
+            self._varlen[tiles] = found
         return found
 
     def split(self, plan: SplitPlan) -> SplitAttention:
@@ -172,7 +183,7 @@ class TritonAttentionStep:
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
         self._batch = batch
-        self._kernels: dict[tuple[HeadShape, int | None], tuple[Tiles | None, SplitPlan | None]] = {}
+        self._kernels: dict[tuple[HeadShape, int | None, bool], tuple[Tiles | None, SplitPlan | None]] = {}
 
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
@@ -254,9 +265,10 @@ class TritonAttentionStep:
         if out is None:
             size = (query.shape[0], shape.num_heads * shape.head_dim)
             out = torch.empty(size, dtype=query.dtype, device=query.device)
-        kind = layer.shape, shape.window
+        warp_groups = can_attend(shape, layer.pages, query.dtype)
+        kind = layer.shape, shape.window, warp_groups
         if kind not in self._kernels:
-            self._kernels[kind] = self._backend.kernels(self._batch, *kind)
+            self._kernels[kind] = self._backend.kernels(self._batch, layer.shape, shape.window, warp_groups=warp_groups)
         tiles, split = self._kernels[kind]
         work = PagedAttention(query, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
@@ -324,6 +336,6 @@ class TritonEncoder:
     def plan(self, batch: DeviceBatch) -> TritonEncoderStep:
         return TritonEncoderStep(batch.query_start)
 
-    def query_lengths_to_compile(self) -> tuple[int, ...]:
+    def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
         """As that of TritonAttention."""
-        return (1,)
+        return ((1, longest),)

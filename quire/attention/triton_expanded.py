@@ -103,7 +103,8 @@ class DeviceExpansion:
                 rows[begin : begin + count, :, at : at + width] = heads[:, first : first + num_heads]
             begin += count
         layer = LayerAttention(0, num_heads, num_heads, dim, shape.scale)
-        tiles = varlen_tiles(HeadShape(num_heads, num_heads, dim, dtype.itemsize), batch.max_query_len, self._limits)
+        heads_of = HeadShape(num_heads, num_heads, dim, dtype.itemsize)
+        tiles = varlen_tiles(heads_of, batch.max_query_len, batch.max_seq_len, self._limits)
         attended = torch.empty_like(rows).flatten(1)
         kernel = self._kernels.get((layer, tiles))
         if kernel is None:

@@ -237,7 +237,8 @@ def _tiles(step: TypicalStep, longest: int, shape: HeadShape, limits: DeviceLimi
     if plan is not None:
         tiles, kind = plan.tiles, f"decode, a sequence and key head cut in {plan.num_programs}"
     else:
-        tiles = fixed_tiles(shape, limits) if invariant else varlen_tiles(shape, step.max_query_len, limits)
+        lengths = step.max_query_len, longest
+        tiles = fixed_tiles(shape, limits) if invariant else varlen_tiles(shape, *lengths, limits)
         kind = "varlen"
     return f"{kind}: tiles of {tiles.block_m} x {tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
 

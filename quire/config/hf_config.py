@@ -25,6 +25,7 @@ from quire.config.options import BUNDLED_MODEL
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
+from quire.config.vision import VISION_CONFIG
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
@@ -76,7 +77,8 @@ def load_model_config(
     runner, model_impl = choices.runner, choices.model_impl
     name, revision = read_page(name, revision)
     path = _described(find_model(name, revision=revision, config_only=config_only, download_dir=choices.download_dir))
-    raw, key = language_model(_overridden(_read_described(path), choices.hf_overrides or {}))
+    whole = _overridden(_read_described(path), choices.hf_overrides or {})
+    raw, key = language_model(whole)
     where = ": ".join(filter(None, (_where(path), key)))
     architecture, impl = _architecture(Fields(raw, where), model_impl)
     if impl == "quire":
@@ -120,6 +122,7 @@ def load_model_config(
         quantization=read_quantization(fields),
         pooling=pooling,
         is_multimodal=bool(key),
+        vision=_object(whole, VISION_CONFIG),
         impl=impl,
         sampling_defaults=sampling_defaults(generation),
     )
@@ -184,6 +187,12 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         is_part = name.endswith("_config") and isinstance(own, dict) and isinstance(value, dict)
         merged[name] = _overridden(own, value) if is_part and isinstance(own, dict) else value
     return merged
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """The object under a key; None where there is none, whatever else stands there."""
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else None
 
 
 def _where(path: Path) -> str:

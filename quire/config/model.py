@@ -49,6 +49,7 @@ class ModelConfig:
     impl: what computes it: "quire", or "transformers" (modelling code of that library).
     sampling_defaults: what requests get that do not say otherwise, by field of SamplingParams (generation_config.json).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
+    vision: what config.json says of the vision tower beside it, read-only, as it stands there; None: nothing.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ModelConfig:
     activation_bits: int = 0
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
+    vision: Mapping[str, Any] | None = None
     impl: str = "quire"
     expands_prompts: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.snapshot import KVSnapshot, RequestView
-from quire.stats import EngineStats
 
 
 class Observations(msgspec.Struct):
@@ -30,7 +30,7 @@ class Frame(msgspec.Struct):
     stats: EngineStats
     kv: KVSnapshot
     shares: dict[str, float] = {}
-    """What follows from `stats`: the shares of `quire.stats.shares`."""
+    """What follows from `stats`: the shares of `quire.kv_cache.stats.shares`."""
 
 
 class Owner(msgspec.Struct, frozen=True):

@@ -1,63 +1,63 @@
-"""AsyncLLM: many requests at once on one asyncio loop, over an engine in a process of its own (or in this one).
-
-A receiver thread waits for the core and turns its tokens into text; the loop gets one call for everything that a step
-produced. Requests end when they finish, when their consumer leaves, or all at once when the engine dies.
-"""
+"""AsyncLLM: many requests at once on one asyncio loop, over an engine in a process of its own (or in this one)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import threading
-import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, TypeVar, Unpack
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
-from quire.call_options import PoolingOptions, truncation_of
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.async_control import AsyncControl, ControlState
-from quire.engine.async_load import AsyncLoad
-from quire.engine.async_pooling import AsyncPooling
-from quire.engine.async_text import AsyncText
-from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
+from quire.engine.call_options import PoolingOptions, truncation_of
+from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.fleet import open_fleet
-from quire.engine.front_end import FrontEnd, open_front_end
-from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, check_responsive, wait_for_answer
+from quire.engine.front_end import check_mode, check_reset, open_front_end
+from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, mix_seed, num_units, prompt_text
-from quire.engine.long_prompts import encode_pieces
-from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
-from quire.engine.outbox import Outbox
-from quire.engine.output_stream import Delivery, OutputStream, StatsListener
+from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, mix_seed, num_units, prompt_text
+from quire.engine.messages import EngineReady
+from quire.engine.output_stream import StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import CLIENT_NAME, EACH_STEP, Preparations, RequestPart, turn_of
+from quire.engine.request_part import RequestPart
+from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
-from quire.engine.shared_state import EngineState
-from quire.errors import ConfigError, EngineDeadError, InternalError, QuireError, UserError
-from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.engine.sleep import part_of
+from quire.engine.texts import Texts
+from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.kv_cache.stats import EngineStats
+from quire.outputs import RequestOutput
+from quire.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.stats import EngineStats
+from quire.scheduler.snapshot import KVSnapshot
+from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
-"""What a method's argument is called."""
+POLL_SECONDS = 0.01
+"""Seconds between two looks of a caller that waits for the end of requests."""
+
+T = TypeVar("T")
 
 
 class HasOptions(Protocol):
     def to_options(self) -> EngineOptions: ...
 
 
-class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
+class AsyncLLM:
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
     The constructor returns while the engine process is still starting; `ready` waits for it.
@@ -106,45 +106,29 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         sessions."""
         engine = cls.__new__(cls)
         engine._open(options, lambda options: client)
-        engine._namespace = f"{client.session}."
-        engine._control, engine._loads = client.state.engine, client.state.loads
+        session = engine._session
+        session.namespace, session.control, session.loads = (
+            f"{client.session}.",
+            client.state.engine,
+            client.state.loads,
+        )
         engine.input_processor.seed = mix_seed(options.seed, client.session)
         return engine
 
     def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
-        self._front_end: FrontEnd = open_front_end(options, start)
+        self._front_end = open_front_end(options, start)
         self._front_end.encode_long_texts_elsewhere()
-        self._client: EngineClient = self._front_end.client
-        self._namespace = ""
-        """What tells the keys of our requests from those of other processes."""
-        self._control: ControlState | EngineState = ControlState()
-        self._listeners: list[StatsListener] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # Guards the output processor and the fields below, which the loop and the receiver thread share.
-        self._lock = threading.Lock()
-        self._streams: dict[str, OutputStream] = {}
-        """By key; `_keys` finds the key of a request's id."""
-        self._keys: dict[str, str] = {}
-        self._calls: dict[int, asyncio.Future[CallResult]] = {}
-        self._death: EngineDeadError | None = None
-        self._numbers = itertools.count(1)
-        self._outbox = Outbox(self._client)
-        AsyncLoad.__init__(self)
-        self._draining = False
-        self._all_finished = asyncio.Event()
-        AsyncText.__init__(self, self._front_end.helpers)
-        self._finalizer = weakref.finalize(self, self._front_end.shutdown)
-        receiver = threading.Thread(
-            target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
-        )
-        receiver.start()
+        self.texts = Texts(self._front_end)
+        self._session = Session(self._front_end.client, self._front_end.output_processor, self.texts)
+        self._finalizer = weakref.finalize(self._session, self._front_end.shutdown)
+        self._session.start()
 
     # What the engine is.
 
     @property
     def ready(self) -> EngineReady:
         """Facts found at the start; waits for its end. Raises what the start-up failed with."""
-        return self._client.ready
+        return self._session.client.ready
 
     @property
     def model_config(self) -> ModelConfig:
@@ -180,43 +164,73 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
     @property
     def errored(self) -> bool:
         """Whether the engine is dead (or was shut down)."""
-        return self._death is not None
+        return self._session.death is not None
 
     @property
     def dead_error(self) -> EngineDeadError:
         """A new error with the cause of death. Only when `errored`."""
-        assert self._death is not None, "the engine is not dead"
-        return self._death.again()
+        death = self._session.death
+        assert death is not None, "the engine is not dead"
+        return death.again()
 
     @property
     def is_restarting(self) -> bool:
         """Whether the engine has died and another one starts: requests wait, and go on in it."""
-        return self._client.is_restarting
+        return self._session.client.is_restarting
 
     @property
     def num_restarts(self) -> int:
         """How often the engine was started again."""
-        return self._client.num_restarts
+        return self._session.client.num_restarts
 
     @property
     def silence(self) -> float:
         """Seconds for which the engine process has given no sign of life (quire/engine/heartbeat.py)."""
-        return self._client.silence
+        return self._session.client.silence
 
     def check_health(self) -> None:
         """Raise EngineDeadError when the engine is dead, and EngineUnresponsiveError when its process has given no sign
         of life for SILENCE_LIMIT seconds: it, or one of its ranks, is stopped or dead-locked, or one thread keeps the
         interpreter. A long step is no silence."""
-        self._check_alive()
-        check_responsive(self._client.silence)
+        self._session.check_health()
 
-    def _check_alive(self) -> None:
-        if self.errored:
-            raise self.dead_error
+    def check_awake(self) -> None:
+        """Raise EngineAsleepError while the engine sleeps, as far as the front ends have sent it to sleep."""
+        self._session.check_awake()
 
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
-        self._listeners.append(listener)
+        self._session.listeners.append(listener)
+
+    # What there is to do.
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
+        yet to take what is there."""
+        return self._session.num_unfinished
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
+        whose consumer is slow to read its end is not among them; parts of a request that wait for their turns are one
+        together. This, and the figures below, are of all processes that share the engine."""
+        return self._session.num_pending
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine computes, as it said last."""
+        return self._session.control.num_running
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that the engine has and that have got no token yet."""
+        return self._session.num_queued_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the engine will take for them, by its rate of the last seconds; infinite when it computed none."""
+        return self._session.queue_seconds
 
     # Requests.
 
@@ -251,82 +265,24 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
-        outputs = self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        outputs = self._session.run(process, prompt_text(prompt), request_id, delta=delta, part=part)
         return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
-
-    async def run_request(
-        self,
-        process: Callable[[str], Awaitable[EngineRequest]],
-        text: str | None,
-        request_id: str | None,
-        *,
-        delta: bool = False,
-        part: RequestPart | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request of any kind. process: makes it from the name that the engine gets. text: of its
-        prompt, to be reported."""
-        self.check_health()
-        if self._draining:
-            raise QuireError("the engine is draining and takes no new requests")
-        self.check_awake()
-        self._bind_loop()
-        with self._counted():
-            name = request_id or uuid.uuid4().hex
-            stream = OutputStream(name, f"{name}#{self._namespace}{next(self._numbers)}", delta=delta)
-            async with contextlib.AsyncExitStack() as stack:
-                with self._preparations.count(part):
-                    with self._lock:
-                        self._publish()
-                    request = await process(stream.key)
-                    request = msgspec.structs.replace(request, client=CLIENT_NAME.get(), each_step=EACH_STEP.get())
-                    token_ids = request.prompt_token_ids
-                    pieces = await self.off_loop(len(token_ids), partial(encode_pieces, token_ids))
-                    request = await stack.enter_async_context(turn_of(part, request))
-                # Not inside: another process, which may look at any moment, would count it twice and refuse its own.
-                self._submit(AddRequest(request, pieces), text, stream, delta)
-                try:
-                    finished = False
-                    while not finished:
-                        output = await stream.get()
-                        finished = output.finished
-                        yield output
-                finally:
-                    self._leave(stream)
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
 
         As LLM.register_prefix. Cancelled, it leaves nothing registered. Raises EngineUnresponsiveError as `call` does.
         """
-        self.check_health()
-        if self._draining:
-            raise QuireError("the engine is draining and takes no new requests")
-        self._bind_loop()
-        name = f"prefix-{uuid.uuid4().hex}"
-        stream = OutputStream(name, name, delta=True)
-        with self._counted():
-            with self._preparations.count(None):
-                request = await asyncio.to_thread(
-                    lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
-                )
-            self._submit(AddRequest(request), None, stream, True)
-            computing = asyncio.ensure_future(stream.last())
-            try:
-                raise_if_nonfinite(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
-            except BaseException:
-                computing.cancel()
-                self._leave(stream)
-                with contextlib.suppress(EngineDeadError):
-                    self._client.send(Call(next(self._numbers), "unregister_prefix", name))
-                raise
-        return name
+
+        def process(name: str) -> EngineRequest:
+            return self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
+
+        return await self._session.run_prefix(process)
 
     async def unregister_prefix(self, prefix_id: str) -> int:
         """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises
         UserError for an id that is not registered."""
-        value = await self.call("unregister_prefix", prefix_id)
-        assert isinstance(value, int)
-        return value
+        return await self._count("unregister_prefix", prefix_id)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
@@ -340,14 +296,84 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
             output = await anext(outputs)
         return to_beam_search_output(output, self.tokenizer, params)
 
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """Write and tokenise a conversation, on the caller's thread; `options` as in `conversation_of`."""
+        return self.input_processor.render_chat(conversation_of(messages, **options))
+
+    # Texts to vectors, labels and scores. Cancelling a task that waits here aborts its request; the errors are those of
+    # `generate`, and UserError for what the model cannot do.
+
+    async def embed(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """The vector of a text."""
+        self.pooling.check_task("embed")
+        return self.pooling.embedding(await self.pool(prompt, params, request_id, priority=priority), params)
+
+    async def classify(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
+    ) -> ClassificationRequestOutput:
+        """The probabilities of a classifier's labels."""
+        self.pooling.check_task("classify")
+        return self.pooling.classification(await self.pool(prompt, params, request_id, priority=priority), params)
+
+    async def pool_any(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None = None, *, priority: int = 0
+    ) -> PoolingRequestOutput:
+        """What the model makes of a text. (`LLM.encode`; here `encode` gives token ids.)"""
+        self.pooling.check_task("encode")
+        return self.pooling.pooled(await self.pool(prompt, params, request_id, priority=priority), params)
+
+    async def score(
+        self, data_1: list[str], data_2: list[str], params: PoolingParams, *, priority: int = 0
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` answers that of `data_1`, which has one text for all, or as many."""
+        self.pooling.check_task("score")
+        places = [min(i, len(data_1) - 1) for i in range(len(data_2))]
+        if self.pooling.is_cross_encoder:
+            pairs = [(data_1[place], second) for place, second in zip(places, data_2, strict=True)]
+            running = [self.pool(first, params, second=second, priority=priority) for first, second in pairs]
+            return [self.pooling.pair_score(output, params) for output in await _all(running)]
+        outputs = await _all([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
+        lefts, rights = outputs[: len(data_1)], outputs[len(data_1) :]
+        return [
+            self.pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)
+        ]
+
+    async def pool(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        second: str | None = None,
+        priority: int = 0,
+        part: RequestPart | None = None,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """The last output of a pooled request, with what the model made of the prompt."""
+        processor = await asyncio.to_thread(lambda: self.pooling)
+
+        async def process(name: str) -> EngineRequest:
+            size = len(prompt_text(prompt) or "") + len(second or "")
+            return await self.texts.off_loop(
+                size,
+                lambda: processor.request(
+                    name, prompt, params, second=second, priority=priority, cache_salt=cache_salt
+                ),
+            )
+
+        async with contextlib.aclosing(
+            self._session.run(process, prompt_text(prompt), request_id, part=part)
+        ) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise AssertionError("a request ends with an output")
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their iterators get a last output whose finish reason is "abort". Unknown ids are ignored."""
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            stream = self._streams.get(self._keys.get(name, ""))
-            if stream is not None:
-                output = self._leave(stream)
-                if output is not None:
-                    stream.put(output)
+        self._session.abort(request_id)
 
     # Control.
 
@@ -355,81 +381,124 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
         """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
         fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
         (quire/engine/heartbeat.py)."""
-        return (await self.ask(method, argument)).value
+        return (await self._session.ask(method, argument)).value
 
-    async def ask(self, method: str, argument: str = "") -> CallResult:
-        """As `call`, for answers of any kind."""
-        self.check_health()
-        loop = self._bind_loop()
-        call_id = next(self._numbers)
-        future: asyncio.Future[CallResult] = loop.create_future()
-        with self._lock:
-            self._check_alive()
-            self._calls[call_id] = future
+    @property
+    def sleep_level(self) -> int:
+        """The level at which a front end has sent the engine to sleep; 0 while it is awake."""
+        return self._session.control.sleep_level
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a front end has paused the engine."""
+        return self._session.control.pauses
+
+    @property
+    def refuses_new(self) -> bool:
+        """Whether the pause keeps no requests ("abort", "wait"): a server refuses new ones instead of holding them."""
+        return self._session.control.refuses_new
+
+    async def stats(self) -> EngineStats:
+        """A fresh snapshot."""
+        value = (await self._session.ask("stats")).value
+        assert isinstance(value, EngineStats)
+        return value
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
+        the caller's id, "#" and a number that no other request has."""
+        snapshot = (await self._session.ask("kv_snapshot")).kv
+        assert snapshot is not None
+        return snapshot
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
+        """Forget every cached prefix; returns how many blocks held one. The arguments: as of LLM.reset_prefix_cache."""
+        check_reset(reset_connector)
+        return await self._count("reset_prefix_cache")
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Start no request until `resume`; new ones wait (a server refuses them unless mode is "keep"). mode: "abort"
+        ends all requests with the finish reason "abort", "wait" returns when those that run have ended, "keep" stops
+        them where they are, so that they go on at `resume` with the tokens that they would have had. clear_cache:
+        forget cached prefixes as well, but with "keep".
+
+        Raises UserError for another mode. Cancelled, it leaves the engine paused."""
+        check_mode(mode)
+        self._session.control.pauses, self._session.control.refuses_new = True, mode != "keep"
+        await self._session.ask("pause", "all" if mode == "keep" else "new")
+        if mode == "abort":
+            await self._session.ask("abort_all")
+        if mode == "wait":
+            while (stats := await self.stats()).num_running + stats.num_preempted:
+                await asyncio.sleep(POLL_SECONDS)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """End a pause. Nothing happens when there is none."""
+        await self._session.ask("resume")
+        self._session.control.pauses = self._session.control.refuses_new = False
+
+    pause_generation, resume_generation = pause, resume
+    """vLLM's names of them."""
+
+    async def is_paused(self) -> bool:
+        """Whether the engine starts no requests because of `pause`."""
+        return bool(await self._count("is_paused"))
+
+    async def sleep(self, level: int | str = 1, mode: str | None = None) -> None:
+        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
+
+        mode: what happens to requests that live: None refuses to sleep, "abort" ends them, "wait" waits for their end.
+        Raises UserError while requests live or prefixes are registered."""
+        if mode is not None:
+            check_mode(mode)
+        control = self._session.control
+        was_asleep, control.is_asleep = control.is_asleep, mode in ("abort", "wait") or control.is_asleep
         try:
-            self._outbox.flush()
-            self._client.send(Call(call_id, method, argument))
-            result = await wait_for_answer(future, method, lambda: self._client.silence)
-        finally:
-            self._calls.pop(call_id, None)
-        self._check_alive()
-        result.raise_error(_PARAMETERS.get(method, "method"))
-        return result
+            if mode == "abort":
+                await self._session.ask("abort_all")
+            while mode == "wait" and (stats := await self.stats()).num_running + stats.num_waiting:
+                await asyncio.sleep(POLL_SECONDS)
+            await self._session.ask("sleep", str(level))
+        except BaseException:
+            control.is_asleep = was_asleep
+            raise
+        control.is_asleep, control.sleep_level = True, int(level)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take requests again; nothing is cached. tags: ["weights"] brings back these alone, and ["kv_cache"] the rest
+        behind them. Raises InternalError when the memory, or the checkpoint, is gone, UserError for other tags."""
+        if not await self._count("wake_up", part_of(tags)):
+            self._session.control.is_asleep, self._session.control.sleep_level = False, 0
+
+    async def is_sleeping(self) -> bool:
+        """Whether requests are rejected because the engine sleeps."""
+        return bool(await self._count("is_sleeping"))
+
+    async def _count(self, method: str, argument: str = "") -> int:
+        value = (await self._session.ask(method, argument)).value
+        assert isinstance(value, int)
+        return value
 
     def begin_drain(self) -> None:
         """From now on `generate` rejects new requests; running requests go on."""
-        self._draining = True
+        self._session.is_draining = True
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Reject new requests and wait for the running ones; after `timeout` seconds abort what is left.
 
         Returns whether all ended by themselves. Raises EngineDeadError when the engine dies meanwhile.
         """
-        self.begin_drain()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._until_finished()
-            self._check_alive()
-            return True
-        except TimeoutError:
-            await self.abort(list(self._keys))
-            return False
+        return await self._session.drain(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
             self._front_end.shutdown(timeout)
-            self.close_threads()
-            self._die(EngineDeadError("the engine was shut down"))
-
-    # On the event loop.
-
-    def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """Remember the running loop. A loop that was closed under its requests has left them to be aborted."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None and self._num_unfinished:
-                if not self._loop.is_closed():
-                    raise RuntimeError("AsyncLLM serves requests of another event loop")
-                for stream in list(self._streams.values()):
-                    self._leave(stream)
-                self._num_unfinished, self._preparations = 0, Preparations()
-            self._loop = loop
-            self._all_finished = asyncio.Event()
-        return loop
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """One request more that `drain` waits for."""
-        self._num_unfinished += 1
-        try:
-            yield
-        finally:
-            self._num_unfinished -= 1
-            with self._lock:
-                self._publish()
-            if self._num_unfinished == 0:
-                self._all_finished.set()
+            self.texts.close()
+            self._session.die(EngineDeadError("the engine was shut down"))
 
     async def _process(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
@@ -439,123 +508,7 @@ class AsyncLLM(AsyncText, AsyncPooling, AsyncControl, AsyncLoad):
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
-        return await self.off_loop(num_units(prompt, params), process)
-
-    def _submit(self, message: AddRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
-        request = message.request
-        with self._lock:
-            self._check_alive()
-            if stream.request_id in self._keys:
-                raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
-            self._front_end.output_processor.add_request(request, text, delta=delta)
-            self._backlog.add(stream.key, len(request.prompt_token_ids))
-            self._keys[stream.request_id] = stream.key
-            self._streams[stream.key] = stream
-            self._publish()
-        for listener in self._listeners:
-            listener.record_request(stream.request_id, request, text)
-        self._outbox.put(message, partial(self._fail, stream))
-
-    def _fail(self, stream: OutputStream, error: QuireError) -> None:
-        self._leave(stream)
-        stream.fail(error)
-
-    def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Drop a request that is not finished: here, in the core and in the metrics. Returns its last output, or
-        None when it is gone already or its output cannot be made, which its stream then says."""
-        with self._lock:
-            if not self._forget(stream.key):
-                return None
-            try:
-                output = self._front_end.output_processor.abort(stream.key)
-            except InternalError as error:
-                stream.fail(error)
-                output = None
-        self._outbox.flush()  # an abort comes behind its request
-        self._send_aborts([Abort(stream.key)])
-        if output is not None:
-            output.request_id = stream.request_id
-            for listener in self._listeners:
-                listener.record_outputs([output])
-        return output
-
-    def _forget(self, key: str) -> OutputStream | None:
-        self._backlog.discard(key)
-        stream = self._streams.pop(key, None)
-        if stream is not None:
-            del self._keys[stream.request_id]
-        return stream
-
-    def _send_aborts(self, aborts: list[Abort]) -> None:
-        try:
-            for abort in aborts:
-                self._client.send(abort)
-        except EngineDeadError:
-            pass  # nothing is left to abort; the receiver thread reports the death
-
-    async def _until_finished(self) -> None:
-        while self._num_unfinished:
-            self._all_finished.clear()
-            await self._all_finished.wait()
-
-    # On the receiver thread.
-
-    def _take(self, outputs: EngineOutputs) -> None:
-        """Turn what the core sent into what the loop delivers."""
-        delivery = Delivery(stats=outputs.stats)
-        with self._lock:
-            if outputs.stats is not None and self._loads is None:
-                self._control.num_running = outputs.stats.num_running
-            self._backlog.note_progress(update.request_id for update in outputs.updates)
-            processed = self._front_end.output_processor.process(outputs.updates)
-            for output in processed.outputs:
-                stream = self._streams[output.request_id]
-                if output.finished:
-                    self._forget(stream.key)
-                output.request_id = stream.request_id
-                delivery.outputs.append((stream, output))
-            for failed in processed.failures:
-                stream = self._streams[failed.request_id]
-                self._forget(stream.key)
-                failed.last.request_id = stream.request_id
-                delivery.failures.append((stream, failed.error))
-                delivery.last_outputs.append(failed.last)
-            for rejected in outputs.rejections:
-                waiting = self._forget(rejected.request_id)
-                if waiting is not None:
-                    self._front_end.output_processor.abort(waiting.key)
-                    delivery.failures.append((waiting, rejected.error()))
-                    delivery.rejected.append(waiting.request_id)
-            for result in outputs.results:
-                future = self._calls.pop(result.call_id, None)
-                if future is not None:
-                    delivery.results.append((future, result))
-            self._publish()
-        self._send_aborts(processed.aborts)
-        self._post(delivery)
-
-    def _die(self, cause: EngineDeadError) -> None:
-        """Everything that waits fails now, and everything that comes later fails too. The first cause counts."""
-        delivery = Delivery()
-        with self._lock:
-            if self._death is None:
-                self._death = cause
-            self._front_end.output_processor.fail_all()
-            delivery.failures = [(stream, self._death.again()) for stream in self._streams.values()]
-            delivery.results = [
-                (future, CallResult(call_id, error=str(self._death))) for call_id, future in self._calls.items()
-            ]
-            self._backlog.clear()
-            self._streams.clear()
-            self._keys.clear()
-            self._calls.clear()
-        self._post(delivery)
-
-    def _post(self, delivery: Delivery) -> None:
-        if self._loop is None:
-            return  # no request or call has come yet
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every consumer
-            self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
+        return await self.texts.off_loop(num_units(prompt, params), process)
 
 
 async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
@@ -579,21 +532,12 @@ def _starter(in_process: bool, restart_engine: bool | None, hung_engine_timeout:
     return start
 
 
-def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
-    """Body of the receiver thread. It holds the engine only while it has something for it, so that an engine that
-    is referred to no more is collected, which shuts the client down and ends this thread."""
-    while True:
-        try:
-            outputs = client.receive()
-            engine = reference()
-            if engine is None:
-                return
-            if outputs is not None:
-                engine._take(outputs)
-        except BaseException as error:  # a thread that ended in silence would leave every request waiting
-            engine = reference()
-            if engine is not None:
-                engine._die(cause_of_death(error))
-            client.shutdown()
-            return
-        del engine
+async def _all(running: Sequence[Awaitable[T]]) -> list[T]:
+    """All results, in order. When one fails, the others are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_awaited(each)) for each in running]
+    return [task.result() for task in tasks]
+
+
+async def _awaited(each: Awaitable[T]) -> T:
+    return await each

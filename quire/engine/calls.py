@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.member import Member
 from quire.engine.messages import Call, CallResult, EngineOutputs
-from quire.stats import EngineStats, add_up, carry_over
+from quire.kv_cache.stats import EngineStats, add_up, carry_over
 
 STATES = {"sleep": "sleep", "wake_up": "sleep", "pause": "pause", "resume": "pause"}
 """Method of a call -> the call that brings about the state that it begins or ends."""

@@ -23,8 +23,7 @@ from quire.engine.messages import (
     Shutdown,
 )
 from quire.engine.observer import Observer
-from quire.engine.pause import Pause
-from quire.engine.sleep import Sleep
+from quire.engine.sleep import Pause, Sleep
 from quire.errors import (
     ConfigError,
     EngineAsleepError,
@@ -37,10 +36,10 @@ from quire.executors.interface import Executor, StepFuture, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import size_pool
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
-from quire.stats import EngineStats
 from quire.step import StepPlan
 
 logger = get_logger(__name__)

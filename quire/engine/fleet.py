@@ -37,10 +37,10 @@ from quire.engine.messages import (
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import beginnings_of, make_router
 from quire.errors import EngineDeadError, QuireError, UserError
+from quire.kv_cache.stats import EngineStats, add_up
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, ResumePoint
-from quire.stats import EngineStats, add_up
 
 logger = get_logger(__name__)
 
@@ -71,6 +71,8 @@ class Entry:
     member: Member | None = None
     is_sent: bool = False
     """Whether the engine that `member` has now has got it."""
+    is_leaving: bool = False
+    """Whether it moves from `member` as soon as that one has answered."""
 
     @classmethod
     def of(cls, request: EngineRequest, session: int) -> Entry:
@@ -218,12 +220,12 @@ class Fleet:
 
     def move(self, request_id: str, number: int) -> None:
         """Let a request go on at another member, with the tokens that it would have had; it leaves its engine behind
-        the last token that this one has told. Nothing happens when it has ended. Raises UserError for what stays: a
-        beam search, which would begin anew, and a prefix, whose blocks are the engine's."""
+        the last token that this one has told. Nothing happens when it has ended or is leaving already. Raises UserError
+        for what stays: a beam search, which would begin anew, and a prefix, whose blocks are the engine's."""
         with self._lock:
             self._raise_if_over()
             entry, target = self._entries.get(request_id), self.members[number]
-            if entry is None or entry.member is target:
+            if entry is None or entry.member is target or entry.is_leaving:
                 return
             if entry.request.params.use_beam_search or entry.request.register_prefix:
                 what = "a prefix" if entry.request.register_prefix else "a beam search"
@@ -233,7 +235,9 @@ class Fleet:
             if not entry.is_sent:
                 self._go_on(entry, source, target)
                 return
-            # The answer to any call comes behind all that the engine has told of the request.
+            # The answer to any call comes behind all that the engine has told of the request. One call for each move:
+            # the answer to another could come when the request is back, and would take it along without an abort.
+            entry.is_leaving = True
             fence = self._calls.open(Call(0, "is_sleeping"), [source], then=partial(self._go_on, entry, source, target))
             source.deliver(Abort(request_id), fence)
 
@@ -273,7 +277,7 @@ class Fleet:
 
     def _assign(self, entry: Entry, member: Member) -> Member:
         self._leave(entry)
-        entry.member, entry.is_sent = member, False
+        entry.member, entry.is_sent, entry.is_leaving = member, False, False
         member.num_live += 1
         return member
 

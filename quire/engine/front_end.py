@@ -24,6 +24,9 @@ from quire.tokenization.tokenizer import SAMPLE, Tokenizer, open_tokenizer
 
 logger = get_logger(__name__)
 
+MODES = ("abort", "wait", "keep")
+"""What a pause does to requests that run."""
+
 
 class FrontEnd:
     """One engine as seen from the outside. tokenizer: None when the model has none or was asked to do without. options:
@@ -121,3 +124,16 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     except BaseException:
         client.shutdown()
         raise
+
+
+def check_reset(reset_connector: bool) -> None:
+    """Raise UserError where files are to be forgotten too."""
+    if reset_connector:
+        message = "reset_connector must be False: files in kv_offload_dir stay, and count again at the next start"
+        raise UserError(message, param="reset_connector")
+
+
+def check_mode(mode: str) -> None:
+    """Raise UserError for a mode that is none of MODES."""
+    if mode not in MODES:
+        raise UserError(f"mode must be one of {', '.join(MODES)}, not {mode!r}", param="mode")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.snapshot import KVSnapshot
-from quire.stats import EngineStats
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):

@@ -16,9 +16,9 @@ import msgspec
 
 from quire.engine.messages import CallResult
 from quire.errors import QuireError
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
 from quire.request import EngineRequest
-from quire.stats import EngineStats
 
 MAX_SEPARATE = 32
 """Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it

@@ -33,7 +33,7 @@ from quire.engine.messages import (
 from quire.engine.questions import Switchboard
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 from quire.utils.runtime_directory import RuntimeDirectory
 
 INBOX = "front-ends"

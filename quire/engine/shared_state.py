@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from quire.clock import Clock, SystemClock
@@ -25,6 +26,17 @@ class _Number(Generic[T]):
 
     def __set__(self, state: EngineState, value: T) -> None:
         state.common[self._place] = value
+
+
+@dataclass(slots=True)
+class ControlState:
+    """What a front end knows of the engine without asking. num_running: requests that it computed last."""
+
+    is_asleep: bool = False
+    sleep_level: int = 0
+    pauses: bool = False
+    refuses_new: bool = False
+    num_running: int = 0
 
 
 class EngineState:

@@ -1,8 +1,14 @@
-"""Sleep: an idle engine releases its memory, and allocates it again without a restart.
+"""Sleep and pause: ways in which an engine computes nothing for a while.
+
+Sleep: an idle engine releases its memory, and allocates it again without a restart.
 
 Level 1 keeps the weights (in host memory, where they were on a device), level 2 drops them: they are loaded again. The
 KV cache is given back by both, and what was cached is forgotten. The weights may wake up alone, to be there before the
 KV cache takes its memory.
+
+Pause: the engine computes nothing new until it is resumed, and what it has computed stays. `new` holds requests that
+have not started, while running ones go on to their end; `all` also stops the running ones, which keep their blocks. The
+tokens are the same as without a pause: each depends on its own request alone.
 """
 
 from __future__ import annotations
@@ -12,11 +18,13 @@ from typing import Protocol
 
 from quire.errors import EngineAsleepError, UserError
 from quire.executors.interface import Executor
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 
 LEVELS = {"1": 1, "2": 2}
 PARTS = ("weights", "kv_cache")
 """What sleeps, in the order in which it wakes up."""
+SCOPES = ("new", "all")
+"""What a pause stops."""
 
 
 def part_of(tags: Collection[str] | None) -> str:
@@ -104,3 +112,33 @@ class Sleep:
         if not self._finish_transfers():
             raise UserError("the engine cannot sleep yet: KV blocks are still on their way")
         scheduler.kv.reset_prefix_cache()
+
+
+class Held(Protocol):
+    def hold_new(self, is_held: bool) -> None: ...
+
+
+class Pause:
+    """scope: "new", "all", or "" while the engine is not paused. stops_all: whether no step may be planned."""
+
+    def __init__(self, scheduler: Held) -> None:
+        self.scope = ""
+        self.stops_all = False
+        self._scheduler = scheduler
+
+    @property
+    def level(self) -> int:
+        """0 while the engine is not paused, 1 for the scope "new", 2 for "all"."""
+        return SCOPES.index(self.scope) + 1 if self.scope else 0
+
+    def begin(self, scope: str) -> None:
+        """Pause, or change the scope of a pause. Raises UserError for another scope than SCOPES."""
+        if scope not in SCOPES:
+            raise UserError(f"the scope of a pause must be one of {', '.join(SCOPES)}, not {scope!r}", param="scope")
+        self.scope, self.stops_all = scope, scope == "all"
+        self._scheduler.hold_new(True)
+
+    def end(self) -> None:
+        """Go on. Idempotent."""
+        self.scope, self.stops_all = "", False
+        self._scheduler.hold_new(False)

@@ -13,8 +13,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import SamplingInputs, StepPlan, StepResult
-from quire.transfers import BlockKey, OffloadReport, TransferReport
+from quire.step import BlockKey, OffloadReport, SamplingInputs, StepPlan, StepResult, TransferReport
 
 
 class RankedExecutor:

@@ -14,8 +14,7 @@ from math import gcd, lcm
 from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK, KVGroup
-from quire.kv_cache.managers.full import FullManager
-from quire.kv_cache.managers.sliding import STATE_WINDOW, ChunkedManager, SlidingManager
+from quire.kv_cache.managers import STATE_WINDOW, ChunkedManager, FullManager, SlidingManager
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
 UNLIMITED = 2**62

@@ -71,7 +71,8 @@ class WeightSlot:
     shape: as the checkpoint has it, whole (not this rank's share). load: copies this rank's share of a tensor of that
     shape, of any dtype, to where the layer keeps it, or a quantised one of `matrix_shape`; of a FileTensor it reads
     no more than that. nbytes: what the share takes there. dummy_mean,
-    dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out].
+    dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out]. turned: it may be [in, out] although
+    `shape` is [out, in]; a square one is not.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +81,7 @@ class WeightSlot:
     dummy_mean: float = 0.0
     dummy_std: float = 0.02
     transposed: bool = False
+    turned: bool = False
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -23,8 +23,9 @@ class ExpertNames:
 
     router: the module with the router's "weight" (and "bias"). gate, up, down: of an expert's matrices, each under
     `experts.<number>.`. Fused (`fused_gate_up`, `fused_down`, in the place of those): tensors of all experts, the
-    names with "_bias" after them for biases. transposed: fused matrices are [in, out]. interleaved: fused gate and up
-    rows take turns. correction: the bias for the choice. shared, shared_gate: of the shared expert and its gate.
+    names with "_bias" after them for biases. transposed: fused matrices are [in, out]; turned: those of some
+    checkpoints are, whose shape says it. interleaved: fused gate and up rows take turns. correction: the bias for the
+    choice. shared, shared_gate: of the shared expert and its gate.
     """
 
     router: str = "gate"
@@ -35,6 +36,7 @@ class ExpertNames:
     fused_gate_up: str = ""
     fused_down: str = ""
     transposed: bool = False
+    turned: bool = False
     interleaved: bool = False
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
@@ -179,22 +181,28 @@ class MixtureOfExperts:
             (*matrices[1], self._load_down, narrow_bytes, narrow_bias),
         ):
             shape = (count, columns, rows) if names.transposed else (count, rows, columns)
-            load = self._expert_by_expert("weight", names, loader)
-            slots[name] = WeightSlot(shape, load, nbytes, transposed=names.transposed)
+            load = self._expert_by_expert("weight", names, loader, (rows, columns))
+            slots[name] = WeightSlot(shape, load, nbytes, transposed=names.transposed, turned=names.turned)
             if self._bias:
                 load = self._expert_by_expert("bias", names, loader)
                 slots[f"{name}_bias"] = WeightSlot((count, rows), load, bias_bytes)
         return slots
 
     def _expert_by_expert(
-        self, suffix: str, names: ExpertNames, load_one: Callable[[int, str, WeightTensor, bool], None]
+        self,
+        suffix: str,
+        names: ExpertNames,
+        load_one: Callable[[int, str, WeightTensor, bool], None],
+        matrix: tuple[int, ...] = (),
     ) -> Callable[[WeightSource], None]:
-        """Loads a tensor of all experts, of which no more than one expert's part is read or copied at a time."""
+        """Loads a tensor of all experts, of which no more than one expert's part is read or copied at a time. matrix:
+        the shape of an expert's, [out, in]."""
 
         def load(tensor: WeightSource) -> None:
             for expert in range(self._routing.num_experts):
                 own = tensor.narrow(0, expert, 1)[0]
-                if suffix == "weight" and names.transposed and isinstance(own, torch.Tensor):
+                is_turned = names.transposed or (names.turned and tuple(own.shape) != matrix)
+                if suffix == "weight" and is_turned and isinstance(own, torch.Tensor):
                     own = own.t()
                 try:
                     load_one(expert, suffix, own, names.interleaved)

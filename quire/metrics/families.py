@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from quire.stats import EngineStats, shares
+from quire.kv_cache.stats import EngineStats, shares
 
 THEIR_PREFIX = "vllm:"
 OUR_PREFIX = "quire_"

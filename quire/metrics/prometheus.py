@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from quire.clock import Clock, SystemClock
 from quire.engine.messages import EngineReady
+from quire.kv_cache.stats import EngineStats
 from quire.metrics.families import (
     COUNTERS,
     GAUGES,
@@ -32,7 +33,6 @@ from quire.metrics.families import (
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest, FinishReason
-from quire.stats import EngineStats
 from quire.utils.shared_numbers import Numbers
 
 Name = TypeVar("Name", bound=Hashable)

@@ -60,6 +60,7 @@ class CheckpointNames:
 _LAYER_NORM_NAMES = {"gamma": "weight", "beta": "bias"}
 _LAYER_NORM = re.compile(r"(LayerNorm\.)(gamma|beta)$")
 _LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(model\.|lm_head\.)?(.+)")
+_VISUAL = re.compile(r"(?:model\.)?visual\.(.+)")
 _PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
 
 
@@ -82,6 +83,14 @@ def language_tensors(
     if skipped:
         parts = ", ".join(f"{part} ({count})" for part, count in sorted(skipped.items()))
         logger.info("%s: the language model alone is loaded, without the tensors of %s", where, parts)
+
+
+def vision_tensors(tensors: Iterable[tuple[str, SourceT]]) -> Iterator[tuple[str, SourceT]]:
+    """Of the same model the vision tower's tensors, under the names that they have in the tower."""
+    for name, tensor in tensors:
+        own = _VISUAL.fullmatch(name)
+        if own is not None:
+            yield own[1], tensor
 
 
 def fill_slots(
@@ -117,7 +126,8 @@ def fill_slots(
 
 def _check(name: str, tensor: WeightSource, slot: WeightSlot) -> None:
     shape = slot.matrix_shape if isinstance(tensor, QuantizedWeight) else slot.shape
-    if tuple(tensor.shape) != shape:
+    found = tuple(tensor.shape)
+    if found != shape and not (slot.turned and found == (*shape[:-2], shape[-1], shape[-2])):
         raise ModelLoadError(
             f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(shape)}"
         )

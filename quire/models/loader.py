@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -11,22 +12,26 @@ import torch
 
 from quire.attention.interface import CacheScale
 from quire.config.families import ARCHITECTURES
+from quire.config.hf_config import CONFIG_FILE
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.vision import read_vision
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
 from quire.models.cache_scales import load_cache_scales
-from quire.models.checkpoint_names import language_tensors
+from quire.models.checkpoint_names import language_tensors, vision_tensors
 from quire.models.claims import excess, outline
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
 from quire.models.tied_head import as_embedding, with_head_of
+from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from quire.quantization.device import DeviceLinear
     from quire.quantization.packed_device import PackedDeviceLinear
 
+VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
+"""Language models whose vision towers run."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,6 +110,32 @@ def load_model(
         expansion_rule(config) if config.expands_prompts else None,
         packed_weight_bytes(files.directory, config) if isinstance(files, GGUFWeights) else None,
     )
+
+
+def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | None = None) -> VisionEncoder:
+    """The vision tower of a model that takes images, in `config.dtype`, from the tensors `visual.*` of its checkpoint.
+    runtime: the native CPU kernels to compute with; None: plain torch operators. Raises ModelLoadError, naming file and
+    key or tensor, for a model without a tower that is known here, and for a checkpoint that is not its."""
+    if config.vision is None or config.architecture not in VISION_TOWERS:
+        raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
+    vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
+    context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
+    tower = VisionTower(vision, context)
+    if load.load_format == "dummy":
+        tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
+    else:
+        files = find_weights(config.path, load.load_format)
+        if not isinstance(files, WeightFiles):
+            raise ModelLoadError(f"{files.directory}: the vision towers of GGUF files are not supported")
+        with _named_errors(files), torch.inference_mode():
+            tower.load_weights(vision_tensors(files.stream(_silent)))
+    if runtime is None:
+        return TorchVision(tower)
+    from quire.models.native_vision import NativeVision
+    from quire.quantization.packed import PackedLinear
+
+    cast("PackedLinear", context.positions).trim()
+    return NativeVision(tower, runtime)
 
 
 def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:
@@ -199,7 +232,7 @@ def _load_from(
     cache_scales: Mapping[int, CacheScale],
 ) -> None:
     quantization = config.quantization
-    try:
+    with _named_errors(files):
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
             model.load_weights(files.stream(report))
             return
@@ -208,6 +241,13 @@ def _load_from(
             model.load_weights(tensors, elsewhere)
         else:
             model.load_weights(quantized_weights(whole_tensors(tensors), quantization), elsewhere)
+
+
+@contextmanager
+def _named_errors(files: WeightFiles | GGUFWeights) -> Iterator[None]:
+    """Errors of loading name the file."""
+    try:
+        yield
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

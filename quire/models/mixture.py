@@ -1,5 +1,5 @@
 """Mixtures of experts of the families, in the place of MLPs, in all layers or in some; and the LLaMA-like models that
-have them: Mixtral, Qwen 2 and 3 MoE."""
+have them: Mixtral, Qwen 2, 3 and 3-VL MoE."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ _MIXTURES: Mapping[str, _Mixture] = {
         "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False), gates_shared=True
     ),
     "Qwen3MoeForCausalLM": _Mixture("mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False)),
+    "Qwen3VLMoeForCausalLM": _Mixture(
+        "mlp",
+        ExpertNames(fused_gate_up="gate_up_proj", fused_down="down_proj", turned=True),
+        lambda fields: True,
+    ),
     "Qwen3NextForCausalLM": _Mixture(
         "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", True), gates_shared=True
     ),

@@ -57,6 +57,8 @@ def model_architectures() -> Registry:
             "Qwen3Model": "quire.models.decoder:LlamaLike",
             "Qwen3MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "Qwen3NextForCausalLM": "quire.models.qwen_next:HybridDecoder",
+            "Qwen3VLForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen3VLMoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "Qwen3_5ForCausalLM": "quire.models.qwen_next:HybridDecoder",
             "Qwen3_5MoeForCausalLM": "quire.models.qwen_next:HybridDecoder",
             "RobertaForMaskedLM": "quire.models.bert:RobertaModel",

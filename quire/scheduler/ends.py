@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
 from quire.request import FinishReason
 from quire.scheduler.admission import PrefixRegistration
@@ -16,7 +17,6 @@ from quire.scheduler.plan_builder import PlanChanges
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import early_end, ended_search, live_requests, pooled_end, report_times
 from quire.scheduler.running import RunningSet
-from quire.stats import EngineStats
 from quire.step import StepResult
 
 

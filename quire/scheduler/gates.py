@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.decoding.sequence import Request, RequestStatus
-from quire.deferral import PENDING_PREFIX, Deferral
+from quire.decoding.sequence import PENDING_PREFIX, Deferral, Request, RequestStatus
 from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.admission import Quote

@@ -13,15 +13,16 @@ from quire.config.engine import EngineConfig
 from quire.decoding.drafts import NO_DRAFTER, WorkerDrafts
 from quire.decoding.masks import Constraint, Matcher
 from quire.errors import UserError
-from quire.kv_cache.connectors.registry import connector_factory
+from quire.kv_cache.connectors.interface import no_connector
+from quire.kv_cache.connectors.offload import OffloadConnector
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats, Load
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import KVSnapshot
-from quire.stats import EngineStats, Load
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 
@@ -163,7 +164,7 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        make_connector=connector_factory(config.cache),
+        make_connector=no_connector if config.cache.offload_dir is None else OffloadConnector,
     )
     max_drafts = config.speculation.max_drafts
     return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)

@@ -23,9 +23,9 @@ from collections.abc import Iterable
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.in_flight import InFlight
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.stats import EngineStats
 from quire.step import StepPlan
 
 

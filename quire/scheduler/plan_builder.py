@@ -8,8 +8,7 @@ from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.beam_reorder import BeamReorder
-from quire.step import NewSequence, SequenceFork, StepPlan
-from quire.transfers import HostTransfers, Transfers
+from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
 
 
 class PlanChanges:

@@ -7,8 +7,8 @@ import heapq
 from collections.abc import Iterator
 
 from quire.decoding.sequence import OrderKey, Request
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.fair_order import FairOrder
-from quire.stats import EngineStats
 
 
 class RequestQueue:

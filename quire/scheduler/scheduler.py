@@ -26,10 +26,10 @@ from quire.decoding.drafts import (
 )
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import Request, RequestStatus, Sequence
-from quire.deferral import PENDING_PREFIX
+from quire.decoding.sequence import PENDING_PREFIX, Request, RequestStatus, Sequence
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats, Load
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
@@ -51,7 +51,6 @@ from quire.scheduler.reporting import (
 )
 from quire.scheduler.running import RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
-from quire.stats import EngineStats, Load
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 

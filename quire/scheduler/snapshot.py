@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quire.decoding.sequence import Request, Sequence
-from quire.deferral import PENDING_PREFIX
+from quire.decoding.sequence import PENDING_PREFIX, Request, Sequence
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.registered_prefixes import RegisteredPrefix

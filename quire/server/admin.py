@@ -10,7 +10,7 @@ from fastapi import FastAPI, Query, Request, Response
 from msgspec import Meta
 
 from quire.config.engine import EngineConfig
-from quire.engine.async_control import check_mode
+from quire.engine.front_end import check_mode
 from quire.errors import UserError
 from quire.server.auth import admin
 from quire.server.context import ServerContext

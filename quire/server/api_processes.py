@@ -27,6 +27,7 @@ from quire.engine.messages import EngineFailed
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, QuireError, named_error
+from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger, tell
 from quire.metrics.prometheus import StepTokens
 from quire.server.api_process import (
@@ -50,7 +51,6 @@ from quire.server.response_store import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.shared_responses import SERVICE, ResponseService
 from quire.server.stats_log import log_stats
-from quire.stats import EngineStats
 from quire.utils.child_process import describe_exit, is_stopped, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from quire.errors import UserError
-from quire.server.body_pieces import PIECE_BYTES, decode_known
 from quire.server.errors import ApiError, invalid_request
-from quire.server.fields import check_containers, check_fields, coerce, hints, join, structs_in
+from quire.server.fields import (
+    MAX_CONTAINERS,
+    MIN_CONTAINER_BYTES,
+    check_containers,
+    check_fields,
+    coerce,
+    join,
+)
 from quire.server.protocol.common import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
@@ -20,12 +26,9 @@ if TYPE_CHECKING:
 
 IGNORED_FIELDS = "quire.ignored_fields"
 """The entry of a request's scope with its unknown fields, for the response header (quire/server/headers.py)."""
-SHORT_BODY_BYTES = 64 * 1024
-"""Longer bodies are converted in pieces."""
 MAX_SHOWN_KEYS, MAX_SHOWN_KEY = 8, 40
 """Wrong keys that an error names, and characters of each."""
-MIN_LONG_LIST = 256
-"""Entries of a list inside an object, for which it is worth a call to make each by itself."""
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MISSING_FIELD = "Object missing required field `"
 _AT_PATH = " - at `"
 _OF_A_KEY = "key` in `"
@@ -58,20 +61,14 @@ async def read_body(request: Request, limit: int) -> list[bytes]:
 
 def parse_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
     """Decode JSON into `kind`; `parse_fields` with the rest."""
-    fields = _decode_object(body, kind)
-    if is_long := len(body) > SHORT_BODY_BYTES:
-        check_containers(fields)
-    return parse_fields(fields, kind, strict=strict, is_long=is_long)
+    return parse_fields(_decode_object(body), kind, strict=strict)
 
 
-def parse_fields(
-    fields: dict[str, Any], kind: type[T], *, strict: bool = False, is_long: bool = False
-) -> tuple[T, list[str]]:
+def parse_fields(fields: dict[str, Any], kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
     """Convert a decoded object into `kind`. Fields that are null count as absent. Returns the unknown fields, too, as
     `check_fields` does.
 
     strict: unknown fields are errors, and numbers must be numbers. Otherwise values are coerced as `coerce` says.
-    is_long: objects of lists are made one by one: no other thread runs while msgspec converts.
 
     Raises ApiError (400) for near misses of a known field (the name suggested), fields that are not supported and
     wrong types, with the field as `param`; UserError where the struct's own checks fail.
@@ -80,54 +77,51 @@ def parse_fields(
     unknown = check_fields(fields, kind, strict=strict)
     try:
         try:
-            return _convert(fields, kind, in_pieces=is_long), unknown
+            return msgspec.convert(fields, kind, str_keys=True), unknown
         except msgspec.ValidationError as error:
             if strict or isinstance(error.__cause__, UserError):
                 raise
-        return _convert(coerce(fields, kind), kind, in_pieces=is_long), unknown
+        return msgspec.convert(coerce(fields, kind), kind, str_keys=True), unknown
     except msgspec.ValidationError as error:
         raise _explain(error, fields) from None
 
 
-def _convert(fields: dict[str, Any], kind: type[T], *, in_pieces: bool) -> T:
-    if in_pieces:
-        with contextlib.suppress(msgspec.ValidationError):  # found again below, with its path
-            fields = {name: _entries_made(value, hints(kind).get(name), 0) for name, value in fields.items()}
-    return msgspec.convert(fields, kind, str_keys=True)
+def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """All fields of a JSON object, undecoded. Raises ApiError (400) for a body that is none."""
+    with _refusing(body):
+        try:
+            return _FIELDS.decode(body)
+        except msgspec.ValidationError:
+            raise _no_object() from None
 
 
-def _entries_made(value: Any, hint: Any, min_entries: int) -> Any:
-    """`value`, with the structs made in place where it is a list of at least `min_entries` that by its type `hint` has
-    structs of one kind; their own long lists first."""
-    if not isinstance(value, list) or len(value) < min_entries or len(found := structs_in(hint)) != 1:
-        return value
-    (kind,) = found
-    inner = {name: inner for name, inner in hints(kind).items() if structs_in(inner)}
-
-    def make(entry: dict[str, Any]) -> Any:
-        longer = {name: _entries_made(entry[name], inner[name], MIN_LONG_LIST) for name in inner.keys() & entry.keys()}
-        return msgspec.convert({**entry, **longer}, kind, str_keys=True)
-
-    for index, entry in enumerate(value):
-        if isinstance(entry, dict):
-            value[index] = make(entry)
+def _decode_object(body: bytes) -> dict[str, Any]:
+    if len(body) > MIN_CONTAINER_BYTES * MAX_CONTAINERS:
+        check_containers(raw_fields(body))
+    with _refusing(body):
+        value = msgspec.json.decode(body)
+    if not isinstance(value, dict):
+        raise _no_object()
     return value
 
 
-def _decode_object(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _refusing(body: bytes) -> Iterator[None]:
+    """Around what decodes a body: its errors become an ApiError."""
     if not body:
         raise invalid_request("the request body is empty: a JSON object is expected", code="invalid_json")
     try:
-        value = decode_known(body, kind) if len(body) > PIECE_BYTES else msgspec.json.decode(body)
+        yield
     except UnicodeDecodeError as error:
         raise invalid_request(f"the request body is not valid UTF-8: {error.reason}", code="invalid_utf8") from None
     except RecursionError:
         raise invalid_request("the request body is nested too deeply", code="invalid_json") from None
     except msgspec.MsgspecError as error:
         raise invalid_request(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise invalid_request("the request body must be a JSON object", code="invalid_json")
-    return value
+
+
+def _no_object() -> ApiError:
+    return invalid_request("the request body must be a JSON object", code="invalid_json")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -44,7 +44,7 @@ async def _embedded(context: ServerContext, body: CohereEmbedRequest) -> CohereE
     prompts: list[str | list[int]] = list(texts)
     if (name := body.input_type) is not None:
         behind = partial(engine.pooling.tokens_behind, name, truncate=body.num_kept)
-        prompts = [await engine.off_loop(len(text), partial(behind, text)) for text in texts]
+        prompts = [await engine.texts.off_loop(len(text), partial(behind, text)) for text in texts]
     outputs = await run_texts(context, body, params, [(each, None) for each in prompts], ["texts"] * len(texts))
     longest = max(len(output.prompt_token_ids) for output in outputs)
     if body.max_tokens is not None and longest > body.max_tokens:

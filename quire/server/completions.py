@@ -139,8 +139,11 @@ class CompletionAnswer(Answer[CompletionRequest]):
                     inputs.check_num_tokens(text, name)
                 return infill(self._tokenizer, *texts.values(), add_special_tokens=body.add_special_tokens)
 
-            return {"prompt_token_ids": await engine.off_loop(sum(map(len, texts.values())), work), "prompt": prompt}
-        token_ids = await engine.encode(
+            return {
+                "prompt_token_ids": await engine.texts.off_loop(sum(map(len, texts.values())), work),
+                "prompt": prompt,
+            }
+        token_ids = await engine.texts.encode(
             prompt, add_special_tokens=body.add_special_tokens, is_cut=body.truncate_prompt_tokens is not None
         )
         return {"prompt_token_ids": token_ids, "prompt": prompt}

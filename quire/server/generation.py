@@ -60,7 +60,7 @@ async def render_chat(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
             param="chat_template",
         )
-    return await context.engine.render(
+    return await context.engine.texts.render(
         Conversation(
             messages=found_messages(body.messages),
             tools=tools,

@@ -11,12 +11,12 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from quire.errors import UserError
-from quire.server.body import parse_body, read_body
+from quire.server.body import read_body
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
 from quire.server.protocol.common import RequestStruct
 from quire.server.protocol.pooling import FIRST_NAMES
-from quire.server.reading_helper import raw_fields
+from quire.server.reading import read_names
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _OF_TASKS = {"embed": "/v1/embeddings", "classify": "/classify"}
@@ -43,8 +43,7 @@ def add_invocation_route(app: FastAPI, context: ServerContext) -> None:
     @app.post("/invocations")
     async def invoke(request: Request) -> Response:
         body = await read_body(request, context.max_body_bytes)
-        names = await context.engine.off_loop(sum(map(len, body)), lambda: _names(b"".join(body)))
-        path = path_of(names, _task_of(context))
+        path = path_of(await read_names(request, context, body), _task_of(context))
         [endpoint] = [route.endpoint for route in app.routes if isinstance(route, Route) and route.path == path]
         response: Response = await endpoint(Request(request.scope, _Again(body, request)))
         return response
@@ -62,15 +61,6 @@ class _Again:
             return await self._request.receive()
         part = self._parts.pop(0)
         return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
-
-
-def _names(body: bytes) -> Collection[str]:
-    """The fields of a body that are not null. Raises ApiError (400) for one that is no JSON object."""
-    try:
-        return [name for name, value in raw_fields(body).items() if bytes(value) != b"null"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        parse_body(body, InvocationRequest)  # says what is wrong with it
-        raise
 
 
 def _task_of(context: ServerContext) -> str | None:

@@ -9,12 +9,12 @@ from fastapi import FastAPI, Request, Response
 
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame, Observations
+from quire.kv_cache.stats import shares
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
 from quire.server.query import takes_query
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
-from quire.stats import shares
 from quire.version import __version__
 
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0

@@ -7,8 +7,8 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.kv_cache.stats import shares
 from quire.metrics.prometheus import EngineMetrics
-from quire.stats import shares
 
 ASKS = b"endpoint-load-metrics-format"
 ANSWERS = b"endpoint-load-metrics"

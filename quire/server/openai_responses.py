@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
 from quire.errors import UserError
@@ -18,10 +17,10 @@ from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.response_items import InputItem, Listing, ReadInput, items_of, response_of_item
+from quire.server.protocol.response_items import Continuation, Listing, ReadInput, UnresolvedItems
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
-from quire.server.reading import read_request
+from quire.server.reading import read_continuation, read_request
 from quire.server.response_answer import ResponseAnswer
 from quire.server.response_store import Responses
 from quire.server.responses import json_response
@@ -44,10 +43,10 @@ class _Kept(NamedTuple):
             raise not_found(response_id)
         return found
 
-    async def conversation(self, owner: str, response_id: str | None) -> list[dict[str, Any]]:
-        """Up to the end of the response that is gone on from."""
+    async def conversation(self, owner: str, response_id: str | None) -> bytes:
+        """Up to the end of the response that is gone on from, as JSON."""
         if response_id is None:
-            return []
+            return b"[]"
         if (made := await find_anywhere(self.store, self.background, owner, response_id)) is not None:
             await made.settle()
         found = await self.store.find_response(owner, response_id)
@@ -56,33 +55,28 @@ class _Kept(NamedTuple):
         if not found.can_continue:
             message = f"the response {response_id!r} has not come to its end"
             raise invalid_request(message, param="previous_response_id")
-        return found.conversation()
+        return found.items
 
-    async def resolve(self, owner: str, items: list[InputItem]) -> list[InputItem]:
-        """The items with those that item_references stand for."""
-        found = []
-        for index, item in enumerate(items):
-            if item.type == "item_reference":
-                assert item.id is not None
-                response = await self.store.find_response(owner, response_of_item(item.id))
-                known = [] if response is None or response.maker is not None else response.conversation()
-                meant = [each for each in known if each["id"] == item.id]
-                if not meant:
-                    message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
-                    raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
-                item = msgspec.convert(meant[0], InputItem)
-            found.append(item)
-        return found
+    async def referenced(self, owner: str, response_id: str) -> bytes:
+        """The conversation of a response that item_references are of, as JSON; none while it is being made."""
+        found = await self.store.find_response(owner, response_id)
+        return b"[]" if found is None or found.maker is not None else found.items
 
-    async def chat(self, owner: str, body: ResponsesRequest) -> tuple[ChatRequest, Callable[[str], Listing]]:
+    async def chat(
+        self, request: Request, context: ServerContext, body: ResponsesRequest
+    ) -> tuple[ChatRequest, Callable[[str], Listing]]:
         """The chat completion that a request means, and what there is to list once the response's id is known."""
-        given = body.input
-        if isinstance(given, ReadInput):
-            return chat_body(body.to_chat(), given.messages, NAMES), given.items.listing
-        before = await self.conversation(owner, body.previous_response_id)
-        items = await self.resolve(owner, items_of(given))
-        messages = body.messages_of([*msgspec.convert(before, list[InputItem]), *items], len(before))
-        return chat_body(body.to_chat(), messages, NAMES), partial(Listing.of, before, items)
+        assert isinstance(body.input, ReadInput)
+        messages, items = body.input.messages, body.input.items
+        if isinstance(items, UnresolvedItems):
+            owner = owner_of(request)
+            before = await self.conversation(owner, body.previous_response_id)
+            known = [await self.referenced(owner, each) for each in items.response_ids]
+            content = [before, items.items, *known]
+            going_on = Continuation(body.instructions, items.response_ids, [len(each) for each in content])
+            messages, items = await read_continuation(request, context, going_on, content)
+        assert messages is not None
+        return chat_body(body.to_chat(), messages, NAMES), items.listing
 
 
 def add_response_routes(app: FastAPI, context: ServerContext) -> None:
@@ -104,7 +98,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
         model, owner = context.served_name(body.model), owner_of(request)
         if body.background and not num_stored:
             raise invalid_request("this server stores no responses (--max-stored-responses 0)", param="background")
-        chat, conversation = await kept.chat(owner, body)
+        chat, conversation = await kept.chat(request, context, body)
         turn = begin_turn(context, request, chat, NAMES, asked=Asked("responses", is_streamed=body.stream))
         stores = body.store and num_stored > 0
 
@@ -127,7 +121,7 @@ def _add_create_route(app: FastAPI, context: ServerContext, kept: _Kept) -> None
     async def count_tokens(request: Request) -> Response:
         body = await read_request(request, context, ResponsesRequest)
         context.served_name(body.model)
-        chat, _ = await kept.chat(owner_of(request), body)
+        chat, _ = await kept.chat(request, context, body)
         return json_response(InputTokens(await count_prompt_tokens(context, chat, NAMES)))
 
 

@@ -121,7 +121,7 @@ async def _texts(context: ServerContext, body: InputFields) -> list[Text]:
     if body.special_tokens:
         return [(text, None) for text in body.inputs]
     is_cut = body.truncate_prompt_tokens is not None
-    encode = partial(context.engine.encode, add_special_tokens=False, is_cut=is_cut)
+    encode = partial(context.engine.texts.encode, add_special_tokens=False, is_cut=is_cut)
     with_prompt = context.engine.pooling.with_prompt
     return [(await encode(with_prompt(text)) if isinstance(text, str) and text else text, None) for text in body.inputs]
 

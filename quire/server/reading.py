@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,16 +15,17 @@ from quire.server.disconnect import run_until_disconnect
 from quire.server.json_bodies import in_flight
 from quire.server.protocol.chat import ChatBatchRequest
 from quire.server.protocol.messages import ReadMessages
-from quire.server.protocol.response_items import ReadInput
+from quire.server.protocol.response_items import Continuation, ListedItems, ReadInput
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.reading_helper import Found, How, Rejected, Unread, conversations_of, input_of
+from quire.server.reading_helper import Found, How, Rejected, conversations_of, input_of, names_of
 from quire.tokenization.conversation import Messages
 
-LONG_BODY_BYTES = 2**20
-"""Larger bodies are read elsewhere: smaller ones hold the event loop for less than the hop to a process takes."""
-_READER = "quire.server.reading_helper:read"
-_ANSWERS: msgspec.msgpack.Decoder[Found | Unread | Rejected] = msgspec.msgpack.Decoder(Found | Unread | Rejected)
+LONG_BODY_BYTES = 2**17
+"""Larger bodies are read elsewhere: while a text of that size is decoded no other thread runs for up to 4 ms."""
+_READERS = "quire.server.reading_helper"
+_ANSWERS: msgspec.msgpack.Decoder[Found | Rejected] = msgspec.msgpack.Decoder(Found | Rejected)
 
+R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -40,37 +42,76 @@ async def read_request(request: Request, context: ServerContext, kind: type[T]) 
     def parse(body: bytes) -> tuple[T, list[str]]:
         parsed, unknown = parse_body(body, kind, strict=strict)
         if isinstance(parsed, ResponsesRequest):
-            found = input_of(parsed)
-            return (parsed if found is None else msgspec.structs.replace(parsed, input=found)), unknown
+            return msgspec.structs.replace(parsed, input=input_of(parsed)), unknown
         return _with_conversations(parsed, conversations_of(parsed)), unknown
 
-    def decode(answer: bytes | bytearray) -> tuple[T, list[str]] | Unread | Rejected:
-        found = _ANSWERS.decode(answer)
-        if not isinstance(found, Found):
-            return found
+    def decode(answer: bytes | bytearray) -> tuple[T, list[str]]:
+        found = _found(answer)
         parsed = msgspec.json.decode(found.body, type=kind)
         changes: dict[str, Any] = {ids.field: ids.value for ids in found.ids}
         if found.items is not None:
-            changes["input"] = ReadInput(found.conversations[0], found.items)
+            changes["input"] = ReadInput(next(iter(found.conversations), None), found.items)
             found.conversations = []
         parsed = msgspec.structs.replace(parsed, **changes) if changes else parsed
         return _with_conversations(parsed, found.conversations), found.unknown
 
     parts = await read_body(request, context.max_body_bytes)
     size = sum(map(len, parts))
-    found: tuple[T, list[str]] | Unread | Rejected = Unread()
     if size > LONG_BODY_BYTES:
         how = msgspec.json.encode(How.of(kind, strict=strict)).decode()
-        with in_flight(request.scope):
-            reading = context.engine.read_elsewhere(_READER, how, parts, decode)
-            found = await run_until_disconnect(request.receive, reading)
-    if isinstance(found, Rejected):
-        raise found.error
-    if isinstance(found, Unread):
-        found = await context.engine.off_loop(size, lambda: parse(b"".join(parts)))
-    parsed, unknown = found
+        parsed, unknown = await _elsewhere(request, context, "read", how, parts, decode)
+    else:
+        parsed, unknown = await context.engine.texts.off_loop(size, lambda: parse(b"".join(parts)))
     report_ignored(request, context, unknown)
     return parsed
+
+
+async def read_names(request: Request, context: ServerContext, parts: list[bytes]) -> list[str]:
+    """The fields of a body that are not null, of a large one found in a helper. Raises ApiError (400) for one that is
+    no JSON object, and as `read_request`."""
+    size = sum(map(len, parts))
+    if size > LONG_BODY_BYTES:
+        return await _elsewhere(request, context, "names", "", parts, lambda answer: _found(answer).unknown)
+    return await context.engine.texts.off_loop(size, lambda: names_of(b"".join(parts)))
+
+
+async def read_continuation(
+    request: Request, context: ServerContext, going_on: Continuation, content: list[bytes]
+) -> tuple[Messages, ListedItems]:
+    """`Continuation.join` of what is stored and sent, where that is large in a helper. Raises as it does, and as
+    `read_request`."""
+
+    def decode(answer: bytes | bytearray) -> tuple[Messages, ListedItems]:
+        found = _found(answer)
+        assert isinstance(found.items, ListedItems)
+        return found.conversations[0], found.items
+
+    size = sum(going_on.lengths)
+    if size > LONG_BODY_BYTES:
+        argument = msgspec.json.encode(going_on).decode()
+        return await _elsewhere(request, context, "go_on", argument, content, decode)
+    return await context.engine.texts.off_loop(size, lambda: going_on.join(b"".join(content)))
+
+
+async def _elsewhere(
+    request: Request,
+    context: ServerContext,
+    reader: str,
+    argument: str,
+    content: list[bytes],
+    decode: Callable[[bytes | bytearray], R],
+) -> R:
+    """What a function of reading_helper.py makes of `content`, decoded."""
+    with in_flight(request.scope):
+        reading = context.engine.texts.read_elsewhere(f"{_READERS}:{reader}", argument, content, decode)
+        return await run_until_disconnect(request.receive, reading)
+
+
+def _found(answer: bytes | bytearray) -> Found:
+    found = _ANSWERS.decode(answer)
+    if isinstance(found, Rejected):
+        raise found.error
+    return found
 
 
 def _with_conversations(parsed: T, conversations: list[Messages]) -> T:

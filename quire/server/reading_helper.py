@@ -8,25 +8,31 @@ those as bytes, which it passes on, packed token ids, and the rest of the body a
 
 from __future__ import annotations
 
-import secrets
+import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from quire.errors import UserError
 from quire.registry import load_target
-from quire.server.body import parse_body
+from quire.server.body import parse_body, raw_fields
 from quire.server.errors import ApiError, ErrorDetail, to_api_error
 from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
 from quire.server.protocol.messages import ChatMessage
-from quire.server.protocol.response_items import ListedItems, ReadInput, items_of
+from quire.server.protocol.response_items import (
+    Continuation,
+    ListedItems,
+    ReadInput,
+    UnresolvedItems,
+    items_of,
+    messages_of_items,
+    response_of_item,
+)
 from quire.server.protocol.responses import ResponsesRequest
 from quire.tokenization.conversation import Messages, messages_of
 from quire.tokenization.jobs import listed, packed
-
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
 
 OF_IDS = ("prompt", "input", "tokens")
 """Fields that may have token ids."""
@@ -58,11 +64,6 @@ class Rejected(msgspec.Struct, tag=True):
         return ApiError(self.status, self.detail)
 
 
-class Unread(msgspec.Struct, tag=True):
-    """The API's process reads the body: the conversation goes on from stored responses, which the helper does not
-    have, or what was parsed cannot be written."""
-
-
 class Ids(msgspec.Struct):
     """The token ids of one field of a body, packed. is_one: the field is a list of ids itself, and no list of lists."""
 
@@ -87,59 +88,83 @@ class Ids(msgspec.Struct):
 
 class Found(msgspec.Struct, tag=True):
     """body: JSON of what was parsed, without messages and token ids. unknown: fields of the whole body. conversations:
-    its messages. ids: of fields that have them. items: of /v1/responses, to be listed."""
+    its messages. ids: of fields that have them. items: of /v1/responses. Answers to other questions leave fields
+    empty."""
 
     body: bytes
     unknown: list[str]
     conversations: list[Messages]
     ids: list[Ids]
-    items: ListedItems | None = None
+    items: ListedItems | UnresolvedItems | None = None
+
+    @classmethod
+    def of_input(cls, messages: Messages, items: ListedItems) -> Found:
+        return cls(b"", [], [messages], [], items)
 
 
 def read(argument: str, body: bytes) -> bytes:
     """What `read_request` asks of the helper."""
+    return _answered(lambda: _read(msgspec.json.decode(argument, type=How), body))
+
+
+def go_on(argument: str, content: bytes) -> bytes:
+    """What `read_continuation` asks of the helper."""
+    return _answered(lambda: Found.of_input(*msgspec.json.decode(argument, type=Continuation).join(content)))
+
+
+def names(_argument: str, body: bytes) -> bytes:
+    """What `read_names` asks of the helper: they come as `unknown`."""
+    return _answered(lambda: Found(b"", names_of(body), [], []))
+
+
+def _answered(work: Callable[[], Found]) -> bytes:
+    answer: Found | Rejected
     try:
-        answer: Found | Unread | Rejected = _read(msgspec.json.decode(argument, type=How), body)
+        answer = work()
     except (ApiError, UserError) as error:
         failure = to_api_error(error)
         answer = Rejected(failure.status, failure.detail)
     return msgspec.msgpack.encode(answer)
 
 
-def _read(how: How, body: bytes) -> Found | Unread:
+def _read(how: How, body: bytes) -> Found:
     parsed, unknown = how.parse(body)
     found = [Ids.of(name, getattr(parsed, name, None)) for name in OF_IDS]
     ids = [each for each in found if each is not None]
     changes: dict[str, Any] = {each.field: [0] for each in ids}
     items = None
     if isinstance(parsed, ResponsesRequest):
-        if (given := input_of(parsed)) is None:
-            return Unread()
-        changes["input"], conversations, items = "", [given.messages], given.items
+        given = input_of(parsed)
+        changes["input"], items = "", given.items
+        conversations = [] if given.messages is None else [given.messages]
     elif conversations := conversations_of(parsed):
         lasts = [[_last_message(parsed, each[-1])] for each in _message_lists(parsed)]
         changes["messages"] = lasts if isinstance(parsed, ChatBatchRequest) else lasts[0]
         if isinstance(parsed, CountTokensRequest):
             changes["system"] = None
+    return Found(_written_body(msgspec.structs.replace(parsed, **changes)), unknown, conversations, ids, items)
+
+
+def _written_body(parsed: msgspec.Struct) -> bytes:
     try:
-        written = msgspec.json.encode(msgspec.structs.replace(parsed, **changes))
-    except (TypeError, OverflowError):
-        return Unread()  # an integer of more than 64 bits
-    return Found(written, unknown, conversations, ids, items)
+        return msgspec.json.encode(parsed)
+    except OverflowError:  # an integer of more than 64 bits
+        return json.dumps(msgspec.to_builtins(parsed, str_keys=True)).encode()
 
 
-def raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """All fields of a JSON object, undecoded. Raises msgspec.DecodeError for a body that is none."""
-    return _FIELDS.decode(body)
+def names_of(body: bytes) -> list[str]:
+    """The fields of a body that are not null. Raises ApiError (400) for one that is no JSON object."""
+    return [name for name, value in raw_fields(body).items() if bytes(value) != b"null"]
 
 
-def input_of(parsed: ResponsesRequest) -> ReadInput | None:
-    """The input of a response; None where it goes on from stored ones. Raises UserError with the path of a field that
-    is wrong."""
+def input_of(parsed: ResponsesRequest) -> ReadInput:
+    """The input of a response. Raises UserError with the path of a field that is wrong."""
     given = items_of(parsed.input)
-    if parsed.previous_response_id is not None or any(item.type == "item_reference" for item in given):
-        return None
-    return ReadInput(parsed.messages_of(given), ListedItems.of(given, secrets.token_hex(16)))
+    references = [item.id or "" for item in given if item.type == "item_reference"]
+    if references or parsed.previous_response_id is not None:
+        response_ids = list(dict.fromkeys(map(response_of_item, references)))
+        return ReadInput(None, UnresolvedItems(msgspec.json.encode(given), response_ids))
+    return ReadInput(messages_of_items(given, parsed.instructions), ListedItems.of(given))
 
 
 def conversations_of(parsed: Any) -> list[Messages]:

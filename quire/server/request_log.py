@@ -7,12 +7,12 @@ import logging
 import msgspec
 
 from quire.clock import Clock, SystemClock
+from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger
 from quire.metrics.progress import RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 logger = get_logger(__name__)
 

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from quire.clock import Clock, SystemClock
+from quire.kv_cache.stats import EngineStats, shares
 from quire.logging import note
 from quire.server.settings import ServerSettings
-from quire.stats import EngineStats, shares
 
 INTERVAL_SECONDS = 10.0
 
@@ -32,7 +32,7 @@ class StatsLog:
 
     def log(self) -> None:
         """Log what the engine did since the last call: requests now, tokens per second between the two calls, shares as
-        in `quire.stats.shares`, the prefix hits among the tokens looked up between the two calls."""
+        in `quire.kv_cache.stats.shares`, the prefix hits among the tokens looked up between the two calls."""
         now, stats, last = self._clock.now(), self._read(), self._last
         seconds, self._time, self._last = now - self._time, now, stats
         if not (stats.num_running or stats.num_waiting or stats.steps_total > last.steps_total):

@@ -29,11 +29,11 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
             tools = [tool.to_dict() for tool in body.tools] or None
             tokens = (await render_chat(context, body, tools, body.template_inputs)).token_ids
         else:
-            tokens = await engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
+            tokens = await engine.texts.encode(body.prompt or "", add_special_tokens=body.special_tokens)
         strings = None
         if body.return_token_strs:
             entry = tokenizer.backend.id_to_token
-            strings = await engine.off_loop(len(tokens), lambda: [entry(token) or "" for token in tokens])
+            strings = await engine.texts.off_loop(len(tokens), lambda: [entry(token) or "" for token in tokens])
         return json_response(TokenizeResponse(len(tokens), longest, tokens, strings))
 
     @app.post("/detokenize")
@@ -50,5 +50,7 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
             raise UserError(
                 f"token id {largest} is out of vocabulary (0 to {tokenizer.vocab_size - 1})", param="tokens"
             )
-        text = await engine.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await engine.texts.off_loop(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
         return json_response(DetokenizeResponse(text))

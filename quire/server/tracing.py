@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.clock import Clock, SystemClock
 from quire.errors import ConfigError
+from quire.kv_cache.stats import EngineStats
 from quire.logging import make_handler
 from quire.metrics.progress import PhaseTimes, RequestProgress
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
-from quire.stats import EngineStats
 from quire.utils.extras import how_to_install
 from quire.version import __version__
 

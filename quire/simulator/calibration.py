@@ -25,8 +25,7 @@ from quire.simulator.hardware import CACHED, IDLE_SECONDS, Hardware
 from quire.simulator.jitter_fit import fit_jitter
 from quire.simulator.regression import not_negative
 from quire.simulator.work import StepWork, Windows
-from quire.step import StepPlan
-from quire.transfers import HostTransfers
+from quire.step import HostTransfers, StepPlan
 
 Vector = npt.NDArray[np.float64]
 

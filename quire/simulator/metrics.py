@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 
 EXACT = 100_000
 """Values that a distribution keeps as they are."""

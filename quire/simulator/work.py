@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.step import StepPlan
-from quire.transfers import HostTransfers
+from quire.step import HostTransfers, StepPlan
 
 
 class Chunk(NamedTuple):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quire.errors import ModelLoadError, is_interrupt
-from quire.utils.panics import last_word_to_exceptions
 
 MAX_REASON = 300
 """Characters of what the library says."""
+STDERR = 2
 
 
 @contextmanager
@@ -29,3 +31,24 @@ def refusing(path: Path, what: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def last_word_to_exceptions() -> Iterator[None]:
+    """While the block runs, keep what is written to standard error, and write it afterwards, unless the block ended in
+    an exception: then that says what was wrong, where a panic's message is pages with a backtrace."""
+    try:
+        before = os.dup(STDERR)
+    except OSError:  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(before, STDERR)
+            os.close(before)
+        kept.seek(0)
+        while piece := kept.read(2**16):
+            os.write(STDERR, piece)

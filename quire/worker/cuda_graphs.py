@@ -32,7 +32,7 @@ class DeviceBackend(Protocol):
 
     def plan(self, batch: DeviceBatch) -> PlannedStep: ...
 
-    def query_lengths_to_compile(self) -> tuple[int, ...]:
+    def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
         """As that of TritonAttention."""
         ...
 

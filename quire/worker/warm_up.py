@@ -70,11 +70,11 @@ def warm_up_attention(
 
     longest: tokens that a sequence may have. max_tokens: of a step.
     """
-    for query_len in backends.attention.query_lengths_to_compile():
+    for query_len, seq_len in backends.attention.lengths_to_compile(longest):
         num_tokens = 2 * query_len + 1
         if num_tokens <= max_tokens:
             batch, columns = inputs.padding(2, num_tokens)
-            batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
+            batch = replace(batch, max_query_len=query_len, max_seq_len=seq_len)
             model.forward(backends.forward_batch(columns, batch))
 
 

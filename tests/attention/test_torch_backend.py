@@ -13,6 +13,7 @@ from quire.attention.torch_backend import TorchAttention
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
+from tests.long import one_in
 
 GROUPED = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 LAYERS = {
@@ -107,8 +108,7 @@ class Pool:
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("chunk", [3, 200])
+@pytest.mark.parametrize(("name", "chunk"), one_in(2, LAYERS, [3, 200]))
 def test_equals_dense_attention_in_float64(name: str, chunk: int) -> None:
     layer = LAYERS[name]
     history = History.random(137, layer, seed=1)
@@ -129,6 +129,7 @@ def test_more_than_one_wave_of_key_tiles() -> None:
         torch.testing.assert_close(whole[row : row + 1].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fixed_order")
 def test_same_bits_behind_more_than_one_wave_of_key_tiles() -> None:
     length = tiles.WAVE_TILES * tiles.KEY_TILE * 2 + 70
@@ -139,7 +140,7 @@ def test_same_bits_behind_more_than_one_wave_of_key_tiles() -> None:
 
 
 @pytest.mark.usefixtures("fixed_order")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", one_in(2, LAYERS))
 def test_same_bits_whatever_the_chunks(name: str) -> None:
     """Whole, in chunks, and a token at a time behind a prompt."""
     layer = LAYERS[name]
@@ -163,7 +164,7 @@ def test_same_bits_whatever_the_block_size(name: str, block_size: int) -> None:
 
 
 @pytest.mark.usefixtures("fixed_order")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", one_in(3, LAYERS))
 def test_same_bits_alone_and_in_a_batch(name: str) -> None:
     """Small and large query tiles, long and short contexts side by side."""
     layer = LAYERS[name]

@@ -206,11 +206,11 @@ def test_every_kernel_is_known_at_the_start(group: int, invariant: bool) -> None
         batch_invariant=invariant,
     )
 
-    def used(longest: int) -> set[Tiles]:
+    def used(longest: int, seq_len: int) -> set[Tiles]:
         column = torch.zeros(3, dtype=torch.int32)
-        batch = DeviceBatch(2, longest + 1, longest, 4096, column, column, column, column, (column,), (column,))
+        batch = DeviceBatch(2, longest + 1, longest, seq_len, column, column, column, column, (column,), (column,))
         varlen, split = backend.kernels(batch, backend.layers[0].shape, None)
         return {tiles for tiles in (varlen, split and split.tiles) if tiles is not None}
 
-    compiled = set().union(*(used(length) for length in backend.query_lengths_to_compile()))
-    assert compiled == set().union(*(used(length) for length in range(1, 300)))
+    compiled = set().union(*(used(*lengths) for lengths in backend.lengths_to_compile(4096)))
+    assert compiled == set().union(*(used(length, seq_len) for length in range(1, 300) for seq_len in (300, 4096)))

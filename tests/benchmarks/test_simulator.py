@@ -108,6 +108,7 @@ def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
     assert rows["TPOT P99"]["without_jitter"] < 0.93 * rows["TPOT P99"]["measured"]
 
 
+@pytest.mark.long
 def test_only_quiet_runs_count(tmp_path: Path) -> None:
     """A run is disturbed when a tenth of its steps with single tokens took 1.5 times as long as in the quietest run."""
     header, records, runs = measured_runs(TRUE, SHAPE, tmp_path, 10.0)

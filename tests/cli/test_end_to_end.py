@@ -73,6 +73,7 @@ def test_ctrl_c_is_quiet_and_leaves_nothing_running() -> None:
     assert err == b""
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_is_no_error() -> None:
     process = start("run", PROMPT, *ENDLESS)
     assert process.stdout is not None
@@ -140,7 +141,7 @@ def announced_address(process: subprocess.Popen[bytes]) -> str:
     return found[0].decode()
 
 
-@pytest.mark.parametrize("endpoint", all_but_long(["completions", "chat"], ["chat"]))
+@pytest.mark.parametrize("endpoint", all_but_long(["completions", "chat"], []))
 def test_bench_serve_against_the_server(server: str, endpoint: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     flags = [

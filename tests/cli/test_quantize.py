@@ -20,6 +20,7 @@ from quire.quantization.quantized_weight import QuantizedWeight
 from quire.utils.gguf import GGUFFile
 from tests.fakes.gguf import GGUFWriter, StoredTensor, typed
 from tests.fakes.gguf_model import WIDE
+from tests.long import all_but_long
 from tests.models.dense_families import gemma, gemma2, gemma3, phi3
 from tests.models.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, rope
 from tests.models.harness import randomize, save
@@ -227,7 +228,7 @@ def gguf_matrix(entries: dict[str, np.ndarray], calls: int) -> bytes:
     return GGUFWriter({"general.type": typed("imatrix")}, tensors).to_bytes()
 
 
-@pytest.mark.parametrize("make", [older_matrix, gguf_matrix])
+@pytest.mark.parametrize("make", all_but_long([older_matrix, gguf_matrix], [gguf_matrix]))
 def test_an_importance_matrix_moves_the_errors(
     make: Callable[[dict[str, np.ndarray], int], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,6 +184,7 @@ def test_the_server_leaves(tmp_path: Path) -> None:
     assert error == f"quire: error: {process.url} closed the connection\n"
 
 
+@pytest.mark.long
 def test_a_reader_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the screen would wait for ever for its first frame."""
 

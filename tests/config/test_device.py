@@ -370,6 +370,7 @@ def test_why_there_is_none(
     assert trouble in str(facts.trouble)
 
 
+@pytest.mark.long
 def test_this_installation_of_torch_is_read_right_and_not_imported() -> None:
     program = (
         "import sys; from quire.config.cuda import _torch_build; found = _torch_build();"

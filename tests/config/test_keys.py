@@ -55,7 +55,7 @@ ENCODERS_READ: Mapping[str, frozenset[str]] = {
 NOT_FIELDS = frozenset(
     {
         "head_dim", "sliding_window_pattern", "full_attention_interval", "scoring_func", "topk_method",
-        "num_nextn_predict_layers",
+        "num_nextn_predict_layers", "tie_word_embeddings",
     }
 )  # fmt: skip
 """Keys that are read and that classes take without a field."""

@@ -146,6 +146,7 @@ def test_a_host_pool_is_a_second_strip(tab: Chromium) -> None:
         assert "Swapped out" in text(tab, "#queues")
 
 
+@pytest.mark.long
 def test_the_profile_of_the_browser_is_its_own(tmp_path: Path) -> None:
     program = find_chromium()
     assert program is not None

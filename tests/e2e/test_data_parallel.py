@@ -36,8 +36,8 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 
 
 def fleet_of(engine: AsyncLLM) -> Fleet:
-    assert isinstance(engine._client, Fleet)
-    return engine._client
+    assert isinstance(engine._session.client, Fleet)
+    return engine._session.client
 
 
 def pids(engine: AsyncLLM) -> list[int]:
@@ -51,6 +51,7 @@ def produced(fleet: Fleet, number: int) -> dict[str, int]:
     return {entry.request_id: entry.position for entry in entries if entry.member is fleet.members[number]}
 
 
+@pytest.mark.long
 async def test_kill_9_of_one_of_two_replicas_under_load_changes_no_bit(engine: AsyncLLM) -> None:
     fleet, before = fleet_of(engine), pids(engine)
     undisturbed = await ask_all(engine, NUM_REQUESTS, text_request)
@@ -70,6 +71,7 @@ async def test_kill_9_of_one_of_two_replicas_under_load_changes_no_bit(engine: A
     assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
 
 
+@pytest.mark.long
 async def test_requests_that_move_at_every_few_tokens_get_equal_tokens(engine: AsyncLLM) -> None:
     """Greedy and sampled ones, several sequences, logprobs, penalties, stop strings, constraints, thoughts."""
     fleet = fleet_of(engine)

@@ -11,6 +11,7 @@ import pytest
 from quire import SamplingParams
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.e2e.device_models import OPTIONS, continuation, greedy, open_engine, run
+from tests.long import one_in
 from tests.models.harness import random_prompts
 
 VARIANTS = [
@@ -33,7 +34,7 @@ BEAMS = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=one_in(2, VARIANTS), ids=str)
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
     variant: Variant = request.param
     return replace(variant, directory=str(saved_model(variant.family).directory))

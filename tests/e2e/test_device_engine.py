@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from quire import LLM, AsyncLLM, SamplingParams
 from tests.e2e.conftest import exact
 from tests.e2e.device_models import MODELS, OPTIONS, continuation, greedy, open_engine, run
+from tests.long import all_but_long
 from tests.models.harness import random_prompts, randomize, save
 
 PROMPTS = random_prompts([3, 13, 6], 97, seed=4)
@@ -45,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tiny]
         yield made
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=all_but_long(MODELS, ["full", "latent"]))
 def tiny(request: pytest.FixtureRequest, models: dict[str, Tiny]) -> Tiny:
     return models[request.param]
 
@@ -150,6 +151,7 @@ def test_beams_are_those_of_transformers(full: Tiny) -> None:
     assert scores == pytest.approx(found.sequences_scores.tolist(), abs=2e-4)
 
 
+@pytest.mark.long
 async def test_an_engine_process_of_its_own(tmp_path: Path) -> None:
     """Streamed, one of two requests aborted on the way."""
     reference = randomize(MODELS["full"]())

@@ -187,6 +187,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_kill_minus_nine_loses_nothing_that_was_written(llama: str, tmp_path: Path) -> None:
     """The blocks of a request that has ended are stored without a further call, or an orderly end."""
     prompt = ",".join(map(str, PROMPTS[0]))

@@ -24,6 +24,8 @@ OPTIONS: dict[str, Any] = {
     "block_size": 8,
     "skip_tokenizer_init": True,
 }
+FEW_BLOCKS = {len(KINDS): 34, 2: 14}
+"""By how many kinds of requests run together: fewer blocks than they take."""
 PLAIN = "tests.fakes.host_math:HostMathExecutor"
 
 
@@ -39,19 +41,23 @@ def directory(saved_model: Callable[[str], SavedModel]) -> str:
     return str(saved_model("llama").directory)
 
 
+@pytest.fixture(scope="module", params=all_but_long(FEW_BLOCKS, [2]))
+def kinds(request: pytest.FixtureRequest) -> list[Any]:
+    return KINDS[: request.param]
+
+
 @pytest.fixture(scope="module")
-def expected(directory: str) -> list[object]:
-    found, stats = run(directory, KINDS)
+def expected(directory: str, kinds: list[Any]) -> list[object]:
+    found, stats = run(directory, kinds)
     assert stats["draft_tokens_total"] == 0
     return found
 
 
 @pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
-@pytest.mark.parametrize("num_blocks", all_but_long([100, 34], [34]))
-def test_equal_bits(directory: str, expected: list[object], queue_depth: int, num_blocks: int) -> None:
-    """With few blocks requests are preempted."""
-    options = {"queue_depth": queue_depth, "num_blocks_override": num_blocks}
-    found, stats = run(directory, KINDS, speculative_config=NGRAM, **options)
+@pytest.mark.parametrize("preempts", all_but_long([False, True], [True]))
+def test_equal_bits(directory: str, expected: list[object], kinds: list[Any], queue_depth: int, preempts: bool) -> None:
+    options = {"num_blocks_override": FEW_BLOCKS[len(kinds)]} if preempts else {}
+    found, stats = run(directory, kinds, speculative_config=NGRAM, queue_depth=queue_depth, **options)
     assert found == expected
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
-    assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
+    assert (stats["preemptions_total"] > 0) == preempts

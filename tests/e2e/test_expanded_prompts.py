@@ -20,6 +20,7 @@ from quire.config.resolve import resolve
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
 from tests.e2e.device_models import OPTIONS, continuation, greedy, run
+from tests.long import all_but_long
 from tests.models.conftest import SavedModel
 from tests.models.families import deepseek_v2, deepseek_v3
 from tests.models.harness import random_prompts, randomize, save
@@ -71,7 +72,11 @@ def assert_close(found: list[RequestOutput], expected: list[RequestOutput]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [("v2", "native"), ("v3", "native"), ("v2", "torch"), ("v3", "torch")], ids=lambda text: text
+    ("name", "backend"),
+    all_but_long(
+        [("v2", "native"), ("v3", "native"), ("v2", "torch"), ("v3", "torch")], [("v2", "native"), ("v3", "native")]
+    ),
+    ids=lambda text: text,
 )
 def test_on_a_cpu(
     name: str, backend: str, models: dict[str, tuple[PreTrainedModel, Path]], expanded: list[int]
@@ -96,6 +101,7 @@ def test_on_a_cpu(
         assert_close(outputs, absorbed)
 
 
+@pytest.mark.long
 def test_on_a_device(tmp_path: Path, expanded: list[int]) -> None:
     """Without batch invariance prompts are expanded there by themselves. Graphs are of decodes, and of what lies
     between the layers' attention."""

@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
-from quire.stats import EngineStats, add_up
+from quire.kv_cache.stats import EngineStats, add_up
 from tests.e2e.device_models import greedy, open_engine, run
 from tests.models.harness import random_prompts
 
@@ -77,6 +77,7 @@ def test_nothing_is_counted_unasked(saved_model: Any) -> None:
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_two_ranks_count_each_row_once(saved_model: Any) -> None:
     counted = []
     for ranks in (1, 2):

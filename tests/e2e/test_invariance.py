@@ -12,6 +12,7 @@ from quire.kernels.cpu import _native
 from quire.outputs import RequestOutput
 from tests.e2e.conftest import GREEDY, Variant, exact
 from tests.e2e.conftest import generate as generate_with
+from tests.long import all_but_long, one_in
 from tests.models.harness import random_prompts
 
 BF16_ISA = "auto" if _native.has_bf16_products("auto") else "bf16_emulated"
@@ -49,6 +50,7 @@ VARIANTS = [
     Variant("qwen3-window", {"quantization": "mxfp4", "kv_cache_dtype": "fp8"}, isa="avx2"),
 ]
 """All arithmetic: what kernels see of a step's shape is tested with these."""
+OFTEN = [*PATHS, *(each for each in VARIANTS[len(PATHS) :: 2] if str(each) != "deepseek-v3.2-torch")]
 GROUPS = Variant("deepseek-v2-groups", {"attention_backend": "torch"})
 """Slow, and like a variant above but for the choice of experts."""
 on_paths = pytest.mark.parametrize("model", PATHS, ids=str, indirect=True, scope="module")
@@ -72,7 +74,7 @@ def generate(  # type: ignore[no-untyped-def]
 
 @pytest.fixture(
     scope="module",
-    params=[*VARIANTS, pytest.param(GROUPS, marks=pytest.mark.long)],
+    params=all_but_long([*VARIANTS, GROUPS], OFTEN),
     ids=str,
 )
 def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
@@ -129,7 +131,7 @@ def test_queue_depth_two(model: Variant, together: list[object]) -> None:
 
 
 @on_paths
-@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2], [2]))
 def test_preemption(model: Variant, together: list[object], queue_depth: int) -> None:
     outputs, stats = generate(
         model, PROMPTS, num_blocks_override=45, enable_prefix_caching=False, queue_depth=queue_depth
@@ -139,7 +141,7 @@ def test_preemption(model: Variant, together: list[object], queue_depth: int) ->
 
 
 @on_paths
-@pytest.mark.parametrize("options", [{}, {"queue_depth": 2, "enable_prefix_caching": False}])
+@pytest.mark.parametrize("options", one_in(2, [{"queue_depth": 2, "enable_prefix_caching": False}, {}]))
 def test_swapping(model: Variant, together: list[object], options: dict[str, int]) -> None:
     outputs, stats = generate(
         model, PROMPTS, num_blocks_override=45, preemption_mode="swap", swap_space="16MiB", **options
@@ -187,11 +189,14 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: Variant) -> None:
 @on_paths
 @pytest.mark.parametrize(
     "options",
-    [
-        {"max_prefill_chunk": 7, "enable_prefix_caching": False},
-        {"queue_depth": 2},
-        {"preemption_mode": "swap", "swap_space": "16MiB", "queue_depth": 2, "max_prefill_chunk": 7},
-    ],
+    all_but_long(
+        [
+            {"max_prefill_chunk": 7, "enable_prefix_caching": False},
+            {"queue_depth": 2},
+            {"preemption_mode": "swap", "swap_space": "16MiB", "queue_depth": 2, "max_prefill_chunk": 7},
+        ],
+        [{"queue_depth": 2}],
+    ),
 )
 def test_parallel_samples(model: Variant, forked: list[object], options: dict[str, int]) -> None:
     """The n completions are the same with sharing, chunked and planned ahead, with and without preemption."""

@@ -16,6 +16,7 @@ from quire.beam_search_params import BeamSearchParams
 from quire.errors import ModelOutputError
 from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import SIZES, greedy, open_engine, run
+from tests.long import all_but_long, one_in
 from tests.models.families import FAMILIES, llama
 from tests.models.harness import randomize, save
 
@@ -37,7 +38,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(model, tmp_path_factory.mktemp("poisoned"))
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=all_but_long(["torch", "native"], ["native"]))
 def llm(request: pytest.FixtureRequest, poisoned: Path) -> Iterator[LLM]:
     """In a small pool: blocks go round."""
     options: dict[str, Any] = {"num_threads": 1, "num_blocks_override": 30, "skip_tokenizer_init": True}
@@ -81,8 +82,9 @@ def test_its_prompt_logprobs(llm: LLM) -> None:
     assert len(sound.prompt_logprobs or []) == 4
 
 
-@pytest.mark.parametrize("family", ["qwen3.5-small-states", "deepseek-v3.2"])
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("family", "backend"), one_in(2, ["qwen3.5-small-states", "deepseek-v3.2"], ["native", "torch"])
+)
 def test_states_and_latents_of_others(family: str, backend: str, tmp_path: Path) -> None:
     """A state is read whole, and an indexer's key scores every later token: neither may be what a former owner left."""
     model = randomize(FAMILIES[family]())
@@ -105,6 +107,7 @@ def test_states_and_latents_of_others(family: str, backend: str, tmp_path: Path)
         assert llm.stats()["num_used_blocks"] == 0
 
 
+@pytest.mark.long
 def test_on_a_device(tmp_path: Path) -> None:
     """Two steps are in flight: one runs on what the non-finite one left."""
     model = randomize(llama(**SIZES))

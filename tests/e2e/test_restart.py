@@ -166,7 +166,8 @@ async def test_kill_9_under_load_changes_no_bit(fates: Fates, queue_depth: int) 
         engine.shutdown()
 
 
-@pytest.mark.parametrize("deaths", all_but_long([[11], [5, 11]], [[11]]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("deaths", [[11], [5, 11]], ids=str)
 async def test_the_states_of_a_hybrid_model_are_made_again(
     fates: Fates, saved_model: Callable[[str], SavedModel], deaths: list[int]
 ) -> None:
@@ -187,9 +188,10 @@ async def test_the_states_of_a_hybrid_model_are_made_again(
         engine.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "planned",
-    all_but_long([[("rank stops", 6)], [("die", 5), ("rank dies", 7)]], [[("rank stops", 6)]]),
+    [[("rank stops", 6)], [("die", 5), ("rank dies", 7)]],
     ids=lambda planned: ", ".join(kind for kind, _ in planned),
 )
 async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_killed(
@@ -218,7 +220,7 @@ async def test_two_ranks_whose_engine_is_killed_or_of_which_one_stops_or_is_kill
 
 
 def ranks_of(engine: AsyncLLM) -> list[psutil.Process]:
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, Fleet)
     process = client.members[0].client
     assert isinstance(process, ProcessClient)

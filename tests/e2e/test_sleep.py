@@ -13,6 +13,7 @@ from quire import LLM, AsyncLLM
 from quire.errors import EngineAsleepError, UserError
 from quire.worker.platform.host_memory import resident_memory
 from tests.e2e.conftest import GREEDY, exact
+from tests.long import one_in
 from tests.models.harness import random_prompts
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([40, 21, 33], 97, seed=5)]
@@ -56,8 +57,10 @@ def test_the_same_tokens_after_waking(saved_model, level: int, options: dict[str
             assert llm.stats()["prefix_cache_hits_total"] > hits, "and then it was"
 
 
-@pytest.mark.parametrize(("family", "level"), [("qwen3.5-small-states", 1), ("deepseek-v3.2", 2)])
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("family", "level", "backend"),
+    one_in(2, [("qwen3.5-small-states", 1), ("deepseek-v3.2", 2)], ["native", "torch"]),
+)
 def test_states_and_latents_are_computed_anew(saved_model, family: str, level: int, backend: str) -> None:  # type: ignore[no-untyped-def]
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([150, 40], 97, seed=6)]
     options = {**OPTIONS, "attention_backend": backend, "state_snapshot_interval": 64}
@@ -115,6 +118,7 @@ def heavy(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.long
 def test_memory_goes_back_to_the_system(heavy: str) -> None:
     with LLM(heavy, load_format="dummy", **{**OPTIONS, "num_blocks_override": 512}) as llm:
         prompt = {"prompt_token_ids": list(range(4000))}
@@ -138,6 +142,7 @@ def resident() -> int:
     return size
 
 
+@pytest.mark.long
 async def test_the_asynchronous_engine_sleeps_in_its_process(saved_model) -> None:  # type: ignore[no-untyped-def]
     engine = AsyncLLM(model=str(saved_model("llama-wide").directory), **OPTIONS)
     try:

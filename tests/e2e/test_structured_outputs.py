@@ -188,6 +188,7 @@ def test_bad_constraints_are_refused_before_anything_runs(llm: LLM) -> None:
         assert "\n" not in caught.value.message
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     """Each rank gets the masks, and a text that waits for its rehearsal beside one that runs ends in its language."""
     constraints = [

@@ -9,8 +9,8 @@ import msgspec
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.process_client import ProcessClient
+from quire.kv_cache.stats import EngineStats
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 FAKES = "tests.fakes.factories:"
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -46,6 +46,6 @@ async def until_empty(engine: AsyncLLM) -> EngineStats:
 
 
 def pid_of(engine: AsyncLLM) -> int:
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, ProcessClient)
     return client.pid

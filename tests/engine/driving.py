@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from quire.engine.client import EngineClient
 from quire.engine.messages import AddRequest, Call, CallResult
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 
 
 def add(request_id: str, *, num_prompt_tokens: int = 5, max_tokens: int = 6) -> AddRequest:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from quire.config.options import EngineOptions
 from quire.engine.fleet import Fleet
 from quire.engine.messages import EngineReady
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
-from quire.stats import EngineStats
 from tests.engine.requests import Heard
 from tests.fakes.gated import GatedClient
 

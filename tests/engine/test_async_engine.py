@@ -26,10 +26,10 @@ from quire.errors import (
     QuireError,
     UserError,
 )
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestOutput, SequenceUpdate
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
 from tests.engine.async_driving import LONG, SHORT, begin, collect, pid_of, start, until_empty
 from tests.fakes.panic import Panic
 from tests.processes import has_ended
@@ -124,7 +124,7 @@ async def test_bad_prompts_are_refused_and_count_as_nothing(engine: AsyncLLM) ->
     with pytest.raises(PromptTooLongError):
         await collect(engine, [1] * 5000)
     with pytest.raises(UserError, match="no tokenizer"):
-        await engine.encode("text")
+        await engine.texts.encode("text")
     assert engine.num_unfinished == 0
 
 
@@ -460,7 +460,7 @@ async def test_the_end_of_the_receiver_s_thread_ends_everything_that_waits(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [await begin(engine, f"r{index}") for index in range(3)]
-    monkeypatch.setattr(engine, "_take", _panic)
+    monkeypatch.setattr(engine._session, "_take", _panic)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     assert [type(result) for result in results] == [EngineDeadError] * 3
     assert engine.errored
@@ -489,8 +489,8 @@ class Recorded:
 
     def __init__(self, engine: AsyncLLM, error: QuireError | None = None) -> None:
         self.calls: list[list[ClientMessage]] = []
-        self._send, self._error = engine._client.send, error
-        engine._client.send = self.send  # type: ignore[method-assign]
+        self._send, self._error = engine._session.client.send, error
+        engine._session.client.send = self.send  # type: ignore[method-assign]
 
     def send(self, *messages: ClientMessage) -> None:
         self.calls.append(list(messages))
@@ -511,7 +511,7 @@ async def test_an_abort_in_the_turn_of_its_request_follows_it(engine: AsyncLLM) 
     sent = Recorded(engine)
     leaving = asyncio.create_task(collect(engine, [1, 2, 3], LONG, request_id="leaves"))
     staying = asyncio.create_task(collect(engine, [1, 2, 3]))
-    while not engine._outbox:
+    while not engine._session._outbox:
         await asyncio.sleep(0)
     assert not sent.calls
     await engine.abort("leaves")
@@ -524,14 +524,14 @@ async def test_an_abort_in_the_turn_of_its_request_follows_it(engine: AsyncLLM) 
 
 async def test_a_request_that_cannot_be_encoded_fails_alone(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     await collect(engine, [1])
-    send = engine._client.send
+    send = engine._session.client.send
 
     def choosy(*messages: ClientMessage) -> None:
         if any(isinstance(message, AddRequest) and message.request.prompt_token_ids == [2] for message in messages):
             raise OverflowError("no such integer")
         send(*messages)
 
-    monkeypatch.setattr(engine._client, "send", choosy)
+    monkeypatch.setattr(engine._session.client, "send", choosy)
     works = [collect(engine, [1 + index]) for index in range(3)]
     first, second, third = await asyncio.gather(*works, return_exceptions=True)
     assert isinstance(first, list)

@@ -12,7 +12,7 @@ from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, EngineOutputs
 from quire.engine.process import StopFlag, serve
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 from quire.utils.heartbeat import Progress
 from tests.engine.driving import add, first_update
 

@@ -10,7 +10,7 @@ from quire.clock import VirtualClock
 from quire.engine.core import IDLE_CHECK_SECONDS, EngineCore
 from quire.engine.messages import Call
 from quire.errors import InsufficientMemoryError
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 from tests.fakes.core import CoreDriver, make_config
 from tests.fakes.executor import FakeExecutor
 

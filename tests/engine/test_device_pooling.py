@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3Model
 
 from quire.executors.local import LocalExecutor
 from tests.engine.test_pooling_models import assert_near, pool, save_encoder, start
+from tests.long import all_but_long
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
 from tests.models.harness import randomize
 
@@ -28,7 +29,9 @@ def executors() -> Iterator[list[LocalExecutor]]:
         executor.shutdown()
 
 
-@pytest.mark.parametrize(("name", "method"), [("bert", "mean_tokens"), ("modernbert", "cls_token")])
+@pytest.mark.parametrize(
+    ("name", "method"), all_but_long([("bert", "mean_tokens"), ("modernbert", "cls_token")], [("bert", "mean_tokens")])
+)
 def test_encoders(name: str, method: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     model = randomize(ENCODERS[name]())
     client = start(save_encoder(model, tmp_path, method), executors, **DEVICE, **BATCH)
@@ -39,7 +42,8 @@ def test_encoders(name: str, method: str, tmp_path: Path, executors: list[LocalE
     assert torch.equal(alone, together[1]), "the batch has changed a vector"
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert-mean"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", all_but_long(["bert", "modernbert-mean"], ["modernbert-mean"]))
 def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     model = randomize(CLASSIFIERS[name]())
     client = start(save_encoder(model, tmp_path), executors, **DEVICE, **BATCH)
@@ -49,7 +53,7 @@ def test_classifiers_and_pairs(name: str, tmp_path: Path, executors: list[LocalE
         assert_near(found, [class_logits(model, PROMPTS[2], 7)])
 
 
-@pytest.mark.parametrize("method", ["mean_tokens", "lasttoken"])
+@pytest.mark.parametrize("method", all_but_long(["mean_tokens", "lasttoken"], ["lasttoken"]))
 def test_decoders(method: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen3Config(vocab_size=97, num_key_value_heads=1, head_dim=16, max_position_embeddings=256, **sizes)

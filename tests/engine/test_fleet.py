@@ -17,7 +17,7 @@ from quire.engine.fleet import MAX_FRUITLESS_DEATHS, Fleet
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest, Call, EngineReady
 from quire.errors import EngineDeadError, InternalError, ModelLoadError
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.requests import KINDS, Heard, hear, hear_rest, request, told
 from tests.fakes.mortal import FAKE, MortalClient

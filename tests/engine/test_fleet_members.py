@@ -20,8 +20,8 @@ from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, Engine
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import PREFIX_TOKENS
 from quire.errors import ConfigError, EngineDeadError, InternalError, ModelLoadError, UserError
+from quire.kv_cache.stats import EngineStats, add_up
 from quire.request import FinishReason
-from quire.stats import EngineStats, add_up
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.fleets import PATIENCE, Gated, note, owners, started, wait_for
 from tests.engine.requests import FAKE, KINDS, Heard, hear, hear_rest, request, told

@@ -65,6 +65,7 @@ def test_a_request_leaves_one_engine_and_goes_on_at_the_other(gated: Gated) -> N
     gated.step(0, heard, 5)
     gated.fleet.move("a", 1)
     gated.fleet.move("a", 1)
+    assert len(gated.fleet._calls._open) == 1, "a later answer would move it again, when it may be back"
     gated.fleet.move("b", 1)
     gated[0].let(1)
     wait_for(lambda: owners(gated.fleet, "a") == [1])

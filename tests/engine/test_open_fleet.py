@@ -10,7 +10,7 @@ from quire.config.options import EngineOptions
 from quire.engine.fleet import open_fleet
 from quire.engine.messages import EngineReady
 from quire.errors import EngineDeadError
-from quire.stats import EngineStats
+from quire.kv_cache.stats import EngineStats
 
 
 class Recorded:

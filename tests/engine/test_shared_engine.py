@@ -23,10 +23,10 @@ from quire.engine.shared_client import SharedClient
 from quire.engine.shared_engine import SharedEngine
 from quire.engine.shared_state import SharedState
 from quire.errors import EngineDeadError, InternalError, UserError
+from quire.kv_cache.stats import EngineStats
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 from quire.server.shared_responses import ParentsResponses
-from quire.stats import EngineStats
 from quire.utils.heartbeat import Heartbeat
 from quire.utils.runtime_directory import RuntimeDirectory
 from quire.utils.shared_numbers import Numbers

@@ -57,7 +57,7 @@ async def until_beats(
     first beats may be from before the step."""
     engine = start(options, executor, in_process=False)
     running = asyncio.create_task(collect(engine, [1]))
-    client = engine._client
+    client = engine._session.client
     assert isinstance(client, ProcessClient)
     while engine.num_pending == 0:
         await asyncio.sleep(0.01)
@@ -83,6 +83,7 @@ async def until_beats(
         await running
 
 
+@pytest.mark.long
 async def test_a_long_step_is_no_silence(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle process makes a turn a second, so that not each of its beats says 0."""
     await until_beats(options, "busy_step", monkeypatch, lambda found: found[-6:] == [0.0] * 6, is_silent=False)

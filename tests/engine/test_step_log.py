@@ -15,8 +15,7 @@ from quire import LLM, SamplingParams
 from quire.clock import VirtualClock
 from quire.engine.step_log import StepLog, StepRecord, read_step_log
 from quire.errors import ConfigError, UserError
-from quire.step import StepPlan, StepResult
-from quire.transfers import HostTransfers
+from quire.step import HostTransfers, StepPlan, StepResult
 from tests.fakes.core import CoreClient, make_config
 from tests.fakes.executor import FakeExecutor
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import json, sys
 import torch
@@ -18,6 +20,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@pytest.mark.long
 def test_one_rank_imports_nothing_of_several() -> None:
     """torch brings some of torch.distributed by itself."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

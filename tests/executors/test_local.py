@@ -256,6 +256,7 @@ def test_the_back_end_decides(bundled_model_path: Path) -> None:
         assert type(make_platform(resolve(options))) is kind
 
 
+@pytest.mark.long
 def test_a_cpu_needs_no_triton() -> None:
     """The Triton packages are blocked; the executor of the CPU is there all the same."""
     script = "import sys; sys.modules['triton'] = None; import quire.executors.local as local; local.LocalExecutor"

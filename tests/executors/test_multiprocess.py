@@ -208,6 +208,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_the_same_bits_in_every_batch(model_path: Path) -> None:
     """Of one set of ranks: compositions, chunks, prefix hits, and preemption both ways."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2, queue_depth=2))
@@ -228,6 +229,7 @@ def test_the_same_bits_in_every_batch(model_path: Path) -> None:
         assert results == {number: found["together"][number] for number in results}, name
 
 
+@pytest.mark.long
 def test_blocks_that_come_back_from_disk(model_path: Path, tmp_path: Path) -> None:
     """Each rank keeps its own share of a block. The second engine finds what the first one has stored."""
     options = {"kv_offload_dir": str(tmp_path), "swap_space": "16MiB", "num_blocks_override": 300}
@@ -256,6 +258,7 @@ def on_devices(config: EngineConfig) -> EngineConfig:
     return replace(config, parallel=ParallelConfig(tp=2), device=device)
 
 
+@pytest.mark.long
 def test_a_rank_takes_a_plan_before_the_last_ones_result(model_path: Path) -> None:
     """With a platform and a group that the configuration names. The device has a result ready only when the next step
     was launched."""
@@ -315,6 +318,7 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     executor.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("expected_inputs", all_but_long([[], [0]], [[0]]))
 def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expected_inputs: list[int]) -> None:
     """The first is an answer like any other; after the second the ranks' states are undefined."""
@@ -337,6 +341,7 @@ def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expect
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_sampling_that_fails_on_every_rank(model_path: Path) -> None:
     """The masks are too short. Nothing waits, and no rank is left."""
     core, ranks = two_ranks(configured(model_path, tensor_parallel_size=2))
@@ -387,6 +392,7 @@ def adopts() -> Iterator[None]:
     set_subreaper(0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the end of the parent does not wake a stopped process")
 def test_a_stopped_rank_ends_with_its_parent(model_path: Path, adopts: None) -> None:
     for rank in ended_with_their_parent(model_path, is_stopped=True):

@@ -21,8 +21,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
-from quire.transfers import OffloadReport
+from quire.step import OffloadReport, StepPlan, StepResult
 
 PLAN = StepPlan(4, [], [], [], [], [])
 

@@ -37,6 +37,7 @@ from quire.worker.platform.cpu import CpuPlatform
 from quire.worker.platform.cuda import CudaPlatform
 from tests.fakes.host_math import HostMathPlatform
 from tests.layers.helpers import torch_context
+from tests.long import all_but_long
 from tests.models.families import llama
 from tests.models.harness import random_prompts, save
 from tests.models.toy import ToyModel
@@ -188,7 +189,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"), [*(("native", way) for way in WAYS), ("torch", "chunks"), ("torch", "recomputed")]
+    ("backend", "way"),
+    all_but_long(
+        [*(("native", way) for way in WAYS), ("torch", "chunks"), ("torch", "recomputed")],
+        [("native", "queued"), ("native", "swapped"), ("torch", "recomputed")],
+    ),
 )
 def test_the_same_bits_whatever_the_steps(
     model_path: Path, steady: dict[str, dict[Any, Any]], backend: str, way: str
@@ -251,6 +256,7 @@ def test_states_lie_on_disk_like_all_that_is_cached(
         engine.core.shutdown()
 
 
+@pytest.mark.long
 def test_the_request_state_of_a_device_brings_the_same_states(model_path: Path) -> None:
     """Sequences that reach a snapshot while they generate, of which one forks and some are swapped, computed by torch
     from what lies "on the device"."""
@@ -265,6 +271,7 @@ def test_the_request_state_of_a_device_brings_the_same_states(model_path: Path) 
         engine.core.shutdown()
 
 
+@pytest.mark.long
 def test_the_device_computes_the_same_tokens(model_path: Path, steady: dict[str, dict[Any, Any]]) -> None:
     engine = Engine(ToyOnDevice, model_path, **DEVICE, max_num_seqs=2)
     (number,) = [number for number, each in enumerate(requests()) if len(each.request.prompt_token_ids) == 5]

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quire.step import StepPlan
-from quire.transfers import BlockKey, OffloadReport
+from quire.step import BlockKey, OffloadReport, StepPlan
 from tests.fakes.transfers import copies, disk_orders
 
 Slots: TypeAlias = list[int | None]

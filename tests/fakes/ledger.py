@@ -12,8 +12,8 @@ from collections.abc import Collection
 import msgspec
 
 from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.stats import EngineStats
 from quire.scheduler.scheduler import Scheduler
-from quire.stats import EngineStats
 from quire.step import StepPlan
 from tests.fakes.remote import RemoteTransfers
 from tests.fakes.transfers import copies, disk_orders

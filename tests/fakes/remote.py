@@ -18,8 +18,7 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
-from quire.step import StepPlan
-from quire.transfers import BlockKey, HostTransfers
+from quire.step import BlockKey, HostTransfers, StepPlan
 
 Slots: TypeAlias = list[int | None]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.step import StepPlan
-from quire.transfers import HostTransfers, OffloadTransfers, TransferReport
+from quire.step import HostTransfers, OffloadTransfers, StepPlan, TransferReport
 
 
 def copies(plan: StepPlan) -> HostTransfers:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.fuzz.checkpoints import CORPUS
 from tests.fuzz.child import Child
 
 
+@pytest.mark.long
 def test_model_directories_load_or_are_refused() -> None:
     findings = {}
     child = Child("tests.fuzz.checkpoints:case")

@@ -10,9 +10,17 @@ import pytest
 
 from tests.fuzz.harness import Attack, FindingError, Fuzzer, run_fuzzer
 from tests.fuzz.registry import FUZZERS
+from tests.long import all_but_long
+
+LONG = ("bodies", "templates", "tokenizers", "checkpoints", "native_plans")
+"""Fuzzers whose cases take a second or more: most of them start an interpreter with torch."""
 
 
-@pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.name)
+@pytest.mark.parametrize(
+    "fuzzer",
+    all_but_long(FUZZERS, [fuzzer for fuzzer in FUZZERS if fuzzer.name not in LONG]),
+    ids=lambda fuzzer: fuzzer.name,
+)
 def test_nothing_is_found(fuzzer: Fuzzer) -> None:
     assert run_fuzzer(fuzzer, seed=0, num_cases=fuzzer.num_test_cases) == fuzzer.num_test_cases
 

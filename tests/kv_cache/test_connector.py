@@ -13,7 +13,7 @@ from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.spec import AttentionSpec
-from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
+from quire.step import BlockKey, OffloadReport, OffloadTransfers
 from tests.machines import run_machine
 
 NUM_GROUPS = 2

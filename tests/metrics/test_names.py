@@ -16,6 +16,7 @@ from quire.metrics.families import LEGAL_NAME, MetricNames, one_two_five
 from quire.metrics.prometheus import EngineMetrics
 from quire.server.scrape import HttpCounter, _encoder_for
 from quire.utils.shared_numbers import Numbers
+from tests.long import one_in
 
 MAX_MODEL_LEN = 4096
 LENGTHS = "1 2 5 10 20 50 100 200 500 1000 2000"
@@ -163,8 +164,7 @@ def test_names_are_chosen(names: MetricNames, prefixes: set[str]) -> None:
     assert len(families) == len(list(make(names).collect())), "no family twice"
 
 
-@pytest.mark.parametrize("names", list(MetricNames))
-@pytest.mark.parametrize("accept", ACCEPTS)
+@pytest.mark.parametrize(("names", "accept"), one_in(3, MetricNames, ACCEPTS))
 def test_names_do_not_depend_on_the_scraper(accept: str, names: MetricNames) -> None:
     metrics = make(names)
     plain = sample_names(parse_text(generate_latest(metrics.registry, escaping="allow-utf-8").decode()))

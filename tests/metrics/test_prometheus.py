@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.clock import VirtualClock
 from quire.engine.messages import EngineReady
+from quire.kv_cache.stats import EngineStats, shares
 from quire.metrics.families import COUNTERS, GAUGES
 from quire.metrics.prometheus import EngineMetrics
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats, shares
 
 READY = EngineReady(max_model_len=256, num_blocks=100, block_size=16, seconds={}, backend="")
 

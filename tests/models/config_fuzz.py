@@ -58,6 +58,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 8},
     "qwen2_moe": _LLAMA | _ROUTED | {"shared_expert_intermediate_size": 12, "num_key_value_heads": 2},
     "qwen3_moe": _LLAMA | _ROUTED | {"num_key_value_heads": 2, "head_dim": 8},
+    "qwen3_vl_moe_text": _LLAMA | _ROUTED | {"num_key_value_heads": 2, "head_dim": 8},
     "qwen3_next": _LLAMA | _ROUTED | _DELTA | {"shared_expert_intermediate_size": 12, "num_key_value_heads": 2},
     "qwen3_5_text": _LLAMA | _DELTA | {"num_key_value_heads": 2},
     "qwen3_5_moe_text": _LLAMA | _ROUTED | _DELTA | {"shared_expert_intermediate_size": 12, "num_key_value_heads": 2},
@@ -292,15 +293,18 @@ def draw(seed: int, only: str | None = None) -> Case:
         del config[gone]
     head = draws.choice(["as saved"] * 5 + ["another", "alone"])
     label["head"] = head
-    if name in _WRAPPERS and draws.random() < 0.3:
+    if name in _WRAPPERS and (draws.random() < 0.3 or not hasattr(transformers, family.architectures[0])):
         config, label["wrapped"] = _wrapped(draws, name, config)
     return Case(name, config, head, label)
 
 
 _IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN3_IMAGES = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
 _QWEN_IMAGES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 _WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", _IMAGES | {"image_size": 8, "patch_size": 4}),
+    "qwen3_vl_text": ("qwen3_vl", "Qwen3VLForConditionalGeneration", _QWEN_IMAGES | _QWEN3_IMAGES),
+    "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _QWEN_IMAGES | _QWEN3_IMAGES),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration", _QWEN_IMAGES),
     "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _QWEN_IMAGES),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.long import all_but_long
+from tests.long import all_but_long, one_in
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES
 from tests.models.families import FAMILIES, llama, rope
@@ -24,7 +24,7 @@ def reference_logits(model: torch.nn.Module, token_ids: list[int]) -> torch.Tens
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_in(2, FAMILIES))
 def test_logits_of_a_mixed_batch_in_chunks(name: str, saved_model: SavedModels) -> None:
     saved = saved_model(name)
     prompts = random_prompts([1, 5, 33, 100, 64], 97)

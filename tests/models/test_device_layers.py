@@ -22,6 +22,7 @@ from quire.layers.rotation import Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK
+from tests.long import one_in
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
@@ -123,6 +124,15 @@ LIBRARY = [name for name in LIBRARY if name not in SAME_LAYERS]
 MUCH_ALIKE = (
     *("gpt2-variant", "opt-bare", "deepseek-v2-one-expert", "deepseek-v3-plain", "llama-wide", "llama-yarn-mscale"),
     *("mixtral-all-experts", "qwen2-moe-renormalised", "qwen3-moe-window", "llama4-interleaved", "qwen3.5-state-last"),
+    *(
+        "qwen3-next",
+        "qwen3.5-vision",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "qwen3.5-two-of-two",
+        "deepseek-v2",
+        "qwen3-next-few-experts",
+    ),
 )
 """Families whose layers others have too, in other sizes or order."""
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
@@ -146,8 +156,7 @@ def test_logits_like_transformers(name: str, batch_invariant: bool, saved_model:
         torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), one_in(2, ["gpt2", "qwen3"], ["bfloat16", "float16"]))
 def test_half_precision_is_like_the_plain_path(name: str, dtype: str, saved_model: SavedModels) -> None:
     """Not further from float32 than plain torch operators in the same dtype are, and a tenth for luck."""
     saved = saved_model(name)
@@ -163,6 +172,7 @@ def test_half_precision_is_like_the_plain_path(name: str, dtype: str, saved_mode
     assert 0 < error < 1.1 * plain_error + 1e-4
 
 
+@pytest.mark.long
 def test_batch_invariant_rows_have_the_same_bits_alone_and_in_chunks(saved_model: SavedModels) -> None:
     _, model = load_device(saved_model("llama-biases").directory, batch_invariant=True)
     prompts = random_prompts([19, 3, 30], 97)

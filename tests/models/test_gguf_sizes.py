@@ -25,6 +25,7 @@ from quire.utils.gguf import GGUFFile
 from tests.fakes.gguf import GGUFWriter
 from tests.fakes.gguf_layers import write_layers
 from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
+from tests.long import all_but_long
 from tests.models.families import deepseek_v3, gpt_oss, llama, qwen3, qwen3_moe
 from tests.models.harness import randomize
 from tests.models.hybrid_families import qwen3_5
@@ -77,7 +78,7 @@ FILES: dict[str, Callable[[], GGUFWriter]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(FILES))
+@pytest.mark.parametrize("name", all_but_long(FILES, [name for name in FILES if name != "Q4_K beside Q6_K"]))
 def test_a_file_takes_what_is_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = FILES[name]().write(tmp_path / "model.gguf")
     assert_counted(path, described(path), monkeypatch)

@@ -19,6 +19,10 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from quire.config.hf_config import load_model_config
@@ -36,6 +40,17 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_interleaved": True}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +126,7 @@ def check_language_model(reference: PreTrainedModel, directory: Path, caplog: py
         config, model = load(directory)
     assert config.is_multimodal
     (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
-    assert "vision" in line
+    assert "vision" in line or "visual" in line
     (prompt,) = random_prompts([40], 90)
     (logits,) = chunked_logits(PagedRunner(model), [prompt], chunk=19)
     with torch.inference_mode():
@@ -132,6 +147,36 @@ def test_llama_4_with_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     save(reference, tmp_path)
     found = check_language_model(reference, tmp_path, caplog)
     assert (found.architecture, found.sliding_windows) == ("Llama4ForCausalLM", (24, None))
+
+
+def test_qwen_3_vl_with_its_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Text has the same position in all three rows of its rotation."""
+    text = {**SMALL, "head_dim": 16, "rope_parameters": {**QWEN_ROPE, "mrope_section": [4, 2, 2]}}
+    config = Qwen3VLConfig(text_config=text, vision_config=QWEN_VISION, tie_word_embeddings=True)
+    reference = randomize(Qwen3VLForConditionalGeneration(config))
+    save(reference, tmp_path)
+    found = check_language_model(reference, tmp_path, caplog)
+    assert (found.architecture, found.shape.is_tied) == ("Qwen3VLForCausalLM", True)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_qwen_3_vl_with_its_images(
+    is_turned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its hub files keep the experts' matrices as [in, out], Transformers saves [out, in]."""
+    text = {**SMALL, "head_dim": 16, "moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 2}
+    text |= {"rope_parameters": {**QWEN_ROPE, "mrope_section": [4, 2, 2]}, "mlp_only_layers": [1]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=QWEN_VISION, tie_word_embeddings=False)
+    reference = randomize(Qwen3VLMoeForConditionalGeneration(config))
+    save(reference, tmp_path)
+    path = tmp_path / "model.safetensors"
+    if is_turned:
+        tensors = load_file(path)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    found = check_language_model(reference, tmp_path, caplog)
+    assert (found.architecture, found.shape.is_tied) == ("Qwen3VLMoeForCausalLM", False)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_k2"])

@@ -23,6 +23,7 @@ from quire.models.weight_files import WeightFiles, find_weights
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.ranks import run_ranks
+from tests.long import one_in
 from tests.models.conftest import SavedModel
 from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES, deepseek_v3, llama
@@ -54,7 +55,7 @@ OTHERS = {"gpt2-variant", *DENSE_FAMILIES, *HYBRID_FAMILIES}
 SHARED = [*(name for name in FAMILIES if name not in OTHERS), *DENSE_SAMPLE]
 
 
-@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize("family", one_in(2, SHARED))
 def test_two_ranks_compute_what_one_does(saved_model: SavedModels, family: str) -> None:
     directory = saved_model(family).directory
     expected = logits_of(load_share(directory, SINGLE_RANK))

@@ -28,6 +28,7 @@ from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import WeightFormat
 from quire.worker.kv_tensors import allocate_pages
 from tests.layers.helpers import torch_context
+from tests.long import all_but_long
 from tests.models.harness import PagedRunner, random_prompts
 from tests.models.toy import HEADS, VOCABULARY, ToyModel
 from tests.worker.platform.device_states import DeviceStatePlanner, device_batch
@@ -96,7 +97,7 @@ def generate(runner: PagedRunner, num_tokens: int) -> list[list[int]]:
     return runner.greedy(rows, num_tokens)
 
 
-@pytest.mark.parametrize("name", ["native", "device"])
+@pytest.mark.parametrize("name", all_but_long(["native", "device"], ["native"]))
 def test_the_same_tokens_on_every_back_end(name: str) -> None:
     for order in ORDERS if name == "native" else ORDERS[:1]:
         num_tokens = 24 if name == "native" else 3
@@ -121,7 +122,7 @@ def test_same_bits_alone_chunked_and_in_a_batch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fixed_order")
-@pytest.mark.parametrize("chunk", [300, 7, 128])
+@pytest.mark.parametrize("chunk", all_but_long([300, 7, 128], [300, 128]))
 def test_a_sequence_goes_on_from_any_snapshot_that_a_step_crossed(chunk: int) -> None:
     """300 tokens over blocks of 128: two snapshots. What is computed behind them has the bits of the first sequence."""
     (prompt,) = random_prompts([300], VOCABULARY)

@@ -17,6 +17,7 @@ from quire.config.hf_config import load_model_config
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.transformers_model import TransformersModel
 from tests.e2e.device_models import continuation
+from tests.long import all_but_long, one_in
 from tests.models.harness import PagedRunner, chunked_logits, load, next_logits, random_prompts, randomize, save
 
 SIZES: dict[str, Any] = {
@@ -70,7 +71,7 @@ def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[lis
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_in(2, FAMILIES))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts in chunks, several at once, over scattered blocks."""
     reference = make(name)
@@ -117,7 +118,7 @@ def test_an_engine(llm: LLM, tiny: tuple[PreTrainedModel, Path]) -> None:
     assert [each.tokens[-5:] for each in beams[0].sequences] == reference[:, len(PROMPTS[1]) :].tolist()
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", all_but_long(["recompute", "swap"], ["swap"]))
 def test_preemption(mode: str, tiny: tuple[PreTrainedModel, Path]) -> None:
     options = {**OPTIONS, "num_blocks_override": 14, "preemption_mode": mode}
     if mode == "swap":
@@ -129,7 +130,7 @@ def test_preemption(mode: str, tiny: tuple[PreTrainedModel, Path]) -> None:
         assert llm.stats()["preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", all_but_long([None, "int8"], ["int8"]))
 def test_a_family_of_our_own_both_ways(quantization: str | None, tmp_path: Path) -> None:
     directory = save(make("Llama"), tmp_path)
     found = []
@@ -161,7 +162,7 @@ def test_on_a_device(tmp_path: Path) -> None:
         assert generate(llm, PROMPTS[1:2], max_tokens=2) == [[continuation(reference, PROMPTS[1], 2)]]
 
 
-@pytest.mark.parametrize("name", ["Falcon", "Bloom", "Mpt"])
+@pytest.mark.parametrize("name", all_but_long(["Falcon", "Bloom", "Mpt"], ["Bloom"]))
 def test_code_that_attends_in_its_own_way_is_refused(name: str, tmp_path: Path) -> None:
     model_class = getattr(transformers, f"{name}ForCausalLM")
     config = model_class.config_class(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4)

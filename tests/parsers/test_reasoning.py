@@ -86,8 +86,11 @@ def test_no_reasoning() -> None:
 
 
 MENTION = "<tool_call> or <｜DSML｜tool_calls> or [TOOL] or <|tool_calls_section_begin|> begins one, <tool_call>\n"
-CALLING = [pytest.param(name, writer, id=f"{name}-{number}") for number, (name, writer) in enumerate(WRITERS)]
-CALLING = [each for each in CALLING if TOOL_FORMATS[str(each.values[0])].channels is None]
+CALLING = [
+    pytest.param(name, writer, id=f"{name}-{number}", marks=pytest.mark.long if number % 3 else ())
+    for number, (name, writer) in enumerate(WRITERS)
+    if TOOL_FORMATS[name].channels is None
+]
 STEPS = all_but_long([3, 1], [3])
 """Of borders: six texts of each format begin alike, so that every place is one, in one of them."""
 SCHEMAS: dict[str, Any] = {"f": {"properties": {"a": {"type": "string"}}}, "g": {}}

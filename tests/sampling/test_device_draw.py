@@ -14,6 +14,7 @@ from quire.sampling.draw import MIN_TEMPERATURE, compute_weights, uniform
 from quire.sampling.filters import apply_filters
 from quire.sampling.parameters import Feature
 from quire.sampling_params import SamplingParams
+from tests.long import one_in
 from tests.sampling.device_helpers import SMALL, Device, sample_on
 from tests.sampling.helpers import Case, Prepared, naive_probabilities, sample
 
@@ -96,7 +97,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_in(2, KINDS))
 def test_the_same_tokens_are_kept(device: torch.device, kind: str) -> None:
     """By the list, and where that is too short by passes over the row (k above 24, wide nuclei, small min-p)."""
     rng = np.random.default_rng(3)

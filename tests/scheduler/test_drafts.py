@@ -139,7 +139,7 @@ def test_parallel_samples_with_drafts(queue_depth: int, windows: tuple[int | Non
 
 def test_random_traffic_with_drafts() -> None:
     """Everything that can cross, with one to four plans in flight: all texts are those of lone runs without drafts."""
-    totals = run_traffic(1, 3000, DraftingEpisode)
+    totals = run_traffic(1, 1500, DraftingEpisode)
     assert totals["queue_depth_4"] > 0
     assert totals["drafts"] > totals["accepted_drafts"] > 200
     assert totals["trimmed_tables"] > 50

@@ -15,6 +15,7 @@ from quire.sampling_params import ThinkingBudget
 from quire.step import SamplingInputs
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.masks import AllowedByPosition
+from tests.long import all_but_long
 
 SOME, ALL = "70", "97"
 """Constraints under which one token is allowed at some places (two at the others), and at every place."""
@@ -101,7 +102,7 @@ def test_log_probabilities_need_every_step(params: dict[str, Any]) -> None:
     assert num_appended(run(params)) == 0
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2, 3])
+@pytest.mark.parametrize("queue_depth", all_but_long([1, 2, 3], [2]))
 def test_preempted_with_forced_tokens(queue_depth: int) -> None:
     """At every moment: the workers get them once, with all tokens of the sequence."""
     requests = [{"prompt": prompt(4, start), "n": n, "temperature": 1.0} for start, n in ((1, 1), (2, 3), (3, 2))]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.decoding.sequence import Request
-from quire.deferral import Deferral
+from quire.decoding.sequence import Deferral, Request
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import FinishReason

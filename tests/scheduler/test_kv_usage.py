@@ -10,10 +10,10 @@ import pytest
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.kv_cache.stats import EngineStats, shares
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
-from quire.stats import EngineStats, shares
 from quire.step import StepPlan, StepResult
 from tests.fakes.core import SCHEDULER, CoreDriver, make_config
 from tests.fakes.ledger import SlotLedger

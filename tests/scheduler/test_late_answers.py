@@ -11,6 +11,7 @@ import pytest
 from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.masks import REFUSED
+from tests.long import one_in
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -31,8 +32,7 @@ def late(seed: int, most: int) -> Any:
     return iter(lambda: rng.randrange(most + 1), None)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("queue_depth", [1, 2, 3])
+@pytest.mark.parametrize(("seed", "queue_depth"), one_in(2, range(6), [1, 2, 3]))
 @pytest.mark.parametrize(
     "config",
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.fakes.traffic import EXERCISED, run_traffic
 
-NUM_STEPS = 4000
+NUM_STEPS = 2000
 
 
 def test_random_traffic() -> None:

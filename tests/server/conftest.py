@@ -57,7 +57,7 @@ class Served:
 
     def hurry(self) -> None:
         """Steps of an engine in this process take no time any more."""
-        client = self.engine._client
+        client = self.engine._session.client
         assert isinstance(client, InProcessClient)
         executor = client._core._executor
         assert isinstance(executor, FakeExecutor)

@@ -359,6 +359,7 @@ async def test_a_killed_process_takes_its_own_requests_alone(model_path: Path, p
     assert has_ended(survivor)
 
 
+@pytest.mark.long
 async def test_a_stopped_process_is_ended_and_replaced(model_path: Path, processes: list[Process]) -> None:
     process = Process(model_path, "very_slow", api_server_count=2).wait_ready()
     processes.append(process)
@@ -377,6 +378,7 @@ async def test_a_stopped_process_is_ended_and_replaced(model_path: Path, process
     assert has_ended(newest)
 
 
+@pytest.mark.long
 async def test_after_the_timeout_all_processes_abort_what_runs(model_path: Path, processes: list[Process]) -> None:
     process = Process(model_path, "very_slow", api_server_count=2, shutdown_timeout=0.1).wait_ready()
     processes.append(process)
@@ -394,6 +396,7 @@ async def test_after_the_timeout_all_processes_abort_what_runs(model_path: Path,
     assert (await asyncio.to_thread(process.finish))[0] == 0
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_heard_of_by_all(model_path: Path, tmp_path: Path, processes: list[Process]) -> None:
     """Over a Unix socket."""
     path = tmp_path / "socket"
@@ -412,6 +415,7 @@ async def test_a_killed_engine_is_heard_of_by_all(model_path: Path, tmp_path: Pa
     assert not path.exists()
 
 
+@pytest.mark.long
 async def test_requests_go_on_in_the_next_engine(model_path: Path, processes: list[Process]) -> None:
     """In all processes; then the second signal ends all of them at once."""
     process = Process(
@@ -442,6 +446,7 @@ async def test_requests_go_on_in_the_next_engine(model_path: Path, processes: li
     assert all(has_ended(each) for each in everyone)
 
 
+@pytest.mark.long
 def test_processes_that_cannot_be_started_again_end_the_server(
     tmp_path: Path, model_path: Path, processes: list[Process]
 ) -> None:

@@ -185,6 +185,7 @@ def test_wrong_use(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(line(0, prompt="import os\n", temperature=0) + line(1, prompt="def f(", temperature=0, n=2))

@@ -11,14 +11,12 @@ import pytest
 
 from quire.errors import UserError, nearest_name
 from quire.server import body as body_module
-from quire.server import body_pieces, reading
 from quire.server import fields as fields_module
+from quire.server import reading
 from quire.server.body import parse_body
-from quire.server.body_pieces import decode_known
 from quire.server.errors import ApiError
-from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import NO_PROMPT, CompletionRequest
-from quire.server.protocol.messages import ChatMessage
 from quire.server.protocol.tokenize import TokenizeRequest
 from tests.server.conftest import Served
 
@@ -232,97 +230,31 @@ def test_long_names_are_not_compared() -> None:
     assert nearest_name("x" * 101, names) == ""
 
 
-def test_a_large_body_is_decoded_piece_by_piece_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = {"type": "text", "text": 'a"é\n' * 5}
-    value = {
-        "messages": [{"role": "user", "content": [part, part]}, {"role": "user", "content": "b" * 40}],
-        "stop_token_ids": list(range(30)),
-        "chat_template_kwargs": {
-            "mixed": ["c", 1, None, {"d": [[1], [2, [3, [4, [5]]]]]}],
-            "empty": [{}, [], "", {"e": {}}],
-        },
-    }
-    pieces: list[int] = []
-    decode = msgspec.json.decode
-    monkeypatch.setattr(body_pieces, "PIECE_BYTES", 8)
-    monkeypatch.setattr(msgspec.json, "decode", lambda text: pieces.append(len(text)) or decode(text))
-    for text in (msgspec.json.encode(value), b" \n" + msgspec.json.format(msgspec.json.encode(value))):
-        pieces.clear()
-        assert decode_known(text, ChatRequest) == value
-        assert len(pieces) > 12
-        assert max(pieces) < len(text) / 2
-    monkeypatch.setattr(body_module, "PIECE_BYTES", 8)
-    for wrong in (b'{"messages": [{"role": "user"}, {"role" "user"}]}', b'{"messages": ["abc", "\xff", "abc"]}'):
-        assert failure(wrong, ChatRequest).detail.code in ("invalid_json", "invalid_utf8")
-
-
-WASTE = ",".join(["{}"] * 40)
-UNKNOWN = [
-    ('{"prompt": "a", "x": [' + WASTE + "]}", CompletionRequest, ["x"]),
-    (
-        '{"prompt": "a", "stream": true, "stream_options": {"x": [' + WASTE + "]}}",
-        CompletionRequest,
-        ["stream_options.x"],
-    ),
-    ('{"messages": [{"role": "user", "content": "a", "x": [' + WASTE + "]}]}", ChatRequest, ["messages[].x"]),
-    ('{"prompt": "a", "vllm_xargs": {"x": [' + WASTE + "]}}", CompletionRequest, ["vllm_xargs.x"]),
-    ('{"prompt": "a", "metadata": [' + WASTE + "]}", CompletionRequest, []),
-]
-
-
-@pytest.mark.parametrize(("text", "kind", "unknown"), UNKNOWN)
-def test_what_no_field_takes_is_not_decoded(
-    text: str, kind: Any, unknown: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = parse_body(text.encode(), kind)
-    for module in (body_module, body_pieces):
-        monkeypatch.setattr(module, "PIECE_BYTES", 8)
-    decoded: list[bytes] = []
-    decode = msgspec.json.decode
-    monkeypatch.setattr(msgspec.json, "decode", lambda text: decoded.append(bytes(text)) or decode(text))
-    assert parse_body(text.encode(), kind) == expected
-    assert expected[1] == unknown
-    assert not [each for each in decoded if b"{}" in each]
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ('{"messages": [' + ",".join([USER] * 4097) + "]}", ChatRequest),
-        ('{"messages": [' + USER + '], "tools": [' + ",".join(["{}"] * 1025) + "]}", ChatRequest),
-        ('{"prompt": "a", "bad_words": [' + ",".join(['"b"'] * 1025) + "]}", CompletionRequest),
-        ('{"messages": [' + ",".join(["[" + USER + "]"] * 1025) + "]}", ChatBatchRequest),
-        ('{"messages": [' + USER + ", [" + WASTE + ']], "model": [' + WASTE + "]}", ChatRequest),
-        ('{"prompt": "a", "user": {"a": [' + WASTE + "]}}", CompletionRequest),
-        ('{"prompt": "a", "best_off": [' + WASTE + "]}", CompletionRequest),
-        ('{"prompt": "a", "lora_request": [' + WASTE + "]}", CompletionRequest),
-        ('{"prompt": "a", "vllm_xargs": [' + WASTE + "]}", CompletionRequest),
-    ],
-)
-def test_a_wrong_field_is_refused_before_its_entries_are_decoded(
-    text: str, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = failure(text, kind).detail
-    for module in (body_module, body_pieces):
-        monkeypatch.setattr(module, "PIECE_BYTES", 8)
-    decoded: list[bytes] = []
-    decode = msgspec.json.decode
-    monkeypatch.setattr(msgspec.json, "decode", lambda text: decoded.append(bytes(text)) or decode(text))
-    assert failure(text, kind).detail == expected
-    assert len(decoded) < 8
-
-
 def test_a_large_request_has_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields_module, "MAX_CONTAINERS", 50)
-    options = {"a": [1] * 60, "b": [{"c": [{}] * 20}] * 2}
-    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": options}
+    """They are counted before one of them is made; brackets within strings do not count."""
+    options = {"a": [1] * 60, "b": [{"c": [{}] * 18}] * 2, "text": '\\"[{' * 100}
+    body = {"messages": [{"role": "user", "content": "[" * 100}], "chat_template_kwargs": options}
+    for module in (body_module, fields_module):
+        monkeypatch.setattr(module, "MAX_CONTAINERS", 50)
     assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
-    monkeypatch.setattr(body_module, "SHORT_BODY_BYTES", 8)
-    assert parse_body(msgspec.json.encode(body), ChatRequest)[1] == []
-    options["d"] = [[]] * 4
+    options["d"] = [[]] * 10
+    decoded: list[object] = []
+    monkeypatch.setattr(msgspec.json, "decode", decoded.append)
     error = failure(msgspec.json.encode(body), ChatRequest)
     assert error.detail.param == "chat_template_kwargs"
     assert "more than 50 objects and lists" in error.detail.message
+    assert not decoded
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"a": "' + b'\\"' * 300, b'{"a": ' + b"[" * 100, b"[" * 300 + b"]" * 300, b'"[' * 300]
+)
+def test_what_is_no_object_is_refused_as_that(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = failure(text, ChatRequest).detail
+    for module in (body_module, fields_module):
+        monkeypatch.setattr(module, "MAX_CONTAINERS", 50)
+    found = failure(text, ChatRequest).detail
+    assert found.code == expected.code == "invalid_json"
 
 
 def test_a_request_has_a_bounded_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,36 +267,6 @@ def test_a_request_has_a_bounded_number_of_entries(monkeypatch: pytest.MonkeyPat
     assert "more than 5 entries" in error.detail.message
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, {"role": "user", "content": "c", "x": 1}],
-        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": 3}]}],
-        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": "a"}, {"role": "user"}, 7],
-        [{"role": "user", "content": "a", "name": "n"}, 7],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}, {"role": ""}],
-        [],
-        "no list",
-    ],
-)
-def test_a_long_body_is_converted_piece_by_piece_to_the_same(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = msgspec.json.encode({"messages": messages, "max_tokens": "4", "stop": ["a", "b"]})
-
-    def outcome() -> Any:
-        try:
-            return parse_body(body, ChatRequest)
-        except ApiError as error:
-            return error.status, error.detail
-
-    monkeypatch.setattr(body_module, "MIN_LONG_LIST", 1)
-    whole, converted, convert = outcome(), [], msgspec.convert
-    monkeypatch.setattr(body_module, "SHORT_BODY_BYTES", 8)
-    monkeypatch.setattr(msgspec, "convert", lambda *args, **more: converted.append(args[1]) or convert(*args, **more))
-    assert outcome() == whole
-    assert (ChatMessage in converted) == (isinstance(messages, list) and bool(messages))
-
-
 async def test_only_short_bodies_are_parsed_on_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     parse = body_module.parse_body
@@ -374,7 +276,7 @@ async def test_only_short_bodies_are_parsed_on_the_event_loop(served: Served, mo
         return parse(*arguments, **options)
 
     monkeypatch.setattr(reading, "parse_body", note)
-    for length in (10, body_module.SHORT_BODY_BYTES):
+    for length in (10, 2**16):
         message = {"role": "user", "content": "a" * length}
         answer = await served.client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
         assert (answer.status_code == 200) == (length == 10)

@@ -39,8 +39,8 @@ async def apart(model_path: Path, fates: Fates) -> AsyncIterator[Served]:
 
 
 def fleet_of(served: Served) -> Fleet:
-    assert isinstance(served.engine._client, Fleet)
-    return served.engine._client
+    assert isinstance(served.engine._session.client, Fleet)
+    return served.engine._session.client
 
 
 def entries_of(fleet: Fleet, number: int) -> list[Entry]:
@@ -84,6 +84,7 @@ async def test_one_replica_is_away(apart: Served, fates: Fates) -> None:
         await apart.until_idle()
 
 
+@pytest.mark.long
 async def test_all_replicas_are_away(apart: Served, fates: Fates) -> None:
     fleet = fleet_of(apart)
     async with asyncio.timeout(GUARD_SECONDS):
@@ -100,7 +101,7 @@ async def test_all_replicas_are_away(apart: Served, fates: Fates) -> None:
         assert await asking == undisturbed
 
 
-@pytest.mark.parametrize("api_server_count", all_but_long([1, 2], [2]))
+@pytest.mark.parametrize("api_server_count", all_but_long([1, 2], [1]))
 async def test_sigterm_lets_the_requests_of_both_replicas_end(
     model_path: Path, processes: list[Process], api_server_count: int
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import pytest_asyncio
 
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.server.protocol.chat import ChatRequest
@@ -169,14 +170,17 @@ async def send(served: Served, kind: type, fields: dict[str, Any]) -> Seen:
     return Seen(*call, response.status_code, response.text, answer)
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(model_path: Path) -> AsyncIterator[Served]:
-    """A server whose engine takes priorities."""
+    """A server for all these requests, whose engine takes priorities."""
     async with serving(model_path, scheduling_policy="priority") as served:
         yield served
 
 
-def test_every_field_is_in_the_tables() -> None:
+async def test_every_field_is_in_the_tables() -> None:
     for kind, effects in EFFECTS.items():
         others = {name for name in WITH_OTHERS if name in kind.__struct_fields__}
         assert set(kind.__struct_fields__) == {*effects, *SAMPLING, *STRUCTURED, *others}

@@ -31,7 +31,7 @@ async def apart(model_path: Path) -> AsyncIterator[Served]:
 
 
 def pid_of(served: Served) -> int:
-    client = served.engine._client
+    client = served.engine._session.client
     assert isinstance(client, ProcessClient)
     return client.pid
 
@@ -77,7 +77,7 @@ async def test_a_hundred_streams_hear_of_the_engine_s_death(model_path: Path) ->
         asyncio.timeout(GUARD_SECONDS),
     ):
         running = [asyncio.ensure_future(apart.client.post("/v1/completions", json=body)) for _ in range(100)]
-        while len(apart.engine._keys) < 100 or apart.engine.num_queued_tokens:  # until each has a token
+        while len(apart.engine._session._keys) < 100 or apart.engine.num_queued_tokens:  # until each has a token
             await asyncio.sleep(0.01)
         os.kill(pid_of(apart), signal.SIGKILL)
         answers = await asyncio.gather(*running)

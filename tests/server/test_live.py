@@ -18,8 +18,8 @@ import pytest
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
+from quire.kv_cache.stats import EngineStats, shares
 from quire.server.settings import ServerSettings
-from quire.stats import EngineStats, shares
 from quire.utils.sse import EventParser
 from tests.server.conftest import NUM_BLOCKS, Served, serving
 from tests.server.serve_process import Process
@@ -108,7 +108,7 @@ async def test_requests_and_their_tables(live: Served) -> None:
     first_blocks = {sequence.tables[0][0] for sequence in request.sequences}
     assert len(first_blocks) == 1, "the prompt's blocks are shared"
     assert frame.kv.states[first_blocks.pop()] == 4
-    await live.engine.abort(list(live.engine._keys))
+    await live.engine.abort(list(live.engine._session._keys))
     await post
     await live.until_idle()
     after = msgspec.json.decode((await live.client.get("/debug/kv")).content, type=Frame)
@@ -186,6 +186,7 @@ async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> Non
         assert response.json()["model"] == "secret-name"
 
 
+@pytest.mark.long
 def test_a_viewer_sees_the_drain_and_does_not_delay_the_end(model_path: Path) -> None:
     process = Process(model_path).wait_ready()
     parser = EventParser()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from quire.kv_cache.stats import EngineStats
 from quire.logging import REQUEST_ID, JsonFormatter, get_logger, set_log_format, tell
 from quire.server import request_log
 from quire.server.settings import ServerSettings
-from quire.stats import EngineStats
 from tests.server.conftest import Served, serving
 from tests.server.sse import chunks
 

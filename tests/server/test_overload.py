@@ -128,13 +128,13 @@ async def test_the_key_says_whose_request_it_is(model_path: Path, monkeypatch: p
     settings = ServerSettings(api_key=["first", "second"])
     async with serving(model_path, settings) as served:
         clients = []
-        send = served.engine._client.send
+        send = served.engine._session.client.send
 
         def note(*messages: ClientMessage) -> None:
             clients.extend(message.request.client for message in messages if isinstance(message, AddRequest))
             send(*messages)
 
-        monkeypatch.setattr(served.engine._client, "send", note)
+        monkeypatch.setattr(served.engine._session.client, "send", note)
         for key in ("first", "second", "first"):
             for stream in (False, True):
                 answer = await served.client.post(

@@ -15,6 +15,7 @@ from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.errors import ConfigError
 from tests.fakes.fates import Fates
+from tests.long import all_but_long
 from tests.processes import has_ended
 from tests.server.conftest import Served, serving_apart
 from tests.server.serve_process import Process
@@ -95,6 +96,7 @@ async def test_streams_go_on_behind_two_deaths(apart: Served, fates: Fates) -> N
         await apart.until_idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fate", ["stop", "lock"])
 async def test_streams_go_on_behind_an_engine_that_hangs(apart: Served, fates: Fates, fate: str) -> None:
     """A process that is stopped as a whole, and one whose main thread waits for what never comes."""
@@ -127,7 +129,9 @@ async def test_clients_that_leave_while_an_engine_starts(apart: Served, fates: F
         await apart.until_idle()
 
 
-@pytest.mark.parametrize(("shutdown_timeout", "reason"), [(1000.0, "length"), (0.1, "abort")])
+@pytest.mark.parametrize(
+    ("shutdown_timeout", "reason"), all_but_long([(1000.0, "length"), (0.1, "abort")], [(0.1, "abort")])
+)
 async def test_sigterm_while_an_engine_starts(
     model_path: Path, fates: Fates, processes: list[Process], shutdown_timeout: float, reason: str
 ) -> None:

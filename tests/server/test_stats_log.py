@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from quire.clock import VirtualClock
+from quire.kv_cache.stats import EngineStats
 from quire.logging import JsonFormatter
 from quire.server import stats_log
 from quire.server.settings import ServerSettings
 from quire.server.stats_log import StatsLog, log_stats
-from quire.stats import EngineStats
 
 
 @pytest.fixture

@@ -263,4 +263,4 @@ def test_details_need_an_endpoint() -> None:
 async def test_without_the_setting_nothing_listens(served: Served) -> None:
     assert served.app is not None
     assert TraceParents not in [each.cls for each in served.app.user_middleware]
-    assert not any(isinstance(each, RequestTraces) for each in served.engine._listeners)
+    assert not any(isinstance(each, RequestTraces) for each in served.engine._session.listeners)

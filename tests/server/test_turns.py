@@ -93,7 +93,7 @@ async def test_no_request_has_more_than_its_share_in_the_engine(served: Served, 
     """Sequences that were sent to the engine, less those whose ends have come."""
     live: dict[str, int] = {}
     most = [0]
-    send, take = served.engine._client.send, served.engine._take
+    send, take = served.engine._session.client.send, served.engine._session._take
 
     def sent(*messages: Any) -> None:
         for message in messages:
@@ -110,8 +110,8 @@ async def test_no_request_has_more_than_its_share_in_the_engine(served: Served, 
                 live[update.request_id] -= 1
         take(outputs)
 
-    served.engine._client.send = sent  # type: ignore[method-assign]
-    served.engine._take = taken  # type: ignore[method-assign]
+    served.engine._session.client.send = sent  # type: ignore[method-assign]
+    served.engine._session._take = taken  # type: ignore[method-assign]
     response = await served.client.post("/v1/completions", json=fields)
     assert response.status_code == 200
     assert 0 < most[0] <= share_of(ROWS)
@@ -161,13 +161,13 @@ async def test_parts_of_an_unseeded_request_draw_from_seeds_of_their_own(
 ) -> None:
     sent: list[Any] = []
     async with serving(model_path, max_num_seqs=ROWS) as served:
-        send = served.engine._client.send
+        send = served.engine._session.client.send
 
         def noting(*messages: Any) -> None:
             sent.extend(message.request for message in messages if isinstance(message, AddRequest))
             send(*messages)
 
-        monkeypatch.setattr(served.engine._client, "send", noting)
+        monkeypatch.setattr(served.engine._session.client, "send", noting)
         await served.client.post("/v1/completions", json={**fields, "max_tokens": 2, "temperature": 1.0})
     assert sum(request.params.num_sequences for request in sent) == (fields.get("n") or 14)
     assert len({request.seed for request in sent}) == len(sent)

@@ -131,7 +131,7 @@ async def test_detokenize_takes_as_many_ids_as_a_sequence_may_have(served: Serve
 async def test_long_texts_are_worked_on_two_at_a_time_and_off_the_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.async_text.INLINE_CHARACTERS", 10)
+    monkeypatch.setattr("quire.engine.texts.INLINE_CHARACTERS", 10)
     lock, release = threading.Lock(), threading.Event()
     running: list[int] = [0]
     most: list[int] = [0]

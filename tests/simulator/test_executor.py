@@ -12,8 +12,7 @@ from quire.sampling_params import SamplingParams
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.work import StepWork
-from quire.step import NewSequence, SequenceSampling, StepPlan
-from quire.transfers import HostTransfers
+from quire.step import HostTransfers, NewSequence, SequenceSampling, StepPlan
 from tests.simulator.making import make_cost
 from tests.simulator.test_work import make_plan
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.cli.memory_plan import plan_devices, plan_engine
@@ -106,6 +112,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
     ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0, 3], "qkv_bias": False}),
     ("qwen3_moe", HEADS | MOE),
+    ("qwen3_vl_text", HEADS),
+    ("qwen3_vl_text", HEADS | {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_vl_moe_text", HEADS | MOE),
+    ("qwen3_vl_moe_text", HEADS | MOE | {"tie_word_embeddings": False, "mlp_only_layers": [2]}),
     ("gpt_oss", HEADS | LOCAL | {"sliding_window": 16}),
     ("minimax_m2", HEADS | LOCAL),
     ("glm4_moe", HEADS | ROUTED | {"first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True}),
@@ -129,12 +139,27 @@ def label(case: tuple[str, dict[str, Any]]) -> str:
     return case[0]
 
 
+WITH_IMAGES = {"qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+"""Language models of which Transformers has no class of their own, and the models that they are part of."""
+
+
+def language_model(kind: str, config: PreTrainedConfig) -> PreTrainedModel:
+    if kind not in WITH_IMAGES:
+        return AutoModelForCausalLM.from_config(config)
+    text = config.to_dict()
+    tied = text.get("tie_word_embeddings", False)
+    whole = AutoConfig.for_model(WITH_IMAGES[kind], text_config=text, tie_word_embeddings=tied)
+    model = AutoModelForImageTextToText.from_config(whole)
+    del model.model.visual
+    return model
+
+
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
     kind, fields = case
     config = AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = language_model(kind, config)
     shape = read_shape({"model_type": kind, **fields})
     assert shape.is_known
     corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -177,6 +202,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": LLAMA | LOCAL,
     "Qwen2MoeForCausalLM": LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
     "Qwen3MoeForCausalLM": HEADS | MOE,
+    "Qwen3VLForCausalLM": HEADS,
+    "Qwen3VLMoeForCausalLM": HEADS | MOE,
     "GptOssForCausalLM": HEADS | LOCAL | {"sliding_window": 16},
     "GemmaForCausalLM": HEADS,
     "Gemma2ForCausalLM": HEADS | {"sliding_window": 16},

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
 from quire.simulator.work import StepWork
-from quire.step import NewSequence, SequenceSampling, StepPlan
-from quire.transfers import HostTransfers
+from quire.step import HostTransfers, NewSequence, SequenceSampling, StepPlan
 
 
 def make_plan(entries: list[tuple[int, int]], **columns: object) -> StepPlan:

@@ -32,7 +32,7 @@ SCHEMAS = {"weather": CITY, "time": EMPTY}
 ROME = ("weather", {"city": "Rome", "days": 3})
 BAD_CITY = ("weather", {"city": "Rome", "days": "three"})
 CASES = [
-    pytest.param(name, writer, id=f"{name}-{number}")
+    pytest.param(name, writer, id=f"{name}-{number}", marks=pytest.mark.long if number % 2 else ())
     for number, (name, writer) in enumerate(WRITERS)
     if TOOL_FORMATS[name].held is not None
 ]

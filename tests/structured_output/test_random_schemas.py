@@ -22,7 +22,7 @@ def sampler() -> Sampler:
     return Sampler(load_tokenizer("bundled"), [0])
 
 
-@pytest.mark.parametrize("part", all_but_long(range(PARTS), range(PARTS // 2)))
+@pytest.mark.parametrize("part", all_but_long(range(PARTS), [0]))
 def test_texts_follow_their_schemas(sampler: Sampler, part: int) -> None:
     num_finished = num_refused = 0
     for seed in range(part * NUM_SCHEMAS // PARTS, (part + 1) * NUM_SCHEMAS // PARTS):

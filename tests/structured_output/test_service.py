@@ -256,6 +256,7 @@ def test_a_constraint_that_waits_too_long_may_be_tried_again() -> None:
     service.close()
 
 
+@pytest.mark.long
 def test_a_constraint_takes_limited_memory() -> None:
     service = make_service(Limits(cpu_seconds=(60.0,), seconds=120.0, memory=2**25))
     large = start(service, text_of(json={"type": "integer", "multipleOf": 400009}))
@@ -434,6 +435,7 @@ def test_it_prepares_once() -> None:
     assert process.poll() is not None
 
 
+@pytest.mark.long
 def test_many_matchers_at_a_time(service: ConstraintService) -> None:
     """More than the memory has slots at the start."""
     constraint = service.constraint(text_of(regex="[a-z]{3}"))

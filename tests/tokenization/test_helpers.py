@@ -160,6 +160,7 @@ def test_a_limit_ends_one_conversation(source: str, reason: str, opened: list[Ch
     assert chat.helpers.pids != first
 
 
+@pytest.mark.long
 def test_templates_that_once_took_all_time_or_memory(opened: list[ChatTemplate]) -> None:
     """In one pool: each finds the process, or its successor. `make fuzz` tries the rest of the corpus."""
     chat = ChatTemplate({**TEMPLATES, "default": BENIGN}, {}, limits=LIMITS)
@@ -174,6 +175,7 @@ def test_templates_that_once_took_all_time_or_memory(opened: list[ChatTemplate])
     assert written(chat, MESSAGES) == "<user>x"
 
 
+@pytest.mark.long
 def test_the_memory_of_a_rendering_is_limited_behind_a_text_too(
     opened: list[ChatTemplate], tokenizer: Tokenizer
 ) -> None:
@@ -329,6 +331,7 @@ def test_a_conversation_becomes_ids_in_one_job(
     assert len(chat.helpers.pids) == 1
 
 
+@pytest.mark.long
 def test_one_process_does_jobs_one_after_the_other_and_several_those_at_once(
     own_texts: Helpers, tokenizer: Tokenizer, threads: ThreadPoolExecutor
 ) -> None:
@@ -484,6 +487,7 @@ def test_a_body_that_takes_too_much_processor_time_is_its_callers_error(texts: H
     assert texts.read(f"{__name__}:echo", "", [b"ab", b"c"]) == b"abc"
 
 
+@pytest.mark.long
 def test_a_stopped_process_ends_its_work_with_an_error_and_is_replaced(
     own_texts: Helpers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from quire.tokenization.ranked_bpe import KIMI_PATTERN
 from quire.tokenization.sentencepiece import BPE, NORMAL, SPACE, UNIGRAM
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes.gguf import FLOAT32, INT32, GGUFWriter, Typed, typed
+from tests.long import all_but_long, one_in
 from tests.tokenization.build import CORPUS
 from tests.tokenization.reference_pieces import (
     bpe_ids,
@@ -53,8 +54,7 @@ def model_file(tmp_path: Path, kind: int, *, adds_space: bool, scores: list[floa
     return load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("adds_space", [True, False])
-@pytest.mark.parametrize("source", ["gguf", "file"])
+@pytest.mark.parametrize(("adds_space", "source"), one_in(3, [True, False], ["file", "gguf"]))
 def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> None:
     tokenizer = (
         gguf(tmp_path, "llama", adds_space=adds_space)
@@ -72,7 +72,7 @@ def test_sentencepiece_bpe(tmp_path: Path, source: str, adds_space: bool) -> Non
     assert tokenizer.encode("a<s> b</s>", False) == [*a, 1, *b, 2], "control pieces are read in a text, and divide it"
 
 
-@pytest.mark.parametrize("source", ["gguf", "file"])
+@pytest.mark.parametrize("source", all_but_long(["gguf", "file"], ["file"]))
 def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
     # Irregular scores: no two ways to cut a text add up to the same.
     scores = [-1.0 - (index * 7919 % 1013) / 97.0 for index in range(len(PIECES))]
@@ -88,6 +88,7 @@ def test_sentencepiece_unigram(tmp_path: Path, source: str) -> None:
         assert ids == [*unigram_ids(text.replace(" ", SPACE), PIECES, scores, 0), 2], text
 
 
+@pytest.mark.long
 def test_the_first_of_two_places_where_a_piece_can_be_made(tmp_path: Path) -> None:
     """Runs of spaces and letters, whose pieces can be made in several ways. Pieces that are unused are taken apart."""
     sizes = [2, 4, 8, 16, 3, 5, 7, 6, 9, 15]

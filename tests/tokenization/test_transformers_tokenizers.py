@@ -24,6 +24,7 @@ from quire.tokenization.template_renderer import TemplateRenderer
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 from quire.tokenization.tokenizer_classes import CLASSES, FROM_FILE
 from quire.tokenization.user_tokenizer import UserTokenizer
+from tests.long import one_in
 from tests.tokenization.build import sentencepiece_backend
 from tests.tokenization.directories import CLASSES as BY_KIND
 from tests.tokenization.directories import PAIRS, TEXTS, draw, plain
@@ -123,6 +124,7 @@ def check(path: Path, numbers: range) -> None:
     assert taken > len(numbers) // 2, "too few directories that both take"
 
 
+@pytest.mark.long
 def test_forty_directories(tmp_path: Path) -> None:
     check(tmp_path, range(40))
 
@@ -199,8 +201,7 @@ def test_models_that_are_known_by_name() -> None:
     assert tokenizer_names.class_name("other", config, {}, is_byte_level=True) == FROM_FILE
 
 
-@pytest.mark.parametrize("kind", ["sequence", "metaspace", "bytes"])
-@pytest.mark.parametrize("version", ["4.50.0", "5.1.0"])
+@pytest.mark.parametrize(("kind", "version"), one_in(3, ["sequence", "metaspace", "bytes"], ["4.50.0", "5.1.0"]))
 def test_a_pattern_of_mistral_that_is_put_right(tmp_path: Path, kind: str, version: str) -> None:
     """Only vocabularies as large as Mistral's are looked at."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

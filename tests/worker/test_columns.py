@@ -29,6 +29,7 @@ from quire.worker.platform.cpu import CpuPlatform
 from tests.executors.test_states import DEVICE, device_context, native_context, request
 from tests.fakes.graph_worker import SIZES, GraphPlatform
 from tests.layers.helpers import torch_context
+from tests.long import all_but_long
 from tests.models.families import llama
 from tests.models.harness import random_prompts, save
 from tests.models.toy import SIZE, AttentionLayer, ToyModel
@@ -190,7 +191,7 @@ def test_a_column_on_a_cpu(
     assert core.stats().prefix_cache_hits_total > hits, "of equal tokens and values"
 
 
-@pytest.mark.parametrize("graphs", ["none", "full", "piecewise"])
+@pytest.mark.parametrize("graphs", all_but_long(["none", "full", "piecewise"], ["full"]))
 def test_a_column_on_a_device(model_path: Path, expected: dict[tuple[str, int], list[int]], graphs: str) -> None:
     core = engine(model_path, ToneOnDevice, graphs=graphs, max_num_batched_tokens=8, **DEVICE)
     while core.idle():

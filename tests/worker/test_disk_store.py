@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.transfers import BlockKey, OffloadReport
+from quire.step import BlockKey, OffloadReport
 from quire.worker.kv_connector import cache_directory, disk_store
 from quire.worker.kv_connector.block_file import BlockLayout
 from quire.worker.kv_connector.disk_store import NUM_LOADERS, DiskStore

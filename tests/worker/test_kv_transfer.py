@@ -16,8 +16,7 @@ from quire.config.resolve import resolve
 from quire.executors.local import LocalExecutor
 from quire.kernels.cpu import paged_attention
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.step import NewSequence, StepPlan
-from quire.transfers import HostTransfers, OffloadReport, OffloadTransfers
+from quire.step import HostTransfers, NewSequence, OffloadReport, OffloadTransfers, StepPlan
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_transfer import NoTransfers, Pairs
 from quire.worker.platform import cpu_blocks

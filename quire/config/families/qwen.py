@@ -1,7 +1,8 @@
-"""Qwen 2, 2.5 and 3, dense and mixtures of experts."""
+"""Qwen 2, 2.5 and 3, dense and mixtures of experts, and the language models of Qwen3-VL."""
 
 from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GGUFNames
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP, LLAMA_VALUES, gguf_experts
+from quire.config.rope import RopeDefaults
 
 _GGUF_EXPERTS = gguf_experts("mlp.gate", f"mlp.experts.{EXPERT}", "gate_proj", "up_proj", "down_proj")
 GGUF_SHARED = {
@@ -17,11 +18,10 @@ _VALUES = LLAMA_VALUES | {
     "max_window_layers": 28,
     "layer_types": None,
 }
-_EXPERT_VALUES = {
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "norm_topk_prob": False,
-}
+_MIXTURE_VALUES = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+_EXPERT_VALUES = _MIXTURE_VALUES | {"norm_topk_prob": False}
+_VISION_VALUES = {"attention_bias": False}
+_VISION_ROPE = RopeDefaults(theta=500_000.0)
 FAMILIES = (
     Family(
         "qwen2",
@@ -92,5 +92,41 @@ FAMILIES = (
         nullable=("sliding_window",),
         renamed={"num_local_experts": "num_experts"},
         gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS, settings={"norm_topk_prob": True}),
+    ),
+    # Transformers has no class of these language models alone: the names are Quire's.
+    Family(
+        "qwen3_vl_text",
+        ("Qwen3VLForCausalLM",),
+        aliases=("qwen3_vl",),
+        is_runnable=True,
+        mlp_bias=NEVER,
+        head_norms="head",
+        head_dim=128,
+        rope=_VISION_ROPE,
+        usual_values=LLAMA_VALUES | _VISION_VALUES | {"num_key_value_heads": 32, "head_dim": 128},
+        nullable=("num_key_value_heads",),
+    ),
+    Family(
+        "qwen3_vl_moe_text",
+        ("Qwen3VLMoeForCausalLM",),
+        aliases=("qwen3_vl_moe",),
+        is_runnable=True,
+        has_experts=True,
+        mlp_bias=NEVER,
+        head_norms="head",
+        tied=True,
+        rope=_VISION_ROPE,
+        usual_values=LLAMA_VALUES
+        | _VISION_VALUES
+        | _MIXTURE_VALUES
+        | {
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        nullable=("num_key_value_heads",),
+        renamed={"num_local_experts": "num_experts"},
     ),
 )

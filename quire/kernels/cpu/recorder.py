@@ -166,10 +166,16 @@ class Recorder:
         return out
 
     def finish_program(
-        self, result: Buffer, runtime: NativeRuntime, max_rows: int, scratch: Scratch | None = None
+        self,
+        result: Buffer,
+        runtime: NativeRuntime,
+        max_rows: int,
+        scratch: Scratch | None = None,
+        arena: Scratch | None = None,
     ) -> RecordedProgram:
         """Place the buffers and build the program. result: kept whole to the end of a run. scratch: working memory of
-        the kernels, shared with other programs (None: of its own)."""
+        the kernels, arena: memory of the placeholders, shared with other programs (None: of its own). A result in a
+        shared arena is overwritten by any of them: `redirect` it."""
         calls = hand_over_rows(fuse_norms(self.calls, result), result)
         elements = place_buffers(calls, result)
         absent = _native.Ref()
@@ -184,7 +190,8 @@ class Recorder:
                 getattr(program, call.kernel)(**call.constants, **refs)
             else:
                 program.outside(TorchCall(call.function, [*call.buffers.values(), call.out]), list(refs.values()))
-        return RecordedProgram(program, result, elements, max_rows, self.keep, scratch or Scratch())
+        memory = arena or Scratch(), scratch or Scratch()
+        return RecordedProgram(program, result, elements, max_rows, self.keep, *memory)
 
     def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
         for buffer in (buffers or {}).values():
@@ -320,7 +327,7 @@ def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
 
 
 class Scratch:
-    """Working memory of kernels, which one program at a time uses."""
+    """Working memory, of kernels or for placeholders, which one program at a time uses."""
 
     def __init__(self) -> None:
         self._memory = allocate(0)
@@ -328,6 +335,10 @@ class Scratch:
     @property
     def address(self) -> int:
         return self._memory.data_ptr()
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """`count` float32 of it from number `first` on; of no use once it has grown."""
+        return self._memory.view(torch.float32)[first : first + count]
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least as much."""
@@ -354,7 +365,7 @@ class FirstRows:
 
 
 class RecordedProgram:
-    """A program over an arena of its own. Not for two runs at a time."""
+    """A program over an arena. Not for two runs at a time."""
 
     def __init__(
         self,
@@ -363,18 +374,18 @@ class RecordedProgram:
         elements: int,
         max_rows: int,
         keep: Sequence[object],
+        arena: Scratch,
         scratch: Scratch,
     ) -> None:
         self.max_rows = max_rows
         self._program = program
         self._keep = list(keep)
-        self._arena = allocate(elements * max_rows * FLOAT_BYTES)
+        arena.reserve(elements * max_rows * FLOAT_BYTES)
+        self._arena = arena
         scratch.reserve(program.scratch_bytes)
         self._scratch = scratch
-        self._areas = [self._arena.data_ptr() if elements else 0]
         if result.area == ARENA:
-            first = result.offset * max_rows
-            rows = self._arena.view(torch.float32)[first : first + max_rows * result.stride]
+            rows = arena.floats(result.offset * max_rows, max_rows * result.stride)
             self._result = FirstRows(rows.view(max_rows, result.stride)[:, : result.width])
 
     def run(
@@ -404,7 +415,7 @@ class RecordedProgram:
         """What runs the program over the memory of these arguments, as often as it is called, asking nothing again.
         Valid while the caller keeps them, and until another program has the working memory that they share grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
-        areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
+        areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
         groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
         step = (num_rows, addresses, groups, areas, self._scratch.address)

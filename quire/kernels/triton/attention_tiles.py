@@ -42,6 +42,8 @@ LONGEST_SPLIT = 16384
 """Keys that one program reads at most, where there are programs enough: else one long sequence outlasts the others."""
 FIXED_KEYS = 1024
 """Keys of a split in batch-invariant mode. Multiple of every tile."""
+SHORT_CONTEXT = 1536
+"""Tokens of sequences whose programs end too soon for one program to keep a multiprocessor of Hopper busy."""
 SPLITTING_PAYS = 2048
 """In a mixed batch, single new tokens of sequences this long get the split kernel; shorter ones the varlen kernel."""
 
@@ -83,7 +85,8 @@ class HeadShape:
 class Tiles:
     """block_m: rows of queries (tokens x heads of a group). block_n: keys. num_warps, num_stages: Triton's.
     fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is not). max_registers: of
-    a thread (0: the compiler chooses)."""
+    a thread (0: the compiler chooses). warp_groups: one warp group copies and two of num_warps multiply
+    (`prompt_attention`)."""
 
     block_m: int
     block_n: int
@@ -91,6 +94,7 @@ class Tiles:
     num_stages: int
     fixed_keys: int = 0
     max_registers: int = 0
+    warp_groups: bool = False
 
     def tokens(self, group: int) -> int:
         """Tokens in one tile."""
@@ -120,11 +124,20 @@ def padded_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def varlen_tiles(shape: HeadShape, max_query_len: int, limits: DeviceLimits) -> Tiles:
-    """Tiles of the varlen kernel: no more rows than a sequence has, up to 128, and as many keys as fit."""
+def varlen_tiles(
+    shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, warp_groups: bool = False
+) -> Tiles:
+    """Tiles of prompt attention: no more rows than a sequence has, up to 128, and as many keys as fit. On Hopper, as
+    measured with heads of 128: two programs on a multiprocessor over short contexts, one of three warp groups over
+    longer ones. warp_groups: the layer is one that `prompt_attention.can_attend`."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
     rows = max_query_len * shape.group
+    if rows > MIDDLE_ROWS and limits.capability[0] == 9 and shape.dim == shape.head_dim == 128 and shape.group <= ROWS:
+        if max_seq_len <= SHORT_CONTEXT:
+            return Tiles(ROWS, 64, 8, 2, max_registers=128)
+        if warp_groups:
+            return Tiles(ROWS, 128, 4, 2, warp_groups=True)
     if rows > MIDDLE_ROWS:
         return _fitted(shape, ROWS, limits, limits.shared_memory)
     block_m = MIDDLE_ROWS if rows > SMALL_ROWS else SMALL_ROWS

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from quire.kv_cache.block_hash import HashChain
-from quire.stats import EngineStats
-from quire.transfers import BlockKey, TransferReport, Transfers
+from quire.kv_cache.stats import EngineStats
+from quire.step import BlockKey, TransferReport, Transfers
 
 if TYPE_CHECKING:
     from quire.kv_cache.block_pool import BlockPool

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.connectors.interface import KVConnector, Lookup, PendingLoad, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
-from quire.stats import EngineStats
-from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
+from quire.kv_cache.stats import EngineStats
+from quire.step import BlockKey, OffloadReport, OffloadTransfers
 
 STORING_SHARE = 4
 """At most one host block in STORING_SHARE is being stored to disk."""

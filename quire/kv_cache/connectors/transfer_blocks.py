@@ -20,7 +20,7 @@ from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
-from quire.transfers import BlockKey
+from quire.step import BlockKey
 
 MIN_BLOCKS = 2
 """Fewer blocks are computed: loading them takes a step, which reads all weights and costs about as much as a block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -9,10 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
+from quire.server.errors import invalid_request
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.messages import MAX_MESSAGES, check_role
 from quire.server.protocol.response_tools import flat_name
-from quire.tokenization.conversation import Messages, check_type, decoded_arguments, text_of_part
+from quire.tokenization.conversation import Messages, check_type, decoded_arguments, messages_of, text_of_part
 
 _MEDIA = ("image_url", "file_id", "file_data", "file_url", "filename", "input_audio")
 _ITEM_NO_EFFECT = frozenset(
@@ -107,6 +110,13 @@ def chat_messages_of(items: Sequence[InputItem], num_before: int = 0) -> list[di
     return found
 
 
+def messages_of_items(items: Sequence[InputItem], instructions: str | None, num_before: int = 0) -> Messages:
+    """The conversation that goes on from `items`: those of the conversation before, of which there are `num_before`,
+    and those of `input`. Raises UserError."""
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    return messages_of([*system, *chat_messages_of(items, num_before)], "input")
+
+
 def listed(item: InputItem, item_id: str) -> dict[str, Any]:
     """An item as /input_items lists it and as the store keeps it."""
     head = {"id": item_id, "type": item.type, "status": "completed"}
@@ -136,47 +146,82 @@ def response_of_item(item_id: str) -> str:
 
 
 class Listing(NamedTuple):
-    """What a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
+    """The conversation that a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
 
     items: bytes
     num_items: int
 
-    @classmethod
-    def of(cls, before: list[dict[str, Any]], given: list[InputItem], response_id: str) -> Listing:
-        """before: the conversation that is gone on from, `given` what the request adds."""
-        name = response_id.removeprefix("resp_")
-        added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
-        return cls(_encoder.encode([*before, *added]), len(before) + len(added))
 
-
-class ListedItems(msgspec.Struct):
-    """The Listing of a request that a helper has read, before the response has an id: `name` stands in the
-    items' ids for that of the response."""
+class ListedItems(msgspec.Struct, tag=True):
+    """The Listing of a request that was read, before the response has an id: `name` stands in the items' ids for that
+    of the response."""
 
     items: bytes
     num_items: int
     name: str
 
     @classmethod
-    def of(cls, given: list[InputItem], name: str) -> ListedItems:
-        """name: found nowhere in the items, and in need of no escapes."""
-        return cls(*Listing.of([], given, name), name)
+    def of(cls, given: list[InputItem], before: Sequence[Any] = ()) -> ListedItems:
+        """before: the conversation that is gone on from, as listed."""
+        name = secrets.token_hex(16)  # found nowhere in the items, and in need of no escapes
+        added = [listed(item, input_item_id(item, name, index)) for index, item in enumerate(given)]
+        return cls(_encoder.encode([*before, *added]), len(before) + len(added), name)
 
     def listing(self, response_id: str) -> Listing:
         name = _encoder.encode(response_id.removeprefix("resp_"))[1:-1]
         return Listing(self.items.replace(self.name.encode(), name), self.num_items)
 
 
+class UnresolvedItems(msgspec.Struct, tag=True):
+    """The items of a request that goes on from stored responses, as JSON. response_ids: of the responses that its
+    item_references are of."""
+
+    items: bytes
+    response_ids: list[str]
+
+
 class ReadInput(str):
-    """The `input` of a body that was read (quire/server/reading.py): its conversation, and what there is to list."""
+    """The `input` of a body that was read (quire/server/reading.py): its conversation and the items to list, or where
+    it goes on from stored responses, no messages yet."""
 
-    messages: Messages
-    items: ListedItems
+    messages: Messages | None
+    items: ListedItems | UnresolvedItems
 
-    def __new__(cls, messages: Messages, items: ListedItems) -> ReadInput:
+    def __new__(cls, messages: Messages | None, items: ListedItems | UnresolvedItems) -> ReadInput:
         given = super().__new__(cls)
         given.messages, given.items = messages, items
         return given
+
+
+class Continuation(msgspec.Struct):
+    """How the items of a request go on from stored responses. lengths: of the parts of a content: the conversation
+    before, the request's items, and the conversations of `response_ids`, each as a JSON list."""
+
+    instructions: str | None
+    response_ids: list[str]
+    lengths: list[int]
+
+    def join(self, content: bytes) -> tuple[Messages, ListedItems]:
+        """The whole conversation, and what there is to list. Raises UserError, and ApiError (404) for an
+        item_reference to an item that is not stored."""
+        ends = list(itertools.accumulate(self.lengths))
+        before, items, *known = (content[end - size : end] for size, end in zip(self.lengths, ends, strict=True))
+        by_id = {
+            item["id"]: item
+            for found, name in zip(known, self.response_ids, strict=True)
+            for item in msgspec.json.decode(found)
+            if response_of_item(item["id"]) == name
+        }
+        given = msgspec.json.decode(items, type=list[InputItem])
+        for index, item in enumerate(given):
+            if item.type == "item_reference":
+                if item.id not in by_id:
+                    message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
+                    raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
+                given[index] = msgspec.convert(by_id[item.id], InputItem)
+        earlier = msgspec.json.decode(before)
+        items_of_all = [*msgspec.convert(earlier, list[InputItem]), *given]
+        return messages_of_items(items_of_all, self.instructions, len(earlier)), ListedItems.of(given, earlier)
 
 
 def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -10,9 +9,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
 from quire.server.protocol.common import SharedFields, ShortString, TokenId
-from quire.server.protocol.response_items import InputItem, Items, chat_messages_of
+from quire.server.protocol.response_items import Items
 from quire.server.protocol.response_tools import NamedTool, ResponseTool
-from quire.tokenization.conversation import Messages, messages_of
 
 NAMES = {
     "messages": "input",
@@ -125,12 +123,6 @@ class ResponsesRequest(SharedFields, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         if self.background and not self.store:
             raise UserError("background can only be used when `store` is true", param="background")
-
-    def messages_of(self, items: Sequence[InputItem], num_before: int = 0) -> Messages:
-        """The conversation that goes on from `items`: those of the conversation before, of which there are
-        `num_before`, and those of `input`. Raises UserError."""
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return messages_of([*system, *chat_messages_of(items, num_before)], "input")
 
     def to_chat(self) -> dict[str, Any]:
         """The body of the chat completion, but for its messages. Raises UserError."""

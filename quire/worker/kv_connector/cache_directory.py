@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.errors import ConfigError
-from quire.transfers import BlockKey
+from quire.step import BlockKey
 
 LEVEL_AFTER_EVICTION = 0.9
 """Share of the limit that an eviction keeps, so that one scan of the directory makes room for many blocks."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.logging import get_logger
-from quire.transfers import BlockKey, OffloadReport
+from quire.step import BlockKey, OffloadReport
 from quire.utils.sizes import format_bytes
 from quire.worker.kv_connector.block_file import BlockFileError, BlockLayout, Buffer, read_block, write_block
 from quire.worker.kv_connector.cache_directory import CacheDirectory

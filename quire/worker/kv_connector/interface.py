@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.step import StepPlan
-from quire.transfers import HostTransfers, TransferReport
+from quire.step import HostTransfers, StepPlan, TransferReport
 
 PATIENCE = 0.02
 """The longest time, in seconds, that a plan without tokens waits for transfers: it delays the next plan's new

@@ -10,8 +10,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.step import StepPlan
-from quire.transfers import OffloadReport, OffloadTransfers
+from quire.step import OffloadReport, OffloadTransfers, StepPlan
 from quire.worker.kv_connector.block_file import BlockLayout, Buffer
 from quire.worker.kv_connector.cache_identity import cache_namespace
 from quire.worker.kv_connector.disk_store import DiskStore, smoothed

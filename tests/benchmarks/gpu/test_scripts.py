@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import attention_sweep, counters, engine, experiments, kernels, machine, records, side_by_side
+from benchmarks.gpu import (
+    attention_sweep,
+    counters,
+    drafts,
+    engine,
+    experiments,
+    kernels,
+    machine,
+    records,
+    side_by_side,
+)
 from benchmarks.gpu.parts import Outcome
 from benchmarks.gpu.run import STAND_INS
 from benchmarks.gpu.summary import summarize
@@ -106,6 +116,28 @@ def test_all_scripts_and_their_summary(
     assert "cache: 3 of 3 kernels, 2 of 3 launchers" in text
     assert "geometric mean of 2" in text
     assert len(text.splitlines()) <= 90
+
+
+def test_drafts_and_their_summary(run: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs stand in for those of the engines. The records are there even where a check fails."""
+    step = records.Record(num_sampled=2, launching=1e-3, waiting=2e-3)
+    steps = [SimpleNamespace(**step, launched=each / 10, finished=each / 10 + 0.05) for each in range(4)]
+    runs = {0: ([[1, 2], [3, 4]], 0, 0), 3: ([[1, 2], [3, 5]], 9, 4)}
+
+    def run_all(shape: Any, options: Any, *, tiny: bool) -> Any:
+        tokens, num_drafts, num_accepted = runs[drafts.NUM_DRAFTS if "speculative_config" in options else 0]
+        return {"2 greedy": engine.Run(steps, tokens, 1.0, 0, num_drafts, num_accepted)}, 2.0
+
+    monkeypatch.setattr(drafts, "run_all", run_all)
+    with pytest.raises(RuntimeError, match="other tokens than without drafts: 2 greedy"):
+        run(drafts)
+    found = records.read(tmp_path / "results.jsonl")
+    assert "error" in found.pop()
+    text = summarize([*found, {"part": "drafts", "what": "clocks", "after": {}}], [], tmp_path)
+    assert "4 of 9 accepted, 100.00 ms a step (100.00 without), 1.00 x the tokens/s OTHER TOKENS in 1 of 2" in text
+    runs[3] = ([[1, 2], [3, 4]], 9, 9)
+    with pytest.raises(RuntimeError, match="9 of 9 drafts were accepted"):
+        run(drafts)
 
 
 def test_launches_that_are_counted(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:

@@ -141,6 +141,7 @@ def test_trials_run_once_and_in_this_process_when_asked() -> None:
     assert row.ours == pytest.approx(20.4, abs=5)
 
 
+@pytest.mark.long
 def test_plots(tmp_path: Path) -> None:
     results = made_up()
     drawn = [plot(figure, results, FULL, tmp_path) for figure in FIGURES]

@@ -28,6 +28,7 @@ from tests.kernels.cpu.attention_pool import (
     Setting,
     rotations,
 )
+from tests.long import one_in
 
 GROUPED = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 LAYERS = {
@@ -71,8 +72,7 @@ def random_sinks(layer: LayerAttention, draw: random.Random) -> Options:
     return Options(sinks=torch.randn(layer.num_heads) * 3 if draw.random() < 0.3 else None)
 
 
-@every_way
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("isa", "cache", "seed"), one_in(3, WAYS, range(6)))
 def test_equals_dense_attention_in_float64(isa: str, cache: str, seed: int) -> None:
     """Mixed batches of prompts, chunks and single tokens, over two steps."""
     draw = random.Random(f"{cache} {seed}")
@@ -89,7 +89,7 @@ def test_equals_dense_attention_in_float64(isa: str, cache: str, seed: int) -> N
             pool.check(out, s, histories[s].q[starts[s] : starts[s] + n], starts[s], PRECISION)
 
 
-@every_way
+@pytest.mark.parametrize(("isa", "cache"), one_in(4, WAYS))
 def test_long_context(isa: str, cache: str) -> None:
     layer = replace(LAYERS["head-dim-80"], window=1500)
     history = History.random(2300, layer, seed=1)
@@ -231,8 +231,7 @@ def alone(name: str, history: History, setting: Setting, chunk: int = 1 << 20) -
     return pool.whole(history, chunk)
 
 
-@every_way
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("isa", "cache", "name"), one_in(7, WAYS, LAYERS))
 def test_same_bits_whatever_the_chunks_threads_and_blocks(isa: str, cache: str, name: str) -> None:
     history = History.random(330, LAYERS[name], seed=4)
     expected = alone(name, history, Setting(isa, 1, cache))
@@ -241,8 +240,7 @@ def test_same_bits_whatever_the_chunks_threads_and_blocks(isa: str, cache: str, 
         assert torch.equal(out, expected), (threads, block_size, chunk)
 
 
-@every_way
-@pytest.mark.parametrize("name", ["grouped", "window", "head-dim-96"])
+@pytest.mark.parametrize(("isa", "cache", "name"), one_in(3, WAYS, ["grouped", "window", "head-dim-96"]))
 def test_same_bits_alone_and_in_a_batch(isa: str, cache: str, name: str) -> None:
     lengths = [1, 2, 40, 64, 65, 130, 256, 257, 600]
     histories = [History.random(length, LAYERS[name], seed=10 + index) for index, length in enumerate(lengths)]
@@ -269,7 +267,7 @@ def test_tiles_have_the_bits_of_their_emulation(head_dim: int) -> None:
         assert torch.equal(outs[0].view(torch.int32), outs[1].view(torch.int32))
 
 
-@pytest.mark.parametrize(("isa", "cache"), [way for way in WAYS if way[1] != "bfloat16"])
+@pytest.mark.parametrize(("isa", "cache"), one_in(3, [way for way in WAYS if way[1] != "bfloat16"]))
 def test_same_bits_when_a_long_context_is_split_over_threads(isa: str, cache: str) -> None:
     """One new token at a time after a long prompt: 1 thread takes whole items, more threads cut them."""
     history = History.random(1300, GROUPED, seed=5)

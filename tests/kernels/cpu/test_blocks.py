@@ -14,6 +14,7 @@ from quire.kernels.cpu.packing import BLOCK_LAYOUTS, BlockMatrix, HalfScaleMatri
 from quire.models.gguf.blocks import FORMATS
 from quire.quantization.integer_weight import IntegerWeight
 from tests.kernels.cpu.linear_calls import BF16_ISAS, ISAS, GuardedRows, pool, run_linear
+from tests.long import one_in
 
 WIDTHS = {name: 2 * layout.values if layout.is_super else 96 for name, layout in BLOCK_LAYOUTS.items()}
 PACKED = [name for name in FORMATS if name in BLOCK_LAYOUTS]
@@ -106,8 +107,7 @@ def precisions(isa: str) -> list[MatmulPrecision]:
     return [MatmulPrecision.FLOAT32, *([MatmulPrecision.BFLOAT16] if isa in BF16_ISAS else [])]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", [*PACKED, "MXFP4", "halves"])
+@pytest.mark.parametrize(("name", "isa"), one_in(3, [*PACKED, "MXFP4", "halves"], ISAS))
 def test_the_same_bits_as_numbers_taken_apart(name: str, isa: str) -> None:
     for rows, gated in ((45, False), (20, True), (64, True)):
         whole, apart = pair(name, rows, gated=gated)

@@ -23,6 +23,7 @@ from tests.kernels.cpu.linear_calls import (
     row_norm,
     run_linear,
 )
+from tests.long import one_in
 
 ROWS = (1, 2, 3, 7, 8, 12, 13, 31, 32, 100)
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -37,6 +38,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 SHAPES = ((37, 45, None), (64, 64, 16), (256, 96, 64), (200, 33, 128), (577, 70, 32), (1, 1, None))
 
 each_case = pytest.mark.parametrize(("kind", "isa"), CASES)
+a_third_of_the_cases = pytest.mark.parametrize(("kind", "isa"), one_in(3, CASES))
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +96,7 @@ def _bias_of(matrix: PackedMatrix) -> torch.Tensor | None:
     return None if matrix.bias is None else matrix.bias[matrix._columns(0, matrix.out_features)]
 
 
-@each_case
+@a_third_of_the_cases
 def test_equals_float64(kind: str, isa: str) -> None:
     for index, (in_features, out_features, group_size) in enumerate(SHAPES):
         offsets = kind.startswith("i4") or (kind.startswith("i8") and index % 2 == 1)
@@ -107,7 +109,7 @@ def test_equals_float64(kind: str, isa: str) -> None:
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@each_case
+@a_third_of_the_cases
 def test_epilogues(kind: str, isa: str) -> None:
     case = 0
     for gated in (False, True):
@@ -198,7 +200,7 @@ def test_activations_have_at_least_22_bits(isa: str) -> None:
         assert torch.isfinite(beside).all()
 
 
-@each_case
+@a_third_of_the_cases
 def test_a_row_has_the_same_bits_in_any_company(kind: str, isa: str) -> None:
     """Whatever the row count, the row's place and the threads: also where activations are shared between threads."""
     for in_features, out_features, gated in ((577, 102, False), (1030, 68, True)):
@@ -243,7 +245,7 @@ def test_no_rows(isa: str) -> None:
     assert run_linear(random_matrix("bf16", 64, 64), torch.zeros(0, 64), isa=isa).shape == (0, 64)
 
 
-@each_case
+@a_third_of_the_cases
 def test_column_order(kind: str, isa: str) -> None:
     random = torch.Generator().manual_seed(9)
     for in_features in (70, 600):
@@ -256,7 +258,7 @@ def test_column_order(kind: str, isa: str) -> None:
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@each_case
+@a_third_of_the_cases
 def test_many_rows_and_panels(kind: str, isa: str) -> None:
     """Several blocks of rows, dealt to three threads."""
     matrix = random_matrix(kind, 1100, 150, group_size=128, bias=True)
@@ -274,8 +276,7 @@ def test_integer_kernels_agree_between_instruction_sets(isa: str) -> None:
     assert torch.equal(run_linear(matrix, x, isa=isa), run_linear(matrix, x, isa=ISAS[0]))
 
 
-@each_case
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("kind", "isa", "centred"), one_in(3, CASES, [False, True]))
 def test_rows_are_normalised_as_they_are_packed(kind: str, isa: str, centred: bool) -> None:
     """The bits of the norm as a layer of its own. Rows that each thread packs for itself, and shared ones."""
     for width, rows in ((70, 9), (333, 150)):

@@ -54,6 +54,7 @@ from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeig
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.drafts import DraftTables, accept_drafts, find_drafts, place_drafts
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
@@ -199,12 +200,17 @@ def layer_calls() -> Calls:
 
 
 def row_calls() -> Calls:
-    """What a step changes in the rows, and its inputs, of two KV groups."""
+    """What a step changes in the rows, its inputs, of two KV groups, and its drafts."""
     int64 = partial(empty, dtype=torch.int64)
     inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int64(2, 8192), int32(256), int32(257), int32(256))
     columns = StepColumns(int32(5), int32(5), int32(6))
     tables = RowTables(40964, int32(2, 2), 10**5, int32(2))
+    drafts, samples = DraftTables(40964, 10**5, 10**5 + 256, 3), (int32(9), int32(9), int32(6), int32(9))
+    placed, given = (columns.rows, columns.starts, columns.query_start), (int32(5), int32(5), int32(4))
     return [
+        lambda: place_drafts(int32(10**6), drafts, placed, given, int32(5)),
+        lambda: accept_drafts(int32(10**6), drafts, int32(9, 2), samples, int64(9)),
+        lambda: find_drafts(int32(10**6), drafts, (int32(9), int32(6), int32(5)), (1, 4)),
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
         lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
@@ -309,8 +315,9 @@ def attention_call(
     dtype: torch.dtype = torch.bfloat16,
     page_dtype: torch.dtype | None = None,
     fixed: bool = False,
+    longest: int = 8192,
 ) -> Callable[[], object]:
-    """One layer of the back end over four sequences, with norms and rotation."""
+    """One layer of the back end over four sequences of up to `longest` tokens, with norms and rotation."""
     page_dtype = page_dtype or dtype
     spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, page_dtype.itemsize)
     backend = TritonAttention(
@@ -326,7 +333,7 @@ def attention_call(
     num_tokens = 4 if new_tokens == 1 else 3 + new_tokens
     long = empty(num_tokens, dtype=torch.int64)
     batch = DeviceBatch(
-        4, num_tokens, new_tokens, 8192, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
+        4, num_tokens, new_tokens, longest, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
     )
     norms = [NormWeights(layer.head_dim, empty(layer.head_dim, dtype=dtype), None, 1e-6, False) for _ in range(2)]
     qkv = empty(num_tokens, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, dtype=dtype)
@@ -402,6 +409,7 @@ def attention_calls(capability: int) -> Calls:
         return plain
     return [
         *plain,
+        attention_call(QWEN3_8B, capability, 512, longest=1024),
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
         latent_call(capability, 512),
@@ -413,9 +421,14 @@ def attention_calls(capability: int) -> Calls:
 
 def all_attention_calls(capability: int) -> Calls:
     """Every kind of tiles of Qwen3-8B's heads, which those of Llama 3 8B are too: prompts of one tile, of the middle
-    one and of whole ones, and decoding, in both modes."""
+    one and of whole ones, and decoding, in both modes, over short contexts and long ones."""
     lengths = (1, 5, 17, 512)
-    return [attention_call(QWEN3_8B, capability, length, fixed=fixed) for length in lengths for fixed in (False, True)]
+    return [
+        attention_call(QWEN3_8B, capability, length, fixed=fixed, longest=longest)
+        for length in lengths
+        for fixed in (False, True)
+        for longest in (1024, 8192)
+    ]
 
 
 def calls_of(capability: int, words: Sequence[str]) -> Calls:

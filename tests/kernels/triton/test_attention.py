@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.attention.interface import CacheScale, LayerAttention
 from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
 from tests.kernels.triton.attention_cases import Case, assert_equals_reference
+from tests.long import one_in
 
 SEQUENCES = [(37, 2), (20, 11), (33, 1), (16, 0)]
 """Tokens over a context, a chunk longer than a tile, a decode, one that is not scheduled."""
@@ -47,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_equals_float64(name: str, device: torch.device) -> None:
     """By the split kernel with two programs a sequence: all but the chunk of 11 tokens, which is not its."""
     case = CASES[name](device=device)

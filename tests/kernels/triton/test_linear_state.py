@@ -27,6 +27,7 @@ from tests.layers.state_steps import (
     randn,
     token_by_token,
 )
+from tests.long import all_but_long, one_in
 from tests.worker.platform.device_states import on_device
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -54,7 +55,7 @@ def rule_of(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: Sta
     return run(gated_delta_rule, rule, rule.num_value_heads * rule.value_dim, states, qkv, gates)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", all_but_long([None, "silu"], ["silu"]))
 def test_short_convolution(activation: str | None) -> None:
     bias = None if activation is None else randn(CHANNELS, seed=1)
     weights = ConvolutionWeights(randn(WIDTH, CHANNELS), bias, activation, LAYER, 8)
@@ -67,7 +68,7 @@ def test_short_convolution(activation: str | None) -> None:
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize(("heads", "cuts"), [(HEADS[0], CUTS[:1]), (HEADS[1], CUTS[1:]), (HEADS[2], [])])
+@pytest.mark.parametrize(("heads", "cuts"), one_in(3, [(HEADS[0], CUTS[:1]), (HEADS[1], CUTS[1:]), (HEADS[2], [])]))
 def test_gated_delta_rule(heads: tuple[int, int, int, int], cuts: list[list[int]]) -> None:
     rule = delta_rule(heads)
     inputs = delta_inputs(rule)

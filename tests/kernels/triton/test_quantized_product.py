@@ -20,6 +20,7 @@ from quire.kernels.triton.weight_formats import StoredMatrix
 from quire.kernels.triton.widen import widen
 from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 from tests.kernels.triton.test_weight_formats import FORMATS, float8_blocks, weights
+from tests.long import all_but_long, one_in
 
 MAKES = {**FORMATS, "fp8 in blocks": float8_blocks(64)}
 
@@ -34,8 +35,7 @@ class Names:
         self.names.append(kernel.__name__.strip("_"))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("m", [1, 12, FEW, FEW + 1, 40, MEDIUM])
+@pytest.mark.parametrize(("name", "m"), one_in(3, MAKES, [1, 12, FEW, FEW + 1, 40, MEDIUM]))
 def test_products(name: str, m: int, device: torch.device) -> None:
     columns = 96 if "int" in name else 104
     matrix, meaning = weights(device, 1, 70, columns, MAKES[name])
@@ -52,7 +52,7 @@ def test_products(name: str, m: int, device: torch.device) -> None:
     assert_near(result, summed, roundings=roundings, scale=8.0)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 in blocks", "int8", "int4"])
+@pytest.mark.parametrize("name", all_but_long(["fp8", "fp8 in blocks", "int8", "int4"], ["int8"]))
 def test_products_of_rounded_rows_are_those_of_every_range(name: str, device: torch.device) -> None:
     """Below MEDIUM rows to the bit."""
     matrix, _ = weights(device, 1, 40, 192, MAKES[name])
@@ -65,7 +65,7 @@ def test_products_of_rounded_rows_are_those_of_every_range(name: str, device: to
         assert_near(alone, together[:m].double(), roundings=1.1, scale=4.0)
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", one_in(3, MAKES))
 def test_rows_have_the_same_bits_however_many_there_are_in_a_range(name: str, device: torch.device) -> None:
     columns = 608 if "int" in name else 600
     matrix, _ = weights(device, 1, 33, columns, MAKES[name])

@@ -10,6 +10,7 @@ from quire.kernels.triton.skinny import SkinnyTiles, skinny_product
 from quire.kernels.triton.weight_formats import StoredMatrix
 from tests.kernels.triton.helpers import DTYPES, assert_near, random, spread_rows
 from tests.kernels.triton.test_weight_formats import FORMATS, Make, float8_blocks, weights
+from tests.long import one_in
 
 TILES = [
     SkinnyTiles(16, 8, 2, 64, 4, 1),
@@ -34,9 +35,7 @@ def product(
     return out
 
 
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("tiles", "dtype", "name"), one_in(7, TILES, DTYPES, FORMATS))
 def test_products_of_widened_weights(name: str, dtype: torch.dtype, tiles: SkinnyTiles, device: torch.device) -> None:
     make = FORMATS[name] if name != "fp8 in blocks" else float8_blocks(64)
     columns = 224 if "int" in name else 200
@@ -51,9 +50,9 @@ def test_products_of_widened_weights(name: str, dtype: torch.dtype, tiles: Skinn
         assert torch.equal(alone, result[first:last]), "a row has the same bits in any batch"
 
 
-@pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize(
-    "make", [FORMATS[name] for name in ("fp8", "int8", "int8 with offsets", "int4")] + [float8_blocks(64)]
+    ("tiles", "make"),
+    one_in(3, TILES, [FORMATS[name] for name in ("fp8", "int8", "int8 with offsets", "int4")] + [float8_blocks(64)]),
 )
 def test_products_of_rounded_rows(make: Make, tiles: SkinnyTiles, device: torch.device) -> None:
     matrix, meaning = weights(device, 1, 40, 224, make)

@@ -22,6 +22,7 @@ from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
 from quire.quantization.quantized_weight import QuantizedWeight
 from quire.quantization.stored_parts import empty_stack, put, store_parts
 from tests.kernels.triton.helpers import assert_near, random, spread_rows
+from tests.long import one_in
 
 Make = Callable[[torch.Tensor], QuantizedWeight]
 
@@ -83,8 +84,7 @@ def weights(device: torch.device, count: int, rows: int, columns: int, make: Mak
     return stored(matrices, device), meaning
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), one_in(3, FORMATS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_products_of_widened_weights(name: str, dtype: torch.dtype, device: torch.device) -> None:
     columns = 96 if "int" in name else 104
     matrix, meaning = weights(device, 1, 70, columns, FORMATS[name])
@@ -124,7 +124,7 @@ def test_rows_rounded_to_e4m3(device: torch.device) -> None:
     assert values[3].isnan().sum() == 1
 
 
-@pytest.mark.parametrize("make", [quantize_float8, float8_blocks(64)])
+@pytest.mark.parametrize("make", one_in(2, [quantize_float8, float8_blocks(64)]))
 def test_products_of_e4m3_numbers(make: Make, device: torch.device) -> None:
     """What they are is the product of rounded rows, and the products of those are exact."""
     matrix, meaning = weights(device, 1, 40, 160, make)

@@ -17,6 +17,7 @@ from quire.worker.graph_dispatch import Execution
 from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import CaptureError, RecordingCapture
 from tests.kernels.triton.test_launch import _add_index
+from tests.long import all_but_long, one_in
 from tests.worker.platform.passes import (
     BLOCK_SIZE,
     FULL,
@@ -58,8 +59,7 @@ def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list
     return steps
 
 
-@pytest.mark.parametrize("kind", ["full", "piecewise", "both"])
-@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize(("kind", "idle"), one_in(6, ["both", "full", "piecewise"], [False, True]))
 def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: str, idle: bool) -> None:
     """idle: captured before the first step, else when a size is first used."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS["eager"])
@@ -105,7 +105,7 @@ def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
     assert list(passes.passes._captured) == [("full", 8), ("full", 4)]
 
 
-@pytest.mark.parametrize("kind", ["full", "piecewise", "both"])
+@pytest.mark.parametrize("kind", all_but_long(["full", "piecewise", "both"], ["both"]))
 def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
     """Against an eager pass over the same padded inputs, of the same sizes."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])

@@ -56,6 +56,7 @@ def test_swapped_requests_go_on_as_if_nothing_had_happened(model_path: Path, exp
         assert llm.stats()["swapped_in_blocks_total"] > 0
 
 
+@pytest.mark.long
 def test_sleep_and_the_disk_tier(model_path: Path, expected: list[object], tmp_path: Path) -> None:
     """Weights come from the host, or are loaded again; blocks on disk outlive the engine."""
     disk = {"kv_offload_dir": tmp_path, "kv_offload_size": "16MiB", "swap_space": "1MiB"}
@@ -97,6 +98,7 @@ def test_graphs_that_were_captured_while_idle_hold_every_kernel(model_path: Path
         assert any("_merge_kernel" in names for names in kernels)
 
 
+@pytest.mark.long
 def test_graphs_where_hidden_states_leave_in_another_size(saved_model: Callable[[str], SavedModel]) -> None:
     """OPT-350m projects them to its embeddings' size."""
     directory = saved_model("opt-350m").directory

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.step import StepPlan
-from quire.transfers import OffloadTransfers
+from quire.step import OffloadTransfers, StepPlan
 from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
 from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.cpu_blocks import move_blocks

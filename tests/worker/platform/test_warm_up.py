@@ -58,8 +58,8 @@ class Lengths(HostAttention):
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int, int]] = []
 
-    def query_lengths_to_compile(self) -> tuple[int, ...]:
-        return 1, 9, 300
+    def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
+        return (1, 100), (9, longest), (300, longest)
 
     def plan(self, batch: DeviceBatch) -> None:  # type: ignore[override]
         assert batch.seq_lens.tolist() == [0, 0]
@@ -81,7 +81,7 @@ def test_attention_is_compiled_for_every_length_that_a_step_can_have(
     lengths = Lengths()
     inputs = executors[0]._worker._runner._compute.inputs
     warm_up_attention(NoModel(), DeviceBackends(lengths, NO_STATES), inputs, 128, 512)  # type: ignore[arg-type]
-    assert lengths.seen == [(2, 3, 1, 128), (2, 19, 9, 128)]
+    assert lengths.seen == [(2, 3, 1, 100), (2, 19, 9, 128)]
 
 
 @pytest.mark.parametrize(("longest", "budget", "tokens"), [(128, 2048, PROMPT_TOKENS), (20, 2048, 18), (128, 16, 8)])

@@ -1,4 +1,4 @@
-"""Blocks of which a sequence needs the last ones only: those of a sliding window or a chunk, and those of states.
+"""The rules of groups of layers: which blocks a sequence needs, and what a hit is.
 
 Block i of a state is written by each step that computes tokens of it, and then holds the state after the last of them;
 once it is full, it is a snapshot. A step reads the state before its first token, which lies in the block of the token
@@ -14,8 +14,31 @@ from quire.kv_cache.prefix_index import Findable
 STATE_WINDOW = 2
 
 
+class FullManager:
+    """GroupManager of layers that read every earlier token: a sequence keeps every block until it ends."""
+
+    keeps_all = True
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def first_needed_block(self, position: int) -> int:
+        return 0
+
+    def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """Any hit that is shorter than the result is a hit too."""
+        for block in range(num_blocks):
+            if index.find(hashes[block]) is None:
+                return block
+        return num_blocks
+
+    def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
 class SlidingManager:
-    """GroupManager of layers in which a query at position p reads positions p - window + 1 .. p only."""
+    """GroupManager of layers in which a query at position p reads positions p - window + 1 .. p only, and of
+    states."""
 
     keeps_all = False
 

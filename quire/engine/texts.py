@@ -1,18 +1,17 @@
-"""The part of AsyncLLM that reads and writes text: tokenising and chat templates, which keep the event loop free."""
+"""The texts of a front end with an event loop: tokenising and chat templates, which keep the loop free."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from quire.clock import Clock, SystemClock
-from quire.engine.input_processor import InputProcessor, RenderedChat
+from quire.engine.front_end import FrontEnd
+from quire.engine.input_processor import RenderedChat
 from quire.errors import QuireError, UserError
-from quire.tokenization.conversation import Conversation, conversation_of
-from quire.tokenization.helpers import ABANDONMENT, Abandonment, Helpers, Rendering
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.conversation import Conversation
+from quire.tokenization.helpers import ABANDONMENT, Abandonment, Rendering
 from quire.utils.fair_threads import FairThreads
 
 INLINE_CHARACTERS = 20_000
@@ -27,27 +26,19 @@ SHORT_CONVERSATION_BYTES = 64 * 2**10
 T = TypeVar("T")
 
 
-class AsyncText(ABC):
-    """Part of AsyncLLM."""
+class Texts:
+    """Work on the texts of one front end, beside its event loop."""
 
-    def __init__(self, helpers: Helpers | None, clock: Clock | None = None) -> None:
-        """helpers: None where the model has no tokenizer. clock: for the time that conversations wait."""
-        self.helpers = helpers
+    def __init__(self, front_end: FrontEnd, clock: Clock | None = None) -> None:
+        """clock: for the time that conversations wait."""
+        self.helpers = front_end.helpers
+        """None where the model has no tokenizer."""
+        self._front_end = front_end
         self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
         self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
 
-    @property
-    @abstractmethod
-    def tokenizer(self) -> Tokenizer | None:
-        """None when the model has none."""
-
-    @property
-    @abstractmethod
-    def input_processor(self) -> InputProcessor:
-        """Checks and tokenises prompts."""
-
-    def close_threads(self) -> None:
+    def close(self) -> None:
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
         self._chat_thread.shutdown(wait=False)
@@ -67,10 +58,10 @@ class AsyncText(ABC):
     async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
         """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
         longer than the model's context. is_cut: only the end of the tokens will be kept."""
-        tokenizer = self.tokenizer
+        tokenizer = self._front_end.tokenizer
         if tokenizer is None:
             raise UserError("this model has no tokenizer", param="prompt")
-        inputs = self.input_processor
+        inputs = self._front_end.input_processor
         inputs.check_text_length(text, "prompt", is_cut=is_cut)
 
         def work() -> list[int]:
@@ -80,16 +71,12 @@ class AsyncText(ABC):
 
         return await self.off_loop(len(text), work)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """Write and tokenise a conversation; `options` as in `conversation_of`."""
-        return self.input_processor.render_chat(conversation_of(messages, **options))
-
     async def render(self, conversation: Conversation) -> RenderedChat:
-        """`render_chat` that keeps the loop free. One job of a helper writes the conversation, and tokenises the text
+        """Write and tokenise a conversation. One job of a helper writes the conversation, and tokenises the text
         where that is long. Cancelled, it drops what is waiting, and ends the helper that tokenises.
 
         Raises as InputProcessor.render_chat, and QuireError for a conversation that has waited too long."""
-        inputs = self.input_processor
+        inputs = self._front_end.input_processor
         work = inputs.prepare_chat(conversation)
         since = self._clock.now()
         limit = self.helpers.limits.queue_seconds if self.helpers is not None else 0.0

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from quire.utils.panics import STDERR, last_word_to_exceptions
+from quire.tokenization.library_errors import STDERR, last_word_to_exceptions
 
 
 class PanicException(BaseException):

@@ -16,8 +16,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.async_text import MAX_LONG_TEXTS, SHORT_CONVERSATION_BYTES, _in_turn
 from quire.engine.front_end import FrontEnd
+from quire.engine.texts import MAX_LONG_TEXTS, SHORT_CONVERSATION_BYTES, _in_turn
 from quire.errors import EngineDeadError, QuireError
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
@@ -47,8 +47,8 @@ async def engine(weightless_model: Path) -> AsyncIterator[AsyncLLM]:
 
 
 async def until_working(engine: AsyncLLM) -> None:
-    assert engine.helpers is not None
-    while not engine.helpers._working:
+    assert engine.texts.helpers is not None
+    while not engine.texts.helpers._working:
         await asyncio.sleep(0.001)
 
 
@@ -58,12 +58,12 @@ def block(threads: FairThreads, release: threading.Event, number: int) -> list[a
 
 
 async def test_a_request_that_is_cancelled_ends_the_process_that_tokenises_for_it(engine: AsyncLLM) -> None:
-    helpers = engine.helpers
+    helpers = engine.texts.helpers
     assert helpers is not None
-    assert len(await engine.encode(LONG[:100_000])) > 1000
+    assert len(await engine.texts.encode(LONG[:100_000])) > 1000
     assert not helpers.pids  # short enough for this process
     engine.input_processor.max_model_len = len(LONG)
-    working = asyncio.create_task(engine.encode(LONG))
+    working = asyncio.create_task(engine.texts.encode(LONG))
     await until_working(engine)
     (pid,) = helpers.pids
     os.kill(pid, signal.SIGSTOP)
@@ -71,7 +71,7 @@ async def test_a_request_that_is_cancelled_ends_the_process_that_tokenises_for_i
     with pytest.raises(asyncio.CancelledError):
         await working
     assert await asyncio.to_thread(has_pid_ended, pid)
-    ids = await engine.encode(LONG)
+    ids = await engine.texts.encode(LONG)
     assert ids == engine.tokenizer.encode_batch([LONG])[0]  # type: ignore[union-attr]
     (pid,) = helpers.pids
     engine.shutdown()
@@ -81,16 +81,16 @@ async def test_a_request_that_is_cancelled_ends_the_process_that_tokenises_for_i
 
 
 async def test_a_long_conversation_is_one_job(engine: AsyncLLM) -> None:
-    tokenizer, helpers = engine.tokenizer, engine.helpers
+    tokenizer, helpers = engine.tokenizer, engine.texts.helpers
     assert tokenizer is not None
     assert helpers is not None
     engine.input_processor.max_model_len = len(LONG)
-    short = await engine.render(HELLO)
+    short = await engine.texts.render(HELLO)
     assert short.token_ids == tokenizer.encode(short.text, add_special_tokens=False)
     [pid] = helpers.pids
     for add_special_tokens in (True, False):
         messages = [{"role": "user", "content": LONG}]
-        found = await engine.render(conversation_of(messages, add_special_tokens=add_special_tokens))
+        found = await engine.texts.render(conversation_of(messages, add_special_tokens=add_special_tokens))
         assert LONG.strip() in found.text
         assert found.token_ids == tokenizer.encode_batch([found.text], add_special_tokens)[0]
     assert helpers.pids == [pid]
@@ -98,11 +98,11 @@ async def test_a_long_conversation_is_one_job(engine: AsyncLLM) -> None:
 
 async def test_a_short_conversation_does_not_wait_for_long_work(engine: AsyncLLM) -> None:
     release = threading.Event()
-    blocking = block(engine._text_threads, release, 2 * MAX_LONG_TEXTS)
+    blocking = block(engine.texts._text_threads, release, 2 * MAX_LONG_TEXTS)
     long = conversation_of([{"role": "user", "content": "x" * SHORT_CONVERSATION_BYTES}])
-    waiting = asyncio.create_task(engine.render(long))
+    waiting = asyncio.create_task(engine.texts.render(long))
     try:
-        assert "hello" in (await engine.render(HELLO)).text
+        assert "hello" in (await engine.texts.render(HELLO)).text
         assert not any(task.done() for task in (*blocking, waiting))
     finally:
         release.set()
@@ -112,16 +112,16 @@ async def test_a_short_conversation_does_not_wait_for_long_work(engine: AsyncLLM
 
 async def test_a_conversation_does_not_wait_for_ever(engine: AsyncLLM) -> None:
     clock, release = Clock(), threading.Event()
-    engine._clock = clock
-    blocking = block(engine._chat_thread, release, 1)
-    waiting = asyncio.create_task(engine.render(HELLO))
+    engine.texts._clock = clock
+    blocking = block(engine.texts._chat_thread, release, 1)
+    waiting = asyncio.create_task(engine.texts.render(HELLO))
     await asyncio.sleep(0)
     clock.seconds = 131.0
     release.set()
     with pytest.raises(QuireError, match="this one has waited 31 seconds"):
         await waiting
     await asyncio.gather(*blocking)
-    assert "hello" in (await engine.render(HELLO)).text
+    assert "hello" in (await engine.texts.render(HELLO)).text
 
 
 @pytest.mark.parametrize("has_loop", [True, False])

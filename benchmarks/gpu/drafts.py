@@ -1,0 +1,157 @@
+"""Drafts from the text (`speculative_config` ngram): python -m benchmarks.gpu.drafts --out FILE [--tiny]
+
+Two engines of Qwen3-8B's shape and random weights, without drafts and with them, one after the other, with the same
+requests: greedy and sampled, one sequence and several, over prompts that repeat themselves and among so few tokens that
+some drafts are right. Under `batch_invariant` tokens must be equal; time by step and by token. --tiny: a tiny shape in
+Triton's interpreter, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import records
+from benchmarks.gpu.engine import WHERE, Engine, Run
+from benchmarks.gpu.records import Record
+from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
+from benchmarks.gpu.workloads import random_prompts
+from quire.sampling_params import SamplingParams
+
+NUM_DRAFTS = 3
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": NUM_DRAFTS,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+ALLOWED = [11, 12, 13, 14]
+"""The tokens that come out: looked-up ones are often, and not always, drawn."""
+PERIOD = 16
+"""Tokens after which a prompt repeats itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One round of requests. temperature: 0 is greedy."""
+
+    num_seqs: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_seqs} {'sampled' if self.temperature else 'greedy'}"
+
+    def run(self, engine: Engine, *, tiny: bool, seed: int) -> Run:
+        """All sequences at once."""
+        period, times, num_tokens = (3, 3, 8) if tiny else (PERIOD, 24, 160)
+        prompts = [ids * times for ids in random_prompts([period] * self.num_seqs, engine.vocab_size, seed)]
+        params = [
+            SamplingParams(
+                temperature=self.temperature,
+                seed=number,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                allowed_token_ids=ALLOWED,
+            )
+            for number in range(self.num_seqs)
+        ]
+        return engine.complete(prompts, params)
+
+
+def cases(*, tiny: bool) -> list[Case]:
+    return [Case(num_seqs, heat) for num_seqs in ((2,) if tiny else (1, 8, 32)) for heat in (0.0, 1.0)]
+
+
+def run_all(shape: Shape, options: dict[str, Any], *, tiny: bool) -> tuple[dict[str, Run], float]:
+    """The runs of all cases on an engine that is made for them, and the seconds until it was ready."""
+    with tempfile.TemporaryDirectory() as directory:
+        began = time.perf_counter()
+        engine = Engine(shape, options, Path(directory) / "model")
+        engine.capture_graphs()
+        seconds = time.perf_counter() - began
+        found = {}
+        for case in cases(tiny=tiny):
+            if not tiny:  # compiles what only this case launches
+                case.run(engine, tiny=tiny, seed=2)
+            found[case.name] = case.run(engine, tiny=tiny, seed=3)
+        engine.close()
+    return found, seconds
+
+
+def compared(plain: Run, drafting: Run) -> Record:
+    """The times of a run with drafts and of one without, and in how many sequences their tokens differ."""
+    return {
+        "differing": sum(mine != other for mine, other in zip(drafting.token_ids, plain.token_ids, strict=True)),
+        "num_seqs": len(plain.token_ids),
+        "num_drafts": drafting.num_drafts,
+        "num_accepted": drafting.num_accepted,
+        "num_steps": len(drafting.steps),
+        "plain_num_steps": len(plain.steps),
+        "plain_step_seconds": step_seconds(plain),
+        "step_seconds": step_seconds(drafting),
+        "plain_token_seconds": plain.span / plain.num_tokens,
+        "token_seconds": drafting.span / drafting.num_tokens,
+        "launching": median(step.launching for step in drafting.steps),
+        "waiting": median(step.waiting for step in drafting.steps),
+    }
+
+
+def step_seconds(run: Run) -> float:
+    """Median time from one result to the next while all sequences get tokens."""
+    most = max(step.num_sampled for step in run.steps)
+    return median(
+        after.finished - before.finished
+        for before, after in pairwise(run.steps)
+        if before.num_sampled == after.num_sampled == most
+    )
+
+
+def measured(shape: Shape, options: dict[str, Any], *, tiny: bool) -> Iterator[Record]:
+    """A record of each case. Raises RuntimeError where tokens differ, or no draft at all was accepted, or rejected."""
+    plain, seconds = run_all(shape, options, tiny=tiny)
+    yield {"what": "ready", "drafts": 0, "seconds": seconds}
+    gc.collect()
+    torch.cuda.empty_cache()
+    drafting, seconds = run_all(shape, options | {"speculative_config": SPECULATION}, tiny=tiny)
+    yield {"what": "ready", "drafts": NUM_DRAFTS, "seconds": seconds}
+    found = [{"what": "drafts", "case": name, **compared(plain[name], run)} for name, run in drafting.items()]
+    yield from found
+    if wrong := [record["case"] for record in found if record["differing"]]:
+        raise RuntimeError(f"other tokens than without drafts: {', '.join(wrong)}")
+    num_drafts, num_accepted = (sum(record[key] for record in found) for key in ("num_drafts", "num_accepted"))
+    if not 0 < num_accepted < num_drafts:
+        raise RuntimeError(f"{num_accepted} of {num_drafts} drafts were accepted: that tries one of the two alone")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    emit, tiny = records.writer(arguments.out), arguments.tiny
+    options = {**WHERE[tiny], "max_num_seqs": 4 if tiny else 32}
+    if not tiny:
+        # Room for both engines, though the first one's memory may come back late.
+        options |= {"batch_invariant": True, "max_model_len": 4096, "num_blocks_override": 2048}
+    try:
+        for record in measured(TINY if tiny else QWEN3_8B, options, tiny=tiny):
+            emit({"part": "drafts", **record})
+    except Exception as error:
+        emit({"part": "drafts", "what": "drafts", "error": f"{type(error).__name__}: {str(error)[:500]}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The vision tower of a model that takes images, as config.json describes it (`vision_config`). Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.hf_json import Fields, shown
+from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+
+VISION_CONFIG = "vision_config"
+"""The key of the tower's configuration in that of the model."""
+ROTATED_PARTS = 4
+"""Elements of a head that one frequency turns: two for a patch's row, two for its column."""
+MAX_PATCH = 256
+"""Pixels of a patch's side, and frames of a patch, at most."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of Qwen3-VL's tower.
+
+    channels, frames, patch_size: values of a patch are [channels, frames, patch_size, patch_size]. merge_size: patches
+    on each side of the square that becomes one token. output_size: of a token's features, the language model's hidden
+    size. table_side: rows and columns of the table of learned positions. deepstack_layers: ascending; layers whose
+    outputs give features of their own, which the language model adds behind its first layers. activation: between the
+    products of a layer's MLP.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    channels: int
+    frames: int
+    patch_size: int
+    merge_size: int
+    output_size: int
+    table_side: int
+    deepstack_layers: tuple[int, ...]
+    activation: str
+    rope_theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return self.channels * self.frames * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Elements of the hidden states of a token's patches."""
+        return self.hidden_size * self.merge_size**2
+
+    @property
+    def feature_size(self) -> int:
+        """Elements of all features of a token: those that stand in for its embedding, then those of each deep-stack
+        layer."""
+        return self.output_size * (1 + len(self.deepstack_layers))
+
+
+def read_vision(values: Mapping[str, Any], hidden_size: int, where: str) -> VisionConfig:
+    """The tower that `vision_config` of a Qwen3-VL describes. hidden_size: of the language model. Raises ModelLoadError
+    that names the key which is missing, wrong or not supported."""
+    fields = Fields(values, f"{where}: {VISION_CONFIG}")
+    num_layers = fields.integer("depth", 27, maximum=MAX_LAYERS)
+    size = fields.integer("hidden_size", 1152, maximum=MAX_WIDTH)
+    heads = fields.integer("num_heads", 16, maximum=MAX_HEADS)
+    if size % heads or size // heads % ROTATED_PARTS or size // heads > MAX_HEAD_DIM:
+        raise fields.error(
+            f"hidden_size ({size}) must be num_heads ({heads}) times a multiple of {ROTATED_PARTS}, at most "
+            f"{MAX_HEAD_DIM}"
+        )
+    positions = fields.integer("num_position_embeddings", 2304, maximum=MAX_WIDTH)
+    side = math.isqrt(positions)
+    if side * side != positions:
+        raise fields.error(f"num_position_embeddings must be the square of a number, not {positions}")
+    output = fields.integer("out_hidden_size", 3584, maximum=MAX_WIDTH)
+    if output != hidden_size:
+        raise fields.error(f"out_hidden_size ({output}) must be the language model's hidden_size ({hidden_size})")
+    return VisionConfig(
+        num_layers=num_layers,
+        hidden_size=size,
+        intermediate_size=fields.integer("intermediate_size", 4304, maximum=MAX_WIDTH),
+        num_heads=heads,
+        channels=_three_channels(fields),
+        frames=fields.integer("temporal_patch_size", 2, maximum=MAX_PATCH),
+        patch_size=fields.integer("patch_size", 16, maximum=MAX_PATCH),
+        merge_size=fields.integer("spatial_merge_size", 2, maximum=MAX_PATCH),
+        output_size=output,
+        table_side=side,
+        deepstack_layers=_deepstack_layers(fields, num_layers),
+        activation=fields.text("hidden_act", "gelu_pytorch_tanh"),
+        rope_theta=_rope_theta(fields),
+    )
+
+
+def _three_channels(fields: Fields) -> int:
+    channels = fields.integer("in_channels", 3)
+    if channels != 3:
+        raise fields.error(f"in_channels must be 3, red, green and blue, not {channels}")
+    return channels
+
+
+def _deepstack_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    listed = fields.values.get("deepstack_visual_indexes", (8, 16, 24))
+    is_list = isinstance(listed, list | tuple) and all(type(layer) is int for layer in listed)
+    if not is_list or sorted(set(listed)) != list(listed) or not all(0 <= layer < num_layers for layer in listed):
+        raise fields.error(
+            f"deepstack_visual_indexes must name layers of the {num_layers} in ascending order, not {shown(listed)}"
+        )
+    return tuple(listed)
+
+
+def _rope_theta(fields: Fields) -> float:
+    """The base of the rotation, which config.json rarely says."""
+    settings = fields.values.get("rope_parameters") or {}
+    if not isinstance(settings, dict):
+        raise fields.error(f"rope_parameters must be an object, not {shown(settings)}")
+    rope = Fields(settings, f"{fields.where}: rope_parameters")
+    rope.choice("rope_type", ("axial",), "axial")
+    return rope.number("rope_theta", 10_000.0)

@@ -1,0 +1,229 @@
+"""The vision tower of Qwen3-VL, on the project's own layers: from patches of images to features of tokens.
+
+A tower runs in stages, each a run of layers, behind which features may be taken (deep-stack). Between two stages
+nothing is kept but the hidden states, so that other work can run there. The layers are the same for torch, which
+computes at once, and for native kernels, whose programs `models/native_vision.py` records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from quire.attention.encoder_backend import EncoderAttention
+from quire.attention.interface import PlannedStep
+from quire.config.vision import VisionConfig
+from quire.errors import ModelLoadError
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import Value
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.encoder_attention import EncoderSelfAttention
+from quire.layers.encoder_operations import EncoderHeads
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.mlp import MLP
+from quire.layers.moe import unquantized
+from quire.layers.norm import LayerNorm
+from quire.layers.operations import RotationTable
+from quire.layers.rotation import Rotation
+from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.models.vision_grid import Grid, GridInputs, blended, grid_inputs
+from quire.quantization.integer_weight import WeightSource, copy_into
+
+EPSILON = 1e-6
+MERGED_ACTIVATION = "gelu"
+"""Between the products behind the layers, whatever the layers have."""
+
+
+class VisionEncoder(Protocol):
+    """A tower with its weights."""
+
+    config: VisionConfig
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """patches: [T, patch_values] float32, of the images of these grids one behind the other, in the order of their
+        tokens. Returns of each image [tokens, feature_size] float32: what stands in for the embeddings of its
+        placeholders, and beside it what the language model adds behind its first layers. An image's bits do not
+        depend on the others. The next call overwrites nothing of it."""
+        ...
+
+
+class VisionLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
+        size = config.hidden_size
+        heads = EncoderHeads(config.num_heads, config.head_dim, config.head_dim**-0.5)
+        self._attention_norm = LayerNorm(size, EPSILON, context)
+        self._attention = EncoderSelfAttention(size, heads, bias=True, context=context)
+        self._mlp_norm = LayerNorm(size, EPSILON, context)
+        self._mlp = MLP(size, config.intermediate_size, config.activation, bias=True, context=context)
+
+    def __call__(self, x: Value, rotation: RotationTable, step: PlannedStep) -> Value:
+        x = self._attention(self._attention_norm(x), x, rotation, step)
+        return self._mlp(self._mlp_norm(x), x)
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("norm1", self._attention_norm.slots()),
+            **prefixed("attn", self._attention.slots(("qkv",), "proj")),
+            **prefixed("norm2", self._mlp_norm.slots()),
+            **prefixed("mlp", self._mlp.slots("linear_fc1", "linear_fc2")),
+        }
+
+
+class Merger:
+    """From the patches of a token to its features: two products, with a norm before them. norms_merged: the norm is of
+    a token's patches together, and not of each patch."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext, *, norms_merged: bool) -> None:
+        size = config.merged_size
+        self.norms_merged = norms_merged
+        self._norm = LayerNorm(size if norms_merged else config.hidden_size, EPSILON, context)
+        self._up = ColumnParallelLinear(size, (size,), bias=True, context=context, activation=MERGED_ACTIVATION)
+        self._down = RowParallelLinear(size, config.output_size, bias=True, context=context)
+
+    def norm_patches(self, x: Value) -> Value:
+        """[T, hidden_size] -> the same shape; for a merger that norms each patch."""
+        assert not self.norms_merged, "this merger norms merged patches"
+        return self._norm(x)
+
+    def __call__(self, x: Value) -> Value:
+        """[T / merge_size ** 2, merged_size] -> [T / merge_size ** 2, output_size]. x: hidden states; of a merger that
+        norms each patch what `norm_patches` gave."""
+        return self._down(self._up(self._norm(x) if self.norms_merged else x), None)
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("norm", self._norm.slots()),
+            **self._up.slots(("linear_fc1",)),
+            **self._down.slots("linear_fc2"),
+        }
+
+
+class VisionTower:
+    """The layers of a tower, for any kind of values. Every rank computes it whole, and its matrices are never quantised
+    when they are loaded.
+
+    stages: the layers, cut behind each that gives deep-stack features, [first, end) each. slots: by the names in a
+    checkpoint, without the tower's own."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
+        if config.activation not in ACTIVATIONS:
+            known = ", ".join(sorted(ACTIVATIONS))
+            raise ModelLoadError(f"vision_config: hidden_act {config.activation!r:.100} is not supported ({known} are)")
+        context = unquantized(context)
+        self.config = config
+        self.context = context
+        self._embedding = RowParallelLinear(config.patch_values, config.hidden_size, bias=True, context=context)
+        size = (config.table_side**2, config.hidden_size)
+        self._positions = torch.empty(size, dtype=context.dtype, device=context.device)
+        self._layers = [VisionLayer(config, context) for _ in range(config.num_layers)]
+        self.merger = Merger(config, context, norms_merged=False)
+        self.deepstack_mergers = [Merger(config, context, norms_merged=True) for _ in config.deepstack_layers]
+        bounds = sorted({0, *(layer + 1 for layer in config.deepstack_layers), config.num_layers})
+        self.stages = list(pairwise(bounds))
+        self.slots = self._make_slots()
+
+    def embed(self, patches: Value, positions: Value) -> Value:
+        """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up."""
+        return self._embedding(patches, positions)
+
+    def run_stage(self, stage: int, x: Value, rotation: RotationTable, step: PlannedStep) -> Value:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        for layer in self._layers[slice(*self.stages[stage])]:
+            x = layer(x, rotation, step)
+        return x
+
+    def deepstack_merger(self, stage: int) -> Merger | None:
+        """What makes features of a stage's result; None for a last stage that gives none."""
+        last = self.stages[stage][1] - 1
+        layers = self.config.deepstack_layers
+        return self.deepstack_mergers[layers.index(last)] if last in layers else None
+
+    def inputs(self, grids: Sequence[Grid]) -> tuple[GridInputs, torch.Tensor]:
+        """What the tower computes of grids alone: see GridInputs; and the learned positions, [T, hidden_size], in the
+        context's dtype."""
+        config = self.config
+        found = grid_inputs(grids, config.merge_size, config.table_side, config.head_dim, config.rope_theta)
+        return found, blended(self._positions, found).to(self.context.dtype)
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
+        """Consume (name, tensor) pairs. Raises ModelLoadError for a missing, surplus or misshapen tensor, naming it."""
+        fill_slots(self.slots, CheckpointNames("", re.compile(r"rotary_pos_emb\.inv_freq$")), weights)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters as they are stored."""
+        return sum(slot.nbytes for slot in self.slots.values())
+
+    def _make_slots(self) -> WeightSlots:
+        config, table = self.config, self._positions
+        slots = {
+            **prefixed("patch_embed", self._embedding.slots("proj")),
+            "pos_embed.weight": WeightSlot(tuple(table.shape), partial(copy_into, table), table.nbytes),
+            **prefixed("merger", self.merger.slots()),
+        }
+        # A convolution whose kernel is as large as its stride: a product.
+        matrix = slots["patch_embed.proj.weight"]
+        kernel = (config.hidden_size, config.channels, config.frames, config.patch_size, config.patch_size)
+        slots["patch_embed.proj.weight"] = WeightSlot(kernel, partial(_load_kernel, matrix), matrix.nbytes)
+        for index, layer in enumerate(self._layers):
+            slots |= prefixed(f"blocks.{index}", layer.slots())
+        for index, merger in enumerate(self.deepstack_mergers):
+            slots |= prefixed(f"deepstack_merger_list.{index}", merger.slots())
+        return slots
+
+
+class TorchVision:
+    """VisionEncoder in plain torch."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self._tower = tower
+        self.config = tower.config
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        tower, dtype = self._tower, self._tower.context.dtype
+        with torch.inference_mode():
+            inputs, positions = tower.inputs(grids)
+            step = EncoderAttention().plan(inputs.attention_batch)
+            rotation = torch_rotation(inputs.angles, dtype)
+            x = tower.embed(patches.to(dtype), positions)
+            deepstack = []
+            for stage in range(len(tower.stages)):
+                x = tower.run_stage(stage, x, rotation, step)
+                merger = tower.deepstack_merger(stage)
+                if merger is not None:
+                    deepstack.append(_tensor(merger(self._merged(_tensor(x)))))
+            last = _tensor(tower.merger(self._merged(_tensor(tower.merger.norm_patches(x)))))
+            return split_features([last, *deepstack], grids, self.config)
+
+    def _merged(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, self.config.merged_size)
+
+
+def torch_rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """angles: [T, rotary_dim / 2] float32."""
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None])
+
+
+def split_features(parts: Sequence[torch.Tensor], grids: Sequence[Grid], config: VisionConfig) -> list[torch.Tensor]:
+    """The features of each image, side by side. parts: [tokens of all images, output_size] each."""
+    counts = [frames * rows * columns // config.merge_size**2 for frames, rows, columns in grids]
+    return list(torch.cat([part.float() for part in parts], dim=1).split(counts))
+
+
+def _load_kernel(matrix: WeightSlot, tensor: WeightSource) -> None:
+    """Load a kernel [out, channels, frames, rows, columns] as a matrix [out, in]."""
+    whole = tensor.narrow(0, 0, tensor.shape[0])
+    assert isinstance(whole, torch.Tensor), "a kernel is not quantised"
+    matrix.load(whole.flatten(1))
+
+
+def _tensor(value: Value) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor), "layers pass on the kind of values that they are given"
+    return value

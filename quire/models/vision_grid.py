@@ -1,0 +1,87 @@
+"""What a vision tower computes of the grids of images alone: which patches attend to one another, learned positions
+stretched to a grid, and rotations of rows and columns.
+
+Patches are in the order of their tokens: the `merge_size` x `merge_size` patches of one token are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionBatch
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of an image's patches."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridInputs:
+    """T patches of some images. query_start: [frames + 1] int64, the first patch of each frame: a patch attends to
+    those of its frame. places: [T, 4] int64, rows of the table of positions that are blended; shares: [T, 4] float32.
+    angles: [T, head_dim / 2] float32, of the rotation."""
+
+    query_start: torch.Tensor
+    places: torch.Tensor
+    shares: torch.Tensor
+    angles: torch.Tensor
+
+    @property
+    def attention_batch(self) -> AttentionBatch:
+        """The frames as sequences of their own, without a KV pool."""
+        query_start = self.query_start
+        lengths = query_start.diff()
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+        positions = torch.arange(len(self.places)) - query_start[sequences]
+        return AttentionBatch(query_start, torch.zeros_like(lengths), positions, sequences, (), ())
+
+
+def grid_inputs(
+    grids: Sequence[Grid], merge_size: int, table_side: int, head_dim: int, rope_theta: float
+) -> GridInputs:
+    """The inputs of images of these grids, one behind the other."""
+    parts = [_frame(rows, columns, merge_size, table_side) for _, rows, columns in grids]
+    coordinates, places, shares = (
+        torch.cat([part[which].repeat(grid[0], 1) for part, grid in zip(parts, grids, strict=True)])
+        for which in range(3)
+    )
+    lengths = torch.tensor([rows * columns for frames, rows, columns in grids for _ in range(frames)])
+    query_start = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    half = head_dim // 2
+    frequencies = 1.0 / (rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    angles = (coordinates[..., None].float() * frequencies).flatten(1)
+    return GridInputs(query_start, places, shares, angles)
+
+
+def blended(table: torch.Tensor, inputs: GridInputs) -> torch.Tensor:
+    """The learned positions of the patches, [T, size] float32. table: [table_side ** 2, size]. Four products are added
+    one after the other, so that no bit depends on the number of patches."""
+    total = table.new_zeros(0)
+    for which in range(inputs.places.shape[1]):
+        part = table[inputs.places[:, which]].float() * inputs.shares[:, which, None]
+        total = part if which == 0 else total + part
+    return total
+
+
+def _frame(rows: int, columns: int, merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one frame's patches in the order of their tokens: row and column, [T, 2] int64, and `places` and `shares`."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    blocks = (rows // merge, merge, columns // merge, merge)
+    row, column = (each.reshape(blocks).transpose(1, 2).flatten() for each in (row, column))
+    low_row, high_row, row_share = _stretched(row, rows, side)
+    low_column, high_column, column_share = _stretched(column, columns, side)
+    places = torch.stack([y * side + x for y in (low_row, high_row) for x in (low_column, high_column)], dim=1)
+    row_shares, column_shares = (torch.stack((1 - share, share), 1) for share in (row_share, column_share))
+    shares = (row_shares[:, :, None] * column_shares[:, None, :]).flatten(1)
+    return torch.stack((row, column), dim=1), places, shares
+
+
+def _stretched(index: torch.Tensor, count: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where places of a line of `count` lie on one of `side`, whose ends are the same: the entries of the table before
+    and behind, and the share of the latter."""
+    exact = index.float() * (side - 1) / max(count - 1, 1)
+    before = exact.floor()
+    low = before.long()
+    return low, (low + 1).clamp(max=side - 1), exact - before

@@ -1,0 +1,178 @@
+"""From an encoded picture, or a picture of the caller's, to pixels: [height, width, 3] uint8, red, green and blue.
+
+The pixels are those that the image processors of Transformers make with Pillow, where this module does not refuse the
+picture. Limits hold before anything is decoded: a few bytes may describe a picture of gigabytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import UserError
+from quire.utils.extras import how_to_install
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""[height, width, 3], in one piece."""
+FORMATS: Mapping[str, str] = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "GIF": "GIF", "BMP": "BMP"}
+"""Pillow's names of the formats that are decoded, and their usual names. Others would add decoders that few pictures
+need and any client could reach."""
+MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
+"""Pillow's modes with 8 bits or fewer for each value. Conversions from wider ones cut values off at 255, which leaves
+white."""
+MOST_SCANS = 100
+"""Scans of a JPEG. Each makes the decoder pass over the whole picture, and is a few bytes long; encoders write ten."""
+_START_OF_SCAN = b"\xff\xda"
+_JPEGS = ("JPEG", "MPO")
+"""MPO: files of several JPEGs, as telephones write them; Pillow's opener of JPEG finds these."""
+_WHITE = (255, 255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """max_bytes: of one encoded picture. max_pixels: of one picture, before it is resized."""
+
+    max_bytes: int = 32 * 2**20
+    max_pixels: int = 2**26
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """The bytes that a data: URL holds in base64. where: the field's path, for errors. Raises UserError."""
+    head, comma, body = url.partition(",")
+    kind, *options = head.removeprefix("data:").split(";")
+    if not head.startswith("data:") or not comma or "base64" not in options:
+        raise UserError(f"{where}: a data URL of an image must be data:image/...;base64,...", param=where)
+    if kind and not kind.lower().startswith("image/"):
+        raise UserError(f"{where}: a data URL of type {kind!r:.100} holds no image", param=where)
+    if len(body) // 4 * 3 > limits.max_bytes + 3:
+        raise _too_many_bytes(where, len(body) // 4 * 3, limits)
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError(f"{where}: the data URL is not valid base64", param=where) from None
+
+
+def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+    """The pixels of an encoded picture, turned as its EXIF orientation says; of an animation the first frame.
+
+    where: the field's path, for errors. Raises UserError for a picture that is larger than the limits, damaged, cut
+    off, or of a format or a mode that is not supported. Errors have no text of the decoder's, which may hold addresses.
+    """
+    if len(data) > limits.max_bytes:
+        raise _too_many_bytes(where, len(data), limits)
+    open_image, transpose, bomb = _pillow()
+    try:
+        image = open_image(io.BytesIO(data), formats=tuple(FORMATS))
+    except bomb:
+        raise UserError(
+            f"{where}: the image has more than {limits.max_pixels} pixels, the limit", param=where
+        ) from None
+    except Exception:
+        known = ", ".join(dict.fromkeys(FORMATS.values()))
+        raise UserError(
+            f"{where}: the image is damaged or of an unknown format (known: {known})", param=where
+        ) from None
+    with image:
+        _check_size(image.width, image.height, where, limits)
+        if image.format in _JPEGS and data.count(_START_OF_SCAN) > MOST_SCANS:
+            raise UserError(f"{where}: a JPEG of more than {MOST_SCANS} scans is not decoded", param=where)
+        _check_mode(image.mode, where)
+        try:
+            image.load()
+            return _rgb(transpose(image))
+        except Exception:
+            raise UserError(f"{where}: the image is damaged or cut off", param=where) from None
+
+
+def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+    """The pixels of a picture that a program holds: Pillow's, or an array (or what makes one, such as a tensor) of
+    uint8, [height, width, channels] or [channels, height, width] with 1, 3 or 4 channels. A Pillow image is not turned
+    by its EXIF orientation, as Transformers' processors do not turn it. Raises UserError."""
+    if _is_pillow(image):
+        _check_size(image.width, image.height, where, limits)
+        _check_mode(image.mode, where)
+        try:
+            return _rgb(image)
+        except Exception:
+            raise UserError(f"{where}: the image is damaged or cut off", param=where) from None
+    if not hasattr(image, "__array__"):
+        kind = type(image).__name__
+        raise UserError(f"{where}: an image must be a Pillow image or an array, not {kind}", param=where)
+    return _array_pixels(np.asarray(image), where, limits)
+
+
+def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits) -> Pixels:
+    if values.dtype != np.uint8:
+        raise UserError(f"{where}: an array of an image must hold uint8, not {values.dtype}", param=where)
+    if values.ndim != 3 or not ({values.shape[0], values.shape[2]} & {1, 3, 4}):
+        raise UserError(
+            f"{where}: an array of an image must be [height, width, channels] or [channels, height, width] with 1, 3 "
+            f"or 4 channels, not {list(values.shape)}",
+            param=where,
+        )
+    if values.shape[0] in (1, 3, 4):  # also where the last dimension could be the channels: Transformers decides so
+        values = np.moveaxis(values, 0, -1)
+    _check_size(values.shape[1], values.shape[0], where, limits)
+    if values.shape[2] == 4:
+        alpha = values[..., 3:4] / 255
+        values = np.round(alpha * values[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+    elif values.shape[2] == 1:
+        values = np.repeat(values, 3, axis=-1)
+    return np.ascontiguousarray(values)
+
+
+def _rgb(image: Image.Image) -> Pixels:
+    """Red, green and blue, over white where the picture is transparent."""
+    from PIL import Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        background = Image.new("RGBA", image.size, _WHITE)
+        image = Image.alpha_composite(background, image.convert("RGBA"))
+    return np.array(image.convert("RGB"))
+
+
+def _check_size(width: int, height: int, where: str, limits: ImageLimits) -> None:
+    if width < 1 or height < 1:
+        raise UserError(f"{where}: an image of {width} x {height} pixels has none", param=where)
+    if width * height > limits.max_pixels:
+        raise UserError(
+            f"{where}: an image of {width} x {height} pixels has more than {limits.max_pixels}, the limit", param=where
+        )
+
+
+def _check_mode(mode: str, where: str) -> None:
+    if mode not in MODES:
+        raise UserError(
+            f"{where}: an image of mode {mode!r:.20}, whose values have more than 8 bits, is not supported", param=where
+        )
+
+
+def _too_many_bytes(where: str, num_bytes: int, limits: ImageLimits) -> UserError:
+    return UserError(f"{where}: an image of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where)
+
+
+def _is_pillow(image: Any) -> bool:
+    """Whether a program's value is an image of Pillow's; without Pillow there is none."""
+    return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(image).__mro__)
+
+
+def _pillow() -> tuple[Any, Any, type[Exception]]:
+    """What opens a picture, what turns one by its EXIF orientation, and the error of a picture that is too large."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError(f"images need Pillow: {how_to_install('images')}") from None
+    return Image.open, ImageOps.exif_transpose, Image.DecompressionBombError

@@ -1,0 +1,292 @@
+"""From pixels to what a vision encoder is given: resized, cut into patches, normalised.
+
+A processor is read from a checkpoint's preprocessor_config.json. Its results have the bits of Transformers' processors
+with Pillow. A processed picture stays uint8, 3 bytes a pixel, until the encoder takes its patches: in float32, with
+each frame doubled, these are eight times as many bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.config.hf_json import Fields, read_optional_json, shown
+from quire.errors import ModelLoadError, UserError
+from quire.multimodal.decoding import Pixels
+
+Patches = npt.NDArray[np.float32]
+"""[patches, values of a patch], in one piece."""
+BILINEAR, BICUBIC = 2, 3
+"""Numbers of filters, as Pillow and the configuration files have them."""
+LARGEST_RATIO = 200
+"""Longer side of a picture over its shorter one, at most."""
+MAX_SIDE = 2**16
+"""Pixels of a processed picture's side, at most."""
+_FILE, _JOINT_FILE, _IMAGES = "preprocessor_config.json", "processor_config.json", "image_processor"
+_KEY_LABEL = b"quire.image.v1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """pixels: resized. grid: frames, rows and columns of patches. num_tokens: placeholders that stand for the picture
+    in a prompt. key: SHA-256 of the pixels, their size, the grid and the processor's options: equal keys mean equal
+    patches."""
+
+    pixels: Pixels
+    grid: tuple[int, int, int]
+    num_tokens: int
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """(value * factor - mean) / deviation of each channel, in the precisions of Transformers: the product in float64,
+    the rest in float32. factor, mean, deviation: None leaves the step out."""
+
+    factor: float | None
+    mean: tuple[float, float, float] | None
+    deviation: tuple[float, float, float] | None
+
+    @cached_property
+    def table(self) -> npt.NDArray[np.float32]:
+        """[3, 256]: the result for each channel and each value that a byte has."""
+        values = np.arange(256, dtype=np.uint8)
+        scaled = values.astype(np.float64) * (1.0 if self.factor is None else self.factor)
+        rows = np.repeat(scaled.astype(np.float32)[None], 3, axis=0)
+        if self.mean is not None and self.deviation is not None:
+            mean, deviation = (np.array(each, np.float32)[:, None] for each in (self.mean, self.deviation))
+            rows = (rows - mean) / deviation
+        return rows
+
+
+class ImageProcessor(Protocol):
+    """The processor of one checkpoint: a value, which any process may hold."""
+
+    def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """Height and width that a picture is resized to. where: the field's path, for errors. Raises UserError for a
+        picture that the processor does not take."""
+        ...
+
+    def process(self, pixels: Pixels, where: str) -> ProcessedImage:
+        """Resize a picture. Raises UserError as `target_size`."""
+        ...
+
+    def patches(self, image: ProcessedImage) -> Patches:
+        """What the encoder is given: [patches, channels * frames of a patch * patch_size ** 2]."""
+        ...
+
+
+@dataclass(frozen=True)
+class QwenProcessor:
+    """Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: sides are multiples of the pixels of a token, and the number of
+    pixels lies between two limits. Patches of one token are neighbours, and each holds the picture `frames` times."""
+
+    patch_size: int
+    merge_size: int
+    frames: int
+    min_pixels: int
+    max_pixels: int
+    resample: int
+    resizes: bool
+    normalisation: Normalisation
+
+    def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        side = self.patch_size * self.merge_size
+        if not self.resizes:
+            if height % side or width % side:
+                raise UserError(
+                    f"{where}: the model resizes no images; {width} x {height} are not multiples of {side}", param=where
+                )
+            return height, width
+        if max(height, width) > LARGEST_RATIO * min(height, width):
+            raise UserError(
+                f"{where}: an image of {width} x {height} pixels is more than {LARGEST_RATIO} times as long as wide",
+                param=where,
+            )
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side * side > self.max_pixels:
+            stretch = math.sqrt((height * width) / self.max_pixels)
+            rows = max(1, math.floor(height / stretch / side))
+            columns = max(1, math.floor(width / stretch / side))
+        elif rows * columns * side * side < self.min_pixels:
+            stretch = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
+        return rows * side, columns * side
+
+    def process(self, pixels: Pixels, where: str) -> ProcessedImage:
+        height, width = self.target_size(pixels.shape[0], pixels.shape[1], where)
+        resized = resize(pixels, height, width, self.resample)
+        grid = (1, height // self.patch_size, width // self.patch_size)
+        num_tokens = grid[1] * grid[2] // self.merge_size**2
+        return ProcessedImage(resized, grid, num_tokens, content_key(resized, grid, self))
+
+    def patches(self, image: ProcessedImage) -> Patches:
+        _, rows, columns = image.grid
+        merge, size = self.merge_size, self.patch_size
+        blocks = image.pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        # A patch's values are together: [patches, 3, size * size].
+        values = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size * size)
+        found = np.empty((rows * columns, 3, self.frames, size * size), np.float32)
+        for channel, table in enumerate(self.normalisation.table):
+            found[:, channel] = table[values[:, channel]][:, None]
+        return found.reshape(rows * columns, -1)
+
+
+@dataclass(frozen=True)
+class SquareProcessor:
+    """Processor of Gemma 3: every picture is resized to one size, whatever its shape, and pooled to as many tokens."""
+
+    height: int
+    width: int
+    patch_size: int
+    num_tokens: int
+    resample: int
+    normalisation: Normalisation
+
+    def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        return self.height, self.width
+
+    def process(self, pixels: Pixels, where: str) -> ProcessedImage:
+        resized = resize(pixels, self.height, self.width, self.resample)
+        grid = (1, self.height // self.patch_size, self.width // self.patch_size)
+        return ProcessedImage(resized, grid, self.num_tokens, content_key(resized, grid, self))
+
+    def patches(self, image: ProcessedImage) -> Patches:
+        _, rows, columns = image.grid
+        size = self.patch_size
+        # Columns and rows behind the last whole patch are left out, as a convolution leaves them out.
+        blocks = image.pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
+        values = blocks.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, size * size)
+        found = np.empty(values.shape, np.float32)
+        for channel, table in enumerate(self.normalisation.table):
+            found[:, channel] = table[values[:, channel]]
+        return found.reshape(rows * columns, -1)
+
+
+def resize(pixels: Pixels, height: int, width: int, resample: int) -> Pixels:
+    """The picture in another size, by one of Pillow's filters. Pillow copies a picture that has the size already."""
+    from PIL import Image
+
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    resized = Image.fromarray(pixels).resize((width, height), resample=Image.Resampling(resample))
+    return np.array(resized)
+
+
+def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
+    """The key of a ProcessedImage. The pixels' shape is in it: pictures of equal bytes may have different ones.
+    options: a value whose representation names all that patches depend on."""
+    described = repr((pixels.shape, tuple(grid), options)).encode()
+    digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.digest()
+
+
+def read_qwen_processor(directory: Path) -> QwenProcessor:
+    """The processor of a checkpoint of Qwen2-VL, Qwen2.5-VL or Qwen3-VL. Raises ModelLoadError, naming file and key."""
+    fields = _read_settings(directory)
+    size = _object(fields, "size")
+    usual = (None, None) if size.values else (56 * 56, 28 * 28 * 1280)
+    # Older files have the limits beside the size, and these count.
+    least = fields.optional_integer("min_pixels") or size.integer("shortest_edge", usual[0])
+    most = fields.optional_integer("max_pixels") or size.integer("longest_edge", usual[1])
+    processor = QwenProcessor(
+        patch_size=fields.integer("patch_size", 14, maximum=MAX_SIDE),
+        merge_size=fields.integer("merge_size", 2, maximum=64),
+        frames=fields.integer("temporal_patch_size", 2, maximum=64),
+        min_pixels=least,
+        max_pixels=most,
+        resample=_resample(fields, BICUBIC),
+        resizes=fields.boolean("do_resize", True),
+        normalisation=_normalisation(fields, _CLIP_MEAN, _CLIP_DEVIATION),
+    )
+    if least > most:
+        raise fields.error(f"size: shortest_edge ({least} pixels) is over longest_edge ({most})")
+    if most > MAX_SIDE**2:
+        raise fields.error(f"size: longest_edge must be at most {MAX_SIDE**2} pixels, not {most}")
+    return processor
+
+
+def read_square_processor(directory: Path, patch_size: int, num_tokens: int) -> SquareProcessor:
+    """The processor of a checkpoint of Gemma 3. patch_size, num_tokens: of a picture, which config.json says. Raises
+    ModelLoadError, naming file and key."""
+    fields = _read_settings(directory)
+    size = _object(fields, "size")
+    if fields.values.get("do_pan_and_scan"):
+        raise fields.error("do_pan_and_scan, which adds parts of a picture as pictures, is not supported")
+    if not fields.boolean("do_resize", True):
+        raise fields.error("do_resize false is not supported: all pictures of this model have one size")
+    height, width = (size.integer(key, 224, maximum=MAX_SIDE) for key in ("height", "width"))
+    if min(height, width) < patch_size:
+        raise fields.error(f"size: {height} x {width} pixels have no patch of {patch_size}")
+    return SquareProcessor(
+        height,
+        width,
+        patch_size,
+        num_tokens,
+        _resample(fields, BILINEAR),
+        _normalisation(fields, (0.5,) * 3, (0.5,) * 3),
+    )
+
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+
+
+def _read_settings(directory: Path) -> Fields:
+    """The settings of images: Transformers 5 writes them into one file with those of other inputs."""
+    path = directory / _JOINT_FILE
+    values = read_optional_json(path).get(_IMAGES)
+    where = f"{path}: {_IMAGES}"
+    if values is None:
+        path = directory / _FILE
+        where, values = str(path), read_optional_json(path)
+    if not values:
+        raise ModelLoadError(f"{directory} has no {_FILE}, which says how the model takes images")
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{where} must be an object, not {shown(values)}")
+    fields = Fields(values, where)
+    if not fields.boolean("do_convert_rgb", True):
+        raise fields.error("do_convert_rgb false is not supported: pictures have red, green and blue")
+    return fields
+
+
+def _object(fields: Fields, key: str) -> Fields:
+    values = fields.values.get(key) or {}
+    if not isinstance(values, dict):
+        raise fields.error(f"{key} must be an object, not {shown(values)}")
+    return Fields(values, f"{fields.where}: {key}")
+
+
+def _resample(fields: Fields, usual: int) -> int:
+    """The number of a filter. Raises ModelLoadError for one that is not known."""
+    number = fields.integer("resample", usual, minimum=0)
+    if number > 5:
+        raise fields.error(f"resample {number} is no filter of Pillow's")
+    return number
+
+
+def _normalisation(fields: Fields, mean: Sequence[float], deviation: Sequence[float]) -> Normalisation:
+    factor = fields.number("rescale_factor", 1 / 255) if fields.boolean("do_rescale", True) else None
+    if not fields.boolean("do_normalize", True):
+        return Normalisation(factor, None, None)
+    return Normalisation(factor, _channels(fields, "image_mean", mean), _channels(fields, "image_std", deviation, 0.0))
+
+
+def _channels(fields: Fields, key: str, usual: Sequence[float], above: float = -math.inf) -> tuple[float, float, float]:
+    """Three numbers over `above`, or one for all channels."""
+    value = fields.values.get(key)
+    numbers = usual if value is None else [value] * 3 if isinstance(value, int | float) else value
+    is_list = isinstance(numbers, list | tuple) and len(numbers) == 3
+    if not is_list or not all(type(each) in (int, float) and above < each < math.inf for each in numbers):
+        raise fields.error(f"{key} must be a number for each of three channels, not {shown(value)}")
+    red, green, blue = numbers
+    return red, green, blue

@@ -1,0 +1,60 @@
+"""Drafts on a card: the tokens of an engine without them, however steps run, and no step waits for the card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.gpu.conftest import complete, generate, open_engine, tokens, with_graphs
+from tests.gpu.test_synchronising import no_synchronising
+from tests.models.conftest import SavedModel
+from tests.models.harness import random_prompts
+
+pytestmark = pytest.mark.gpu
+
+SavedModels = Callable[[str], SavedModel]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ON_CARD = torch.cuda.is_available()
+FEW: dict[str, Any] = {
+    "allowed_token_ids": [5, 6, 7],
+    "ignore_eos": True,
+    "max_tokens": 40 if ON_CARD else 6,
+    "detokenize": False,
+}
+KINDS = [
+    SamplingParams(temperature=0.0, **FEW),
+    SamplingParams(temperature=1.0, seed=1, **FEW),
+    SamplingParams(temperature=0.8, seed=2, n=2, presence_penalty=0.3, repetition_penalty=1.2, **FEW),
+]
+PROMPTS = random_prompts([40, 3, 17] if ON_CARD else [5, 3, 4], 97)
+FAMILIES = ["llama"]
+
+
+def draft_counts(llm: LLM) -> tuple[int, int]:
+    """Of all steps so far: drafts that were accepted, and all."""
+    stats = llm.stats()
+    return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enforce_eager": True}, with_graphs("full"), with_graphs("piecewise"), with_graphs("full_and_piecewise")],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_without_drafts(name: str, options: dict[str, Any], saved_model: SavedModels) -> None:
+    directory = saved_model(name).directory
+    expected = tokens(generate(directory, PROMPTS, KINDS, **options))
+    with open_engine(directory, speculative_config=NGRAM, **options) as llm:
+        for _ in range(2 if ON_CARD else 0):  # compiles and captures, which may wait
+            assert tokens(complete(llm, PROMPTS, KINDS)) == expected
+        with no_synchronising() if ON_CARD else nullcontext():
+            found = complete(llm, PROMPTS, KINDS)
+        assert tokens(found) == expected
+        num_accepted, num_drafts = draft_counts(llm)
+    assert 0 < num_accepted < num_drafts

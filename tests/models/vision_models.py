@@ -1,0 +1,45 @@
+"""Tiny random Qwen3-VLs, as Transformers builds them, and what Transformers computes of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from quire.models.vision_grid import Grid
+from tests.models.families import SMALL
+
+VISION = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_heads": 3,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+ROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
+PATCH_VALUES = 3 * 2 * 4 * 4
+
+
+def qwen3_vl(**vision: object) -> PreTrainedModel:
+    text = {**SMALL, "head_dim": 16, "rope_parameters": ROPE}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config={**VISION, **vision}))
+
+
+def random_patches(grids: Sequence[Grid], seed: int = 0, values: int = PATCH_VALUES) -> torch.Tensor:
+    """[patches, values] in the range of normalised pixels."""
+    count = sum(frames * rows * columns for frames, rows, columns in grids)
+    return torch.empty(count, values).uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
+
+
+def expected_features(model: PreTrainedModel, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+    """Of each image [tokens, feature size], those of the deep-stack layers beside the others."""
+    with torch.inference_mode():
+        found = model.model.get_image_features(patches, torch.tensor(grids), return_dict=True)
+    return [
+        torch.cat([main, *deep], dim=1)
+        for main, *deep in zip(found.pooler_output, *found.deepstack_features, strict=True)
+    ]
