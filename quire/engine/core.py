@@ -273,8 +273,8 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send what the last plan lacks, unless it depends on the result of an earlier one. Masks are waited for here, at
-        most for LATE_SECONDS: samples without one are discarded. Sequences whose masks take long are not planned
+        """Send what the last plan lacks, unless it depends on the result of an earlier one. Masks are waited for here,
+        at most for LATE_SECONDS: samples without one are discarded. Sequences whose masks take long are not planned
         ahead."""
         if self._unsent is not None and len(self._in_flight) == 1:
             plan, self._unsent = self._unsent, None

@@ -27,7 +27,7 @@ class AllowedByPosition:
     one of its multiples is allowed."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE, clock: VirtualClock | None = None) -> None:
-        """clock: goes on while the engine waits for answers."""
+        """clock: of the engine."""
         self.vocab_size = vocab_size
         self._clock = clock or VirtualClock()
         self.num_masks = 0
@@ -40,6 +40,8 @@ class AllowedByPosition:
         """The same for each answer behind that."""
         self.mask_waits: Iterator[int] = itertools.repeat(0)
         """The same for each mask behind an answer."""
+        self.takes_time = False
+        """Whether the clock goes on while the engine waits."""
         self.goes_on = False
         """Whether sequences go ahead of answers, behind tokens that are no multiple of 3."""
         self.is_slow = False
@@ -75,7 +77,7 @@ class AllowedByPosition:
             else:
                 matcher.num_mask_waits -= 1
         self._sent = [matcher for matcher in self._sent if not matcher.has_mask]
-        if self._sent:
+        if self._sent and self.takes_time:
             self._clock.advance(seconds)
 
     def idle(self) -> None:

@@ -48,6 +48,7 @@ def test_the_same_tokens(config: dict[str, Any], queue_depth: int, seed: int) ->
     driver.masks.is_slow = seed % 2 == 1
     driver.masks.mask_waits = late(seed + 1, 0 if driver.masks.is_slow else 8)
     driver.masks.goes_on = seed > 1
+    driver.masks.takes_time = True
     for name, request in REQUESTS.items():
         driver.add(name, **request)
     driver.run()
@@ -77,7 +78,7 @@ def test_other_requests_do_not_wait_for_a_slow_matcher() -> None:
 def observed(answer_waits: list[int], mask_waits: list[int]) -> CoreDriver:
     """One request that goes ahead, with these waits for its answers and masks, is over; `plans` has its steps."""
     driver = CoreDriver(make_config(), record=True)
-    driver.masks.goes_on = True
+    driver.masks.goes_on = driver.masks.takes_time = True
     driver.masks.answer_waits = iter([*answer_waits, *[0] * 100])
     driver.masks.mask_waits = iter([*mask_waits, *[0] * 100])
     driver.add("bound", prompt(9), max_tokens=12, constraint="5")
