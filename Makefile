@@ -88,12 +88,12 @@ tests: install-test
 	@printf '==> tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 $(TESTS)
 
-# The control plane: no model is computed. EXAMPLES=5: five times as many random schedules.
+# The control plane: no model is computed. EXAMPLES=5: five times as many random schedules. CORE: the tests.
 EXAMPLES ?= 1
 CORE := $(addprefix tests/, scheduler kv_cache decoding engine tokenization test_messages.py test_sampling_params.py)
 test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
-	@QUIRE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
+	@TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
 # Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here, and variants much
 # like others (tests/long.py); then the tests that only a card answers in full, interpreted, so that they run when there is

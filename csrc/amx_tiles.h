@@ -7,14 +7,6 @@
 
 #include "bf16_dot.h"
 
-// The instruction set whose kernels do what is not done on tiles. Machines with tiles have AVX512-BF16 as well; the
-// emulation asks for no more than it needs.
-#if defined(QUIRE_EMULATE_AMX)
-#define QUIRE_BELOW avx512_vnni
-#else
-#define QUIRE_BELOW avx512_bf16
-#endif
-
 namespace quire::QUIRE_ISA {
 namespace {
 

@@ -1,4 +1,4 @@
-// Paged attention. Compiled once for each instruction set.
+// Paged attention. Compiled once for each instruction set; one that has another below it has what it multiplies as stored alone.
 //
 // Sums over keys are made in an order that absolute positions alone decide: tiles of kKeyTile keys with a running
 // maximum, started afresh every kSplitKeys keys, the splits' results merged from the first to the last. Where elements are
@@ -6,7 +6,9 @@
 // changes nothing of that row's bits, so that it does not matter which others come along.
 #include "attention_dots.h"
 #include "attention_items.h"
+#if !defined(QUIRE_BELOW)
 #include "attention_write.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -126,25 +128,30 @@ void with_height(int64_t count, const Attend& attend) {
   }
 }
 
-template <CacheType T, bool kDots>
+template <CacheType T>
 void load_query(const AttentionArgs& args, const float* from, float* to) {
-  if constexpr (kDots) return Dots<T>::load_query(from, args.scale, args.head_dim, to);
+#if defined(QUIRE_BELOW)
+  Dots<T>::load_query(from, args.scale, args.head_dim, to);
+#else
   const float scale = args.scale * element_factor<T>;
   int64_t d = 0;
   for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * scale);
   for (; d < args.head_dim; ++d) to[d] = from[d] * scale;
+#endif
 }
 
-template <CacheType T, bool kDots>
+template <CacheType T>
 void load_queries(const Work& work, const Step& step) {
   const AttentionArgs& args = work.args;
   visit_queries(work, step, [&](int64_t r, const float* from) {
-    load_query<T, kDots>(args, from, work.scratch.query + r * kRowStride);
+    load_query<T>(args, from, work.scratch.query + r * kRowStride);
   });
   // Rows that only fill a register tile up: what is computed of them is not used.
   for (int64_t r = work.item.rows; r < with_filling(work.item.rows); ++r)
     std::memset(work.scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
 }
+
+#if !defined(QUIRE_BELOW)
 
 void start_split(const Work& work) {
   Scratch& scratch = work.scratch;
@@ -217,6 +224,8 @@ void attend_tiles(const Work& work, int64_t split) {
   }
 }
 
+#else
+
 // The memory that is read behind a split: the first blocks of the item's next one, or of the item that comes next.
 void find_following(const Work& work, int64_t number, const Split& split, const std::byte** blocks) {
   const bool within = number + 1 < work.item.last_split;
@@ -267,30 +276,40 @@ void attend_dots(const Work& work, int64_t number) {
   }
 }
 
-template <CacheType T, bool kDots>
+#endif
+
+template <CacheType T>
 void run_item(const Work& work, const Step& step) {
-  load_queries<T, kDots>(work, step);
+  load_queries<T>(work, step);
   run_splits(work, step, [&](int64_t split) {
-    if constexpr (kDots)
-      attend_dots<T>(work, split);
-    else
-      attend_tiles<T>(work, split);
+#if defined(QUIRE_BELOW)
+    attend_dots<T>(work, split);
+#else
+    attend_tiles<T>(work, split);
+#endif
   });
 }
+
+#if defined(QUIRE_BELOW)
+
+void attend(const AttentionArgs& args, const Step& step, Team& team) {
+  if (!is_own(args)) return QUIRE_BELOW::kAttention.attend(args, step, team);
+  run_items<Scratch>(args, step, team, [&](const Work& work) { run_item<kOwnCache>(work, step); });
+}
+
+#else
 
 void attend(const AttentionArgs& args, const Step& step, Team& team) {
   run_items<Scratch>(args, step, team, [&](const Work& work) {
     switch (args.cache) {
       case CacheType::kF32:
-        return run_item<CacheType::kF32, false>(work, step);
+        return run_item<CacheType::kF32>(work, step);
       case CacheType::kBF16:
-        if (args.precision == MatmulPrecision::kBFloat16)
-          return run_item<CacheType::kBF16, kHasDots<CacheType::kBF16>>(work, step);
-        return run_item<CacheType::kBF16, false>(work, step);
+        return run_item<CacheType::kBF16>(work, step);
       case CacheType::kI8:
-        return run_item<CacheType::kI8, kHasDots<CacheType::kI8>>(work, step);
+        return run_item<CacheType::kI8>(work, step);
       case CacheType::kE4M3:
-        return run_item<CacheType::kE4M3, false>(work, step);
+        return run_item<CacheType::kE4M3>(work, step);
     }
   });
 }
@@ -315,6 +334,8 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
 std::size_t attend_scratch(const AttentionArgs& args, int64_t, int threads) {
   return threads == 1 ? 0 : static_cast<std::size_t>(kMaxPartialRows * partial_stride(args.head_dim)) * sizeof(float);
 }
+
+#endif
 
 }  // namespace
 

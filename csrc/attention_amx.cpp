@@ -13,12 +13,6 @@
 #include "amx_tiles.h"
 #include "attention_dots.h"
 
-namespace quire {
-namespace QUIRE_BELOW {
-extern const AttentionKernels kAttention;
-}
-}  // namespace quire
-
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -288,18 +282,9 @@ void run_item(const Work& work, const Step& step) {
 }
 
 void attend(const AttentionArgs& args, const Step& step, Team& team) {
-  if (args.cache != CacheType::kBF16 || args.precision != MatmulPrecision::kBFloat16)
-    return QUIRE_BELOW::kAttention.attend(args, step, team);
+  if (!is_own(args)) return QUIRE_BELOW::kAttention.attend(args, step, team);
   run_items<Scratch>(args, step, team, [&](const Work& work) { run_item(work, step); });
   amx_release();
-}
-
-void prepare(const AttentionArgs& args, const Step& step, Team& team) {
-  QUIRE_BELOW::kAttention.prepare(args, step, team);
-}
-
-std::size_t attend_scratch(const AttentionArgs& args, int64_t rows, int threads) {
-  return QUIRE_BELOW::kAttention.attend_scratch(args, rows, threads);
 }
 
 }  // namespace

@@ -14,6 +14,12 @@
 #include "attention_items.h"
 #include "bf16_dot.h"
 
+#if defined(QUIRE_BELOW)
+namespace quire::QUIRE_BELOW {
+extern const AttentionKernels kAttention;
+}
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -39,8 +45,6 @@ QUIRE_INLINE vi seen_lanes(const RowKeys& row, int64_t key) {
 }
 
 #if defined(__AVX512VNNI__)
-inline constexpr bool kDigitProducts = true;
-
 // 8-bit elements. A row of queries: the digits' words, lowest digit first, then QueryScale.
 struct Digits {
   static constexpr int kParts = 3;
@@ -162,7 +166,6 @@ struct Digits {
 static_assert(Digits::kParts * kQueryDigitWords + sizeof(Digits::QueryScale) / 4 <= kRowStride);
 static_assert(Digits::kParts * kDigitWords <= kWeightWords);
 #else
-inline constexpr bool kDigitProducts = false;
 struct Digits;
 #endif
 
@@ -233,9 +236,7 @@ inline constexpr bool kPairProducts = false;
 struct Pairs;
 #endif
 
-// Whether elements of a type can be multiplied as they are stored, and how.
-template <CacheType T>
-inline constexpr bool kHasDots = T == CacheType::kI8 ? kDigitProducts : T == CacheType::kBF16 && kPairProducts;
+// How elements of a type are multiplied as they are stored.
 template <CacheType T>
 using Dots = std::conditional_t<T == CacheType::kI8, Digits, Pairs>;
 
@@ -458,6 +459,25 @@ template <CacheType T>
     factors[r] = scale.factor;
   }
 }
+
+#if defined(QUIRE_BELOW)
+
+// What an instruction set does with instructions of its own; the one below it does the rest, of which the code would be the
+// same.
+constexpr CacheType kOwnCache = kPairProducts ? CacheType::kBF16 : CacheType::kI8;
+inline bool is_own(const AttentionArgs& args) {
+  return args.cache == kOwnCache && (!kPairProducts || args.precision == MatmulPrecision::kBFloat16);
+}
+
+inline void prepare(const AttentionArgs& args, const Step& step, Team& team) {
+  QUIRE_BELOW::kAttention.prepare(args, step, team);
+}
+
+inline std::size_t attend_scratch(const AttentionArgs& args, int64_t rows, int threads) {
+  return QUIRE_BELOW::kAttention.attend_scratch(args, rows, threads);
+}
+
+#endif
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

@@ -1,6 +1,7 @@
 // The Python module. Programs take addresses as integers: shapes and dtypes are checked in Python, once, when a program
 // is recorded (quire/kernels/cpu). Every call that computes releases the interpreter lock.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -159,10 +160,12 @@ void bind_program(nb::module_& module) {
       .def(
           "rotation",
           [](Program& program, uintptr_t inverse_frequencies, int64_t rotary_dim, float magnitude, int64_t column,
-             const Ref& out) {
-            program.add(RotationArgs{at<float>(inverse_frequencies), rotary_dim, magnitude, column, out});
+             const Ref& out, uintptr_t axes, const std::array<int64_t, 2>& grid) {
+            program.add(RotationArgs{at<float>(inverse_frequencies), rotary_dim, magnitude, column, out,
+                                     at<int32_t>(axes), grid});
           },
-          "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "column"_a, "out"_a)
+          "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "column"_a, "out"_a, "axes"_a = 0,
+          "grid"_a = std::array<int64_t, 2>{})
       .def(
           "gather", [](Program& program, int64_t width, const Ref& x) { program.add(GatherArgs{width, x}); },
           "width"_a, "x"_a)

@@ -13,9 +13,6 @@
 #include <time.h>
 #include <unistd.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace quire {
 namespace {
@@ -38,12 +35,6 @@ void wake_all(std::atomic<uint32_t>& word) noexcept {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
   static_cast<void>(word);
-#endif
-}
-
-inline void pause_core() noexcept {
-#if defined(__x86_64__)
-  _mm_pause();
 #endif
 }
 
@@ -112,6 +103,13 @@ bool SharedRanks::meet() noexcept {
   return true;
 }
 
+bool SharedRanks::meet(Team& team) noexcept {
+  team.barrier();
+  if (team.index() == 0 && !meet()) failed_.store(true, std::memory_order_relaxed);
+  team.barrier();
+  return !failed_.load(std::memory_order_relaxed);
+}
+
 void SharedRanks::all_reduce(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows,
                              int64_t width, Team& team) noexcept {
   const Piece piece = piece_of(rows, width);
@@ -125,10 +123,7 @@ void SharedRanks::all_reduce(const float* x, int64_t x_stride, float* out, int64
       const std::size_t size = static_cast<std::size_t>(last - first) * sizeof(float);
       for (int64_t t = 0; t < count; ++t)
         std::memcpy(own + t * wide + first, x + (row + t) * x_stride + column + first, size);
-      team.barrier();
-      if (team.index() == 0 && !meet()) failed_.store(true, std::memory_order_relaxed);
-      team.barrier();
-      if (failed_.load(std::memory_order_relaxed)) return;
+      if (!meet(team)) return;
       for (int64_t t = 0; t < count; ++t) {
         float* to = out + (row + t) * out_stride + column;
         const float* one = slot(meeting, 0) + t * wide;
@@ -166,10 +161,7 @@ void SharedRanks::all_gather(const float* x, int64_t x_stride, float* out, int64
       copy(rank_, [&](int64_t t, std::size_t size) {
         std::memcpy(own + t * wide + first, x + (row + t) * x_stride + column + first, size);
       });
-      team.barrier();
-      if (team.index() == 0 && !meet()) failed_.store(true, std::memory_order_relaxed);
-      team.barrier();
-      if (failed_.load(std::memory_order_relaxed)) return;
+      if (!meet(team)) return;
       for (int rank = 0; rank < ranks_; ++rank) {
         const float* part = slot(meeting, rank);
         copy(rank, [&](int64_t t, std::size_t size) {

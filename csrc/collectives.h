@@ -50,6 +50,8 @@ class SharedRanks {
   float* slot(uint32_t meeting, int rank) const noexcept;
   // Returns when all ranks have come to this rank's next meeting; false: one has not.
   bool meet() noexcept;
+  // The same for all threads of a rank: what each wrote to the rank's slot before is then seen by all ranks.
+  bool meet(Team& team) noexcept;
   bool await(Word& word, uint32_t meeting) noexcept;
 
   Word* words_;

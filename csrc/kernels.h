@@ -5,6 +5,7 @@
 // that a run is given, so that a program is recorded once and run over any memory. Weights are named by address.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -213,6 +214,8 @@ struct RotationArgs {
   float magnitude = 1;
   int64_t column = kSlotPositions;
   Ref out;
+  const int32_t* axes = nullptr;  // [rotary_dim / 2], 0 to 2: element i turns by `column`, grid[0] or grid[1]; null: all
+  std::array<int64_t, 2> grid{};  // by `column`
 };
 
 // x[i] = x[step.read_rows[i]], for i < step.num_read.

@@ -128,9 +128,11 @@ void rotation(const RotationArgs& args, const Step& step, Team& team) {
   for (int64_t t = team.take(grain); t < step.rows; t = team.take(grain)) {
     for (int64_t row = t; row < step.rows && row < t + grain; ++row) {
       float* y = out + row * args.out.stride;
-      const float position = static_cast<float>(positions[row]);
+      std::array<float, 3> turns{static_cast<float>(positions[row])};
+      for (std::size_t axis = 1; args.axes != nullptr && axis < 3; ++axis)
+        turns[axis] = static_cast<float>(step.columns[args.grid[axis - 1]][row]);
       for (int64_t i = 0; i < half; ++i) {
-        const float angle = position * args.inverse_frequencies[i];
+        const float angle = turns[args.axes == nullptr ? 0 : args.axes[i]] * args.inverse_frequencies[i];
         y[i] = __builtin_cosf(angle) * args.magnitude;
         y[half + i] = __builtin_sinf(angle) * args.magnitude;
       }

@@ -7,14 +7,9 @@
 
 #include "linear_amx_bf16.h"
 #include "linear_amx_widened.h"
+#include "linear_below.h"
 #include "linear_experts.h"
 #include "linear_heads.h"
-
-namespace quire {
-namespace QUIRE_BELOW {
-extern const LinearKernels kLinear;
-}
-}  // namespace quire
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -139,7 +134,7 @@ bool for_tiles(const PackedWeight& weight) {
 }
 
 // Weights whose products on tiles are made in bfloat16, for any number of rows.
-bool rounds_activations(const PackedWeight& weight, MatmulPrecision precision) {
+bool is_own(const PackedWeight& weight, MatmulPrecision precision) {
   return multiplies_bf16(weight, precision) || multiplies_widened(weight, precision);
 }
 
@@ -153,7 +148,7 @@ QUIRE_INLINE void with_method(const PackedWeight& weight, MatmulPrecision precis
 // Calls use(method) with the method that multiplies this weight on tiles. False: the kernels below multiply it.
 template <class Use>
 bool with_tiles(const PackedWeight& weight, MatmulPrecision precision, const Use& use) {
-  if (rounds_activations(weight, precision)) return with_method(weight, precision, use), true;
+  if (is_own(weight, precision)) return with_method(weight, precision, use), true;
   if (for_tiles(weight)) return use(AmxMethod{}), true;
   return false;
 }
@@ -183,7 +178,7 @@ std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
 }
 
 void heads(const HeadsArgs& args, const Step& step, Team& team) {
-  if (!rounds_activations(args.weights->front(), args.precision)) return QUIRE_BELOW::kLinear.heads(args, step, team);
+  if (!are_own(*args.weights, args.precision)) return QUIRE_BELOW::kLinear.heads(args, step, team);
   on_tiles(step.rows, [&] {
     run_heads(args, step, team, [&team](const LinearArgs& own, const Step& part) {
       with_method(own.weight, own.precision, [&]<class Method>(Method) { run_head<Method>(own, part, team); });
@@ -191,19 +186,13 @@ void heads(const HeadsArgs& args, const Step& step, Team& team) {
   });
 }
 
-// A layer of which any matrix is left to the kernels below is left to them as a whole.
-bool experts_are_on_tiles(const ExpertsArgs& args) {
-  const auto fits = [&](const PackedWeight& weight) { return rounds_activations(weight, args.precision); };
-  return std::ranges::all_of(args.table->gate_up, fits) && std::ranges::all_of(args.table->down, fits);
-}
-
 void experts_on_tiles(const ExpertsArgs& args, const Step& step, Team& team) {
-  if (!experts_are_on_tiles(args)) return QUIRE_BELOW::kLinear.experts(args, step, team);
+  if (!are_own(args)) return QUIRE_BELOW::kLinear.experts(args, step, team);
   on_tiles(step.rows, [&] { experts(args, step, team); });
 }
 
 std::size_t scratch_of_experts(const ExpertsArgs& args, int64_t rows, int threads) {
-  return (experts_are_on_tiles(args) ? experts_scratch : QUIRE_BELOW::kLinear.experts_scratch)(args, rows, threads);
+  return (are_own(args) ? experts_scratch : QUIRE_BELOW::kLinear.experts_scratch)(args, rows, threads);
 }
 
 // Neither do the tiles, nor do the kernels below where the other layer is on tiles.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "linear_driver.h"
-#include "linear_tiles.h"
 
 #if defined(QUIRE_BF16_DOT)
 
@@ -74,13 +73,13 @@ struct Bf16Pairs {
   }
 
   static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
-    const int64_t depth = weight.in_features, pitch = row_pitch(rows);
+    const int64_t pitch = row_pitch(rows);
     for (int64_t base = 0; base < rows; base += 4) {
       const int64_t height = rows - base < 4 ? rows - base : 4;
       std::byte* out = memory + base * 4;
       int64_t k = 0;
 #if defined(__AVX512BF16__)
-      if (pitch > 1 && weight.column_order == nullptr) k = pack_whole(x, stride, base, rows, depth, pitch, out);
+      if (pitch > 1 && weight.column_order == nullptr) k = pack_whole(x, stride, base, rows, weight.in_features, pitch, out);
 #endif
       pack_from(weight, x + base * stride, stride, height, k, pitch, out + k * 2 * pitch);
     }

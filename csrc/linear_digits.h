@@ -148,8 +148,9 @@ void digit_tile(const Tile& tile) {
             for (int digit = 0; digit < kDigits; ++digit)
               low[chain][r][digit] = high[chain][r][digit] =
                   Weight::kBiased && chain == 0 ? broadcast_int(rows[r].starts[digit]) : vi{};
-        // What is asked for may lie a block beyond the panel's end: no more is lost than asking.
-        if (soon_end && soon >= soon_end) soon = tile.prefetch_next, soon_end = nullptr;
+        // What is asked for may lie a block beyond the panel's end: no more is lost than asking. The next panel is asked for
+        // from as far on, so that the pass over it, which begins to ask at kPrefetchAhead, finds no gap.
+        if (soon_end && soon >= soon_end) soon = tile.prefetch_next + (soon - soon_end), soon_end = nullptr;
         for (int64_t k = 0; k < count; k += kQuads * 4, panel += Weight::kBytes, x += kStep) {
 #pragma GCC unroll 8
           for (int quad = 0; quad < kQuads; ++quad) {

@@ -8,6 +8,11 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// Columns that one pass covers: kLanes from column part * kLanes on, and as many from 16 columns further.
+inline constexpr int kParts = 16 / kLanes;
+
+constexpr int64_t pitch_of(int rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
+
 // At the end of a thread's scratch.
 inline constexpr std::size_t kWidenedBytes = 256 << 10, kWidenedOffset = kThreadScratch - kWidenedBytes;
 

@@ -10,9 +10,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Columns that one pass covers: kLanes from column part * kLanes on, and as many from 16 columns further.
-inline constexpr int kParts = 16 / kLanes;
-
 // -- float weights --------------------------------------------------------------------------------------------------
 
 // Each type: load_vector is value j of kLanes columns, part * kLanes on.
@@ -41,8 +38,6 @@ struct F16 {
     return load_f16(reinterpret_cast<const uint16_t*>(at) + part * kLanes);
   }
 };
-
-constexpr int64_t pitch_of(int rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
 
 template <class Weight, int kRows>
 void float_tile(const Tile& tile) {
@@ -432,11 +427,11 @@ void rounded_tile(const Tile& tile) {
 #define QUIRE_EVERY_HEIGHT(function, weight) QUIRE_SIX(function, weight)
 #endif
 
+#if !defined(QUIRE_DOT_BYTES)  // else linear_digits.h multiplies integers and 4-bit floats, and another instruction set the rest
 const TileKernel kF32Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F32)};
 const TileKernel kBF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, BF16)};
 const TileKernel kF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F16)};
 const TileKernel kE4M3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, E4M3)};
-#if !defined(QUIRE_DOT_BYTES)  // else linear_digits.h multiplies them
 const TileKernel kI8Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I8)};
 const TileKernel kI4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I4)};
 const TileKernel kMXFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, MXFP4)};
@@ -452,6 +447,9 @@ const TileKernel kRoundedI4Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI4
 
 // Kernels for 1, 2, ... kTileRows rows.
 inline const TileKernel* tile_kernels(const PackedWeight& weight) {
+#if defined(QUIRE_DOT_BYTES)
+  return weight.type == WeightType::kI8 ? kRoundedI8Tiles : kRoundedI4Tiles;
+#else
   switch (weight.type) {
     case WeightType::kF32:
       return kF32Tiles;
@@ -461,14 +459,6 @@ inline const TileKernel* tile_kernels(const PackedWeight& weight) {
       return kF16Tiles;
     case WeightType::kE4M3:
       return kE4M3Tiles;
-#if defined(QUIRE_DOT_BYTES)
-    case WeightType::kI8:
-      return kRoundedI8Tiles;
-    case WeightType::kI4:
-      return kRoundedI4Tiles;
-    default:
-      break;
-#else
     case WeightType::kI8:
       return weight.integer_activations ? kRoundedI8Tiles : kI8Tiles;
     case WeightType::kI4:
@@ -487,9 +477,9 @@ inline const TileKernel* tile_kernels(const PackedWeight& weight) {
       return kI6Tiles;
     case WeightType::kNL4:
       return kNL4Tiles;
-#endif
   }
   __builtin_unreachable();
+#endif
 }
 
 }  // namespace

@@ -7,9 +7,6 @@
 #include <pthread.h>
 #include <sched.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace quire {
 namespace {
@@ -17,12 +14,6 @@ namespace {
 // About 50 microseconds: longer than the gap between two kernels or between the programs of one step, shorter than
 // what a person or a power meter would notice of an idle server.
 constexpr int kSpins = 2000;
-
-inline void pause_core() noexcept {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 // Waits until `word` differs from `old`, spinning first, then asleep; returns it. `sleepers` counts those who must be woken.
 inline uint32_t wait_for_change(std::atomic<uint32_t>& word, uint32_t old, std::atomic<int32_t>& sleepers) noexcept {

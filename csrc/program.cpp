@@ -80,8 +80,10 @@ void Program::add(const NormArgs& args) { ops_.emplace_back(Call<NormArgs>{kerne
 
 void Program::add(const RotationArgs& args) {
   require_all_rows();
-  require_column(args.column);
-  rotated_.push_back(args.column);
+  std::vector<int64_t> columns{args.column};
+  if (args.axes != nullptr) columns.insert(columns.end(), args.grid.begin(), args.grid.end());
+  for (const int64_t column : columns) require_column(column);
+  rotated_.insert(rotated_.end(), columns.begin(), columns.end());
   ops_.emplace_back(Call<RotationArgs>{kernels_.layers.rotation, args});
 }
 

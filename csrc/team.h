@@ -7,7 +7,18 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace quire {
+
+// Between two looks at a word that another thread will change.
+inline void pause_core() noexcept {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
 
 // What the threads of one team share. Padded: the counter and the barrier are written by all of them.
 struct TeamShared {

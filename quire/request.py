@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from quire.sampling_params import SamplingParams, ThinkingBudget
+from quire.step import TokenValues
 
 MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""
@@ -57,6 +58,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, int] = {}
     """Name of a step column -> the request's value, 32 bits (quire/worker/columns.py); 0 for a column that is not here.
     Prefix-cache entries are shared only between requests of equal values."""
+    token_columns: dict[str, TokenValues] = {}
+    """Name of a step column -> values of tokens of the prompt: the positions of an image's patches. Before them the
+    request's value is 0, behind them it is that of `columns`."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -168,12 +169,13 @@ class SamplingParams(
                 f"truncation_side must be 'left' or 'right', not {self.truncation_side!r:.100}", param="truncation_side"
             )
         self._check_for_programs()
-        msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind(self.output_kind))
+        if type(self.output_kind) is not RequestOutputKind:
+            msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_SECONDS, low_open=True)
-        for name in _BOOLEANS:
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
+        for name, flag in zip(_BOOLEANS, _booleans(self), strict=True):
+            if type(flag) is not bool:
+                raise UserError(f"{name} must be true or false, not {flag!r}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -210,12 +212,13 @@ class SamplingParams(
 
     def _check_for_programs(self) -> None:
         """What programs alone can say."""
-        for name, (value, reason) in UNAVAILABLE.items():
-            if (given := getattr(self, name)) is not None and (type(given) is not type(value) or given != value):
+        for given, (name, (value, reason)) in zip(_unavailable(self), UNAVAILABLE.items(), strict=True):
+            if given is not None and given is not value and (type(given) is not type(value) or given != value):
                 raise UserError(f"{name} is not supported: {reason}", param=name)
         if not isinstance(self.skip_reading_prefix_cache, bool | None):
             raise UserError("skip_reading_prefix_cache must be true or false", param="skip_reading_prefix_cache")
-        if isinstance(self.output_kind, bool) or self.output_kind not in tuple(RequestOutputKind):
+        kind = self.output_kind
+        if type(kind) is not RequestOutputKind and (isinstance(kind, bool) or kind not in tuple(RequestOutputKind)):
             raise UserError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", param="output_kind")
 
     def _check_best_of(self) -> None:
@@ -348,7 +351,13 @@ _NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
 """What shapes a random draw, with the values that change nothing. (Temperature 1 is the default, and no change.)"""
 
 
+_booleans = attrgetter(*_BOOLEANS)
+_unavailable = attrgetter(*UNAVAILABLE)
+
+
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if type(value) is float and low < value <= high:
+        return
     # An integer is finite, and may be too large for `isfinite`.
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise UserError(f"{name} must be a finite number, not {value!r}", param=name)
@@ -358,6 +367,8 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if type(value) is int and low <= value <= (high or MAX_INTEGER):
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{name} must be an integer, not {value!r}", param=name)
     if not low <= value <= (MAX_INTEGER if high is None else high):

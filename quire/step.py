@@ -104,6 +104,17 @@ TransferReport: TypeAlias = OffloadReport
 """Whatever a result can report; a new connector adds its type."""
 
 
+class TokenValues(msgspec.Struct, array_like=True, frozen=True):
+    """Values of a step column for successive tokens, 32 bits each, from position `start` on."""
+
+    start: int
+    values: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.values)
+
+
 class NewSequence(msgspec.Struct, array_like=True):
     """A sequence that gets a request slot on the workers: just arrived, or resumed after a preemption."""
 
@@ -116,6 +127,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     sampling: SequenceSampling
     columns: dict[str, int] = {}
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
+    token_columns: dict[str, TokenValues] = {}
+    """As that of EngineRequest."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
@@ -260,7 +273,7 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     num_drafts: int = 0
     """Drafts that the workers computed in the step."""
-    foreseen: dict[int, int] = {}
+    found_drafts: dict[int, int] = {}
     """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where they have any."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""

@@ -1,5 +1,5 @@
 """How the tests run hypothesis' state machines: with the same draws each time, and as many times more examples as
-QUIRE_TEST_EXAMPLES says (`make test-core EXAMPLES=5`). No shrinking: a failing machine has thousands of decisions that
+TEST_EXAMPLES says (`make test-core EXAMPLES=5`). No shrinking: a failing machine has thousands of decisions that
 take minutes to shrink; the printed run can be replayed as is."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-TIMES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "1"))
+TIMES = int(os.environ.get("TEST_EXAMPLES", "1"))
 
 
 def run_machine(machine: type[RuleBasedStateMachine], *, examples: int, steps: int) -> None:

@@ -47,13 +47,15 @@ from quire.step import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TokenValues,
 )
 
 PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
 SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
-NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, columns={"segments": 1})
+TOKEN_VALUES = TokenValues(2, [9, -8])
+NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES})
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
@@ -93,6 +95,7 @@ REQUEST = EngineRequest(
     thinking_budget=ThinkingBudget(5, [6], [7, 8], True),
     resume_point=ResumePoint([[9], []], [1], 2, 0.5),
     columns={"segments": 2},
+    token_columns={"segments": TOKEN_VALUES},
     client="key 1",
     each_step=True,
 )
@@ -133,6 +136,7 @@ EXAMPLES: list[msgspec.Struct] = [
     REPORT,
     NEW_SEQUENCE,
     SAMPLING,
+    TOKEN_VALUES,
     FORK,
     StepPlan(
         step_id=1,
@@ -168,7 +172,7 @@ EXAMPLES: list[msgspec.Struct] = [
         prompt_logprobs={8: PROMPT_LOGPROBS},
         candidates={0: CANDIDATES},
         num_drafts=3,
-        foreseen={0: 2},
+        found_drafts={0: 2},
         transfers=REPORT,
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},

@@ -66,6 +66,7 @@ CLIENTS = (
     _python("litellm", "litellm==1.106.2", "mcp==2.3.0", litellm_cases="scripted", litellm_embeddings="pooling"),
     _python("instructor", "instructor[anthropic]==1.17.0", instructor_cases="scripted"),
     _python("pydantic-ai", "pydantic-ai-slim[anthropic,openai]==2.68.0", pydantic_ai_cases="scripted"),
+    _python("ollama-python", "ollama==0.6.3", ollama_python="scripted", ollama_embeddings="pooling"),
     _python("open-webui", "aiohttp==3.14.5", open_webui="scripted"),
     _python("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0", lm_eval_cases="bundled"),
     _python("guidellm", "guidellm==0.8.1", guidellm_cases="bundled"),

@@ -22,7 +22,7 @@ from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.device_cache import DeviceRotation
+from quire.layers.rotation import DeviceRotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -18,10 +19,16 @@ from quire.attention.interface import StateStep
 
 class HostColumns(NamedTuple):
     """What the host knows of the sequences of a batch, without padding. query_start: [S + 1]; starts: [S], positions of
-    their first new tokens."""
+    their first new tokens. num_drafts: [S], how many of the new tokens are drafts (None: none is): of a sequence with
+    drafts the host knows an upper bound of the start."""
 
     query_start: np.ndarray
     starts: np.ndarray
+    num_drafts: np.ndarray | None = None
+
+
+NO_PROMPTS = HostColumns(np.zeros(1, np.int64), np.zeros(0, np.int64))
+"""Of a graph, whose steps differ in what the host knows of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +108,12 @@ class DeviceStates(Protocol):
 
 StepStates: TypeAlias = StateStep | DeviceStates
 """What a layer that keeps states is given of a step."""
+
+
+class TokenColumns(NamedTuple):
+    """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
+    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
+
+    token_ids: torch.Tensor
+    others: Mapping[str, torch.Tensor] = MappingProxyType({})
+    hidden: torch.Tensor | None = None

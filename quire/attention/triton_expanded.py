@@ -122,7 +122,9 @@ class DeviceExpansion:
         if batch.max_query_len == 1:
             return []
         assert batch.host is not None, "a step with prompts says where they begin"
-        return expanded_prompts(expansion.rule(shape), batch.host.query_start, batch.host.starts)
+        query_start, starts, num_drafts = batch.host
+        prompts = expanded_prompts(expansion.rule(shape), query_start, starts)
+        return prompts if num_drafts is None else [each for each in prompts if not num_drafts[each.sequence]]
 
     def _lots(self, prompts: Sequence[Prompt], block_size: int) -> list[list[Prompt]]:
         """Prompts whose keys the scratch holds together, in their order."""

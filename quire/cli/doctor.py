@@ -204,7 +204,7 @@ def _why_products(config: EngineConfig) -> str:
 
 def _describe_steps(report: Report, config: EngineConfig, limits: DeviceLimits) -> None:
     scheduler, model = config.scheduler, config.model
-    settings = execution_settings(config.device, scheduler.max_num_seqs)
+    settings = execution_settings(config.device, scheduler.max_num_seqs, config.speculation.max_drafts)
     itemsize = max(DTYPE_BYTES[model.dtype], CACHE_DTYPE_BYTES[model.kv_cache_dtype])
     shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, itemsize)
     for step in typical_steps(scheduler.max_num_seqs, scheduler.max_num_batched_tokens):

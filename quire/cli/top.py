@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import queue
+import sys
+import termios
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import tty
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from quire import envs
 from quire.cli.parser import Parser
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from quire.dashboard.client import FrameClient
     from quire.dashboard.frame import Frame
 
+News: TypeAlias = "queue.SimpleQueue[Frame | QuireError | None]"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
 SAMPLE_SECONDS = 1.0
@@ -28,13 +33,16 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="quire top",
         usage="quire top [URL] [options]",
-        description="The KV blocks, requests and rates of a running server, live. Ctrl-C leaves.",
+        description="The KV blocks, requests and rates of a running server, live. q and Ctrl-C leave; a pipe gets a "
+        "frame behind the other.",
     )
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
     parser.add_argument("--api-key", metavar="KEY", help="default: QUIRE_API_KEY")
     parser.add_argument(
         "--rate", metavar="X", type=_rate, default=DEFAULT_RATE, help=f"most frames a second ({DEFAULT_RATE:g})"
     )
+    parser.add_argument("--cacert", metavar="FILE", help="authorities of the server's certificate (https)")
+    parser.add_argument("--insecure", action="store_true", help="take any certificate (https)")
     parser.add_argument("--once", action="store_true", help="print one frame and leave")
     return parser
 
@@ -43,7 +51,12 @@ def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     from quire.dashboard.client import FrameClient
 
-    client = FrameClient(namespace.url, namespace.api_key or envs.api_key())
+    client = FrameClient(
+        namespace.url,
+        namespace.api_key or envs.api_key(),
+        cacert=namespace.cacert,
+        is_insecure=namespace.insecure,
+    )
     try:
         if namespace.once:
             show_once(client, namespace.url)
@@ -68,29 +81,60 @@ def show_once(client: FrameClient, url: str) -> None:
 
 
 def follow(client: FrameClient, url: str, rate: float) -> None:
-    """Redraw for every frame, and once a second, until the server ends the stream or the user interrupts."""
+    """Redraw for every frame, and once a second, until the server ends the stream or the user leaves. Print a frame a
+    second behind the last one where the output is no terminal."""
     from rich.console import Console
     from rich.live import Live
 
     from quire.dashboard.history import History
     from quire.dashboard.terminal import render
 
-    news: queue.SimpleQueue[Frame | QuireError] = queue.SimpleQueue()
+    news: News = queue.SimpleQueue()
     threading.Thread(target=_read, args=(client, rate, news), name="quire-top-reader", daemon=True).start()
     frame = _take(news.get())
-    history, next_sample = History(), time.monotonic()
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        while True:
+    history, next_sample, console = History(), time.monotonic(), Console()
+    is_screen = console.is_terminal
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_screen else None
+        if is_screen:
+            stack.enter_context(_keys(news))
+        while frame is not None:
             now = time.monotonic()
-            if now >= next_sample:  # also while the server rests and sends nothing: then the rates fall to zero
+            is_due = now >= next_sample
+            if is_due:  # also while the server rests and sends nothing: then the rates fall to zero
                 history.add_frame(frame, now)
                 next_sample = now + SAMPLE_SECONDS
-            live.update(render(frame, history, url), refresh=True)
+            if live is not None:
+                live.update(render(frame, history, url), refresh=True)
+            elif is_due:
+                console.print(render(frame, history, url))
             with contextlib.suppress(queue.Empty):
                 frame = _take(news.get(timeout=max(0.0, next_sample - time.monotonic())))
 
 
-def _read(client: FrameClient, rate: float, news: queue.SimpleQueue[Frame | QuireError]) -> None:
+@contextlib.contextmanager
+def _keys(news: News) -> Iterator[None]:
+    """Meanwhile q puts None into `news`, where the input is a terminal: its keys come one by one and are not shown."""
+    source = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    if source is None:
+        yield
+        return
+
+    def read() -> None:
+        while key := os.read(source, 1):
+            if key in (b"q", b"Q"):
+                news.put(None)
+
+    before = termios.tcgetattr(source)
+    tty.setcbreak(source)
+    threading.Thread(target=read, name="quire-top-keys", daemon=True).start()
+    try:
+        yield
+    finally:
+        termios.tcsetattr(source, termios.TCSADRAIN, before)
+
+
+def _read(client: FrameClient, rate: float, news: News) -> None:
     try:
         for frame in client.frames(rate):
             news.put(frame)
@@ -100,7 +144,8 @@ def _read(client: FrameClient, rate: float, news: queue.SimpleQueue[Frame | Quir
         news.put(QuireError(f"the stream of frames cannot be read: {explain(error)}"))
 
 
-def _take(item: Frame | QuireError) -> Frame:
+def _take(item: Frame | QuireError | None) -> Frame | None:
+    """The frame; None: the user leaves. Raises the error."""
     if isinstance(item, QuireError):
         raise item
     return item

@@ -119,7 +119,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if parallel.tp > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
-    speculation = _speculation(options, model, is_accelerated)
+    speculation = _speculation(options, model)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
@@ -157,19 +157,11 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
 
 
-def _speculation(options: EngineOptions, model: ModelConfig, is_accelerated: bool) -> SpeculationConfig:
+def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
     speculation = SpeculationConfig.of(options.speculative_config)
     if speculation.max_drafts and model.pooling is not None:
         raise ConfigError(
             f"{SPECULATION} is of models that generate; {model.name} makes vectors of texts", param=SPECULATION
-        )
-    kinds = {layer.attention.kind for layer in model.shape.layers}
-    if speculation.max_drafts and is_accelerated and kinds != {"full"}:
-        others = ", ".join(sorted(kinds - {"full"}))
-        raise ConfigError(
-            f"{SPECULATION} takes models whose layers all attend in full on a GPU so far; {model.name} has others "
-            f"({others})",
-            param=SPECULATION,
         )
     return speculation
 

@@ -61,8 +61,9 @@ LLAMA_DEFAULTS = RopeDefaults()
 class RopeConfig:
     """rotary_dim: leading elements of a head that are rotated (even). max_position_embeddings: config.json's own.
     original_max_position_embeddings: tokens that the model was trained on before its context was stretched.
-    attention_factor: multiplies cos and sin; None takes the scaling's usual value. The rest belongs to one
-    `rope_type` each, under Transformers' names.
+    attention_factor: multiplies cos and sin; None takes the scaling's usual value. mrope_section: elements that turn by
+    a token's time, row and column each (empty: all by its position), one section behind the other or, if
+    mrope_interleaved, taking turns. The rest belongs to one `rope_type` each, under Transformers' names.
     """
 
     rope_type: str
@@ -81,6 +82,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     @property
     def longest(self) -> int:
@@ -141,6 +144,8 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
         high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 1.0,
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
+        mrope_section=_mrope_section(rope, rotary_dim),
+        mrope_interleaved=rope.boolean("mrope_interleaved", False),
     )
 
 
@@ -168,6 +173,18 @@ def read_lengths(
     if defaults.is_stretched:
         return ropes[0].max_position_embeddings, ropes[0].max_position_embeddings
     return ropes[0].longest, min(usual)
+
+
+def _mrope_section(rope: Fields, rotary_dim: int) -> tuple[int, ...]:
+    section = rope.values.get("mrope_section")
+    if section is None:
+        return ()
+    is_list = (
+        isinstance(section, list) and len(section) == 3 and all(type(each) is int and each >= 0 for each in section)
+    )
+    if not is_list or (2 * sum(section) != rotary_dim and not rope.boolean("mrope_interleaved", False)):
+        raise rope.error(f"mrope_section must be three numbers of elements, {rotary_dim // 2} together")
+    return tuple(section)
 
 
 def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> tuple[Mapping[str, Any], bool]:

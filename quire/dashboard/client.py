@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,13 +24,20 @@ class ServerGoneError(QuireError):
 class FrameClient:
     """Asks one server. Every failure is a QuireError with one clear line."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises UserError when `url` is no http address."""
+    def __init__(self, url: str, api_key: str | None, *, cacert: str | None = None, is_insecure: bool = False) -> None:
+        """cacert: a file of authorities, in place of the usual ones. is_insecure: any certificate will do. Raises
+        UserError when `url` is no http address, or `cacert` no such file."""
         self._url = url.rstrip("/")
         if not self._url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000", param="url")
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=SECONDS_WITHOUT_A_BYTE, trust_env=False)
+        verify: ssl.SSLContext | bool = not is_insecure
+        if cacert is not None and not is_insecure:
+            try:
+                verify = ssl.create_default_context(cafile=cacert)
+            except OSError as error:
+                raise UserError(f"cacert: {cacert!r} is no file of certificates: {error}", param="cacert") from None
+        self._client = httpx.Client(headers=headers, timeout=SECONDS_WITHOUT_A_BYTE, trust_env=False, verify=verify)
         self._decoder = msgspec.json.Decoder(Frame)
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ class Frame(msgspec.Struct):
     kv: KVSnapshot
     shares: dict[str, float] = {}
     """What follows from `stats`: the shares of `quire.kv_cache.stats.shares`."""
+    task: str = "completion"
+    """What the model is for: "chat", "completion" without a chat template, "embed" or "classify"."""
 
 
 class Owner(msgspec.Struct, frozen=True):

@@ -31,7 +31,8 @@ class Drafter(Protocol):
     max_drafts: int
     """Most drafts of a sequence in one step; 0: `propose` is never called."""
     asks_always: bool
-    """Whether `propose` is called for every token. Else a sequence without `num_foreseen` takes the fast path."""
+    """Whether `propose` is called for every token. Else it is not for a sequence without `num_found_drafts`, which
+    takes the fast path."""
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
         """At most `limit` (>= 1) drafts. Tokens of its own it can propose only for a sequence whose tokens are all
@@ -62,14 +63,14 @@ class WorkerDrafts:
         self.max_drafts = max_drafts
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
-        return Drafts(min(limit, sequence.num_foreseen))
+        return Drafts(min(limit, sequence.num_found_drafts))
 
 
-def note_foreseen(samples: list[Sequence], foreseen: dict[int, int]) -> None:
+def note_found_drafts(samples: list[Sequence], found: dict[int, int]) -> None:
     """Note how many drafts the workers have for the sequences of a result, as StepResult has it."""
     for index, sequence in enumerate(samples):
-        sequence.num_foreseen = num_foreseen = foreseen.get(index, 0)
-        if num_foreseen:
+        sequence.num_found_drafts = num_found = found.get(index, 0)
+        if num_found:
             sequence.fast_path_until = 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,7 +71,7 @@ class Sequence:
         "matcher",
         "max_total_tokens",
         "num_computed_tokens",
-        "num_foreseen",
+        "num_found_drafts",
         "num_pending_drafts",
         "num_pending_tokens",
         "num_unsent_tokens",
@@ -90,7 +92,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_pending_drafts = 0
-        self.num_foreseen = 0
+        self.num_found_drafts = 0
         """Drafts that the workers have for its next step, as far as results say."""
         self.first_step_id = 0
         """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""
@@ -178,6 +180,7 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "token_columns",
     )
 
     def __init__(
@@ -203,7 +206,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
-        self.columns = request.columns
+        self.columns, self.token_columns = request.columns, request.token_columns
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -240,12 +243,21 @@ class Request:
         self.deferral: Deferral | None = None
         """Set while a gate keeps the request from starting."""
 
-    @property
-    def extra_keys(self) -> Mapping[int, tuple[bytes, ...]]:
-        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them."""
-        if not self.columns:
+    def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
+        """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
+        counts from the block on in which it is first read."""
+        if not self.columns and not self.token_columns:
             return NO_KEYS
-        return {0: tuple(f"{name}={value}".encode() for name, value in sorted(self.columns.items()))}
+        keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
+        for name, value in sorted(self.columns.items()):
+            first = self.token_columns[name].end if name in self.token_columns else 0
+            keys[first // block_size] += (f"{name}={value}".encode(),)
+        for name, listed in sorted(self.token_columns.items()):
+            for block in range(listed.start // block_size, -(-listed.end // block_size)):
+                start = max(block * block_size, listed.start)
+                own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
+                keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
+        return keys
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -21,6 +21,14 @@ Parts = dict[int, EngineOutputs]
 """Outputs by session. Statistics come with those of session 0."""
 
 
+def part_of(parts: Parts, session: int) -> EngineOutputs:
+    """The outputs of a session, which may be the first."""
+    part = parts.get(session)
+    if part is None:
+        part = parts[session] = EngineOutputs()
+    return part
+
+
 @dataclass(slots=True)
 class _Open:
     """A call that not all have answered. waiting: numbers of those members. call_id: the session's. then: what follows
@@ -79,7 +87,7 @@ class Calls:
         result = self._combined(opened)
         self._note_state(opened, result)
         result.call_id = opened.call_id
-        parts.setdefault(opened.session, EngineOutputs()).results.append(result)
+        part_of(parts, opened.session).results.append(result)
 
     def give_up(self, member: Member, parts: Parts, *, own: bool = False) -> None:
         """No engine of a member will answer. own: the fleet's own calls alone."""

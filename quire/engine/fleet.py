@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from quire.config.options import EngineOptions
-from quire.engine.calls import Calls, Parts
+from quire.engine.calls import Calls, Parts, part_of
 from quire.engine.client import EngineClient, cause_of_death
 from quire.engine.culprit_search import CulpritSearch
 from quire.engine.member import Member, StartEngine
@@ -197,7 +197,8 @@ class Fleet:
                             rejected.append(RequestRejected(request.request_id, text, "request_id"))
                             continue
                         self._entries[request.request_id] = self._names[entry.name] = entry
-                        member = self._assign(entry, self._choose(request))
+                        member = self._choose(request)
+                        self._place(entry, member)
                         entry.is_sent = member.is_up and member.search.allows(request.request_id)
                         receivers = [member] if entry.is_sent else ()
                     case Abort(request_id, index):
@@ -275,18 +276,14 @@ class Fleet:
         self._router.learn([member.num_live if member in takers else None for member in self.members])
         return self.members[self._router.choose(beginnings_of(request))]
 
-    def _assign(self, entry: Entry, member: Member) -> Member:
-        self._leave(entry)
-        entry.member, entry.is_sent, entry.is_leaving = member, False, False
-        member.num_live += 1
-        return member
-
-    def _leave(self, entry: Entry) -> None:
-        """A request is at its member no more."""
-        member, entry.member = entry.member, None
+    def _place(self, entry: Entry, member: Member | None) -> None:
+        """A request is at another member from now on, or at none."""
+        before, entry.member, entry.is_sent, entry.is_leaving = entry.member, member, False, False
         if member is not None:
-            member.num_live -= 1
-            self._clear(member, entry)
+            member.num_live += 1
+        if before is not None:
+            before.num_live -= 1
+            self._clear(before, entry)
 
     def _clear(self, member: Member, entry: Entry) -> None:
         """A request does not end its engine; others may have waited for that."""
@@ -298,7 +295,7 @@ class Fleet:
         del self._entries[entry.request_id]
         if self._names.get(entry.name) is entry:
             del self._names[entry.name]
-        self._leave(entry)
+        self._place(entry, None)
 
     def _abort(self, request_id: str, index: int | None) -> Sequence[Member]:
         """Note an abort; who else must hear of it."""
@@ -315,15 +312,18 @@ class Fleet:
     def _go_on(self, entry: Entry, source: Member, target: Member) -> None:
         """A request has left its engine, and goes on at another member."""
         if entry.member is source:
-            self._assign(entry, target)
+            self._place(entry, target)
             self._send_waiting(target)
 
     def _send_waiting(self, member: Member) -> None:
         """Send what a member's engine has not got and may have."""
-        for entry in self._entries.values() if member.is_up else ():
-            if entry.member is member and not entry.is_sent and member.search.allows(entry.request_id):
+        for entry in self._at(member) if member.is_up else ():
+            if not entry.is_sent and member.search.allows(entry.request_id):
                 entry.is_sent = True
                 member.deliver(entry.resumed())
+
+    def _at(self, member: Member) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.member is member]
 
     def _owner(self, prefix_id: str) -> Sequence[Member]:
         """The member that has a registered prefix, which is to be no longer; no member knows another id."""
@@ -375,10 +375,7 @@ class Fleet:
                 if entry is None:
                     continue  # aborted meanwhile
                 entry.note(update)
-                part = parts.get(entry.session)
-                if part is None:
-                    part = parts[entry.session] = EngineOutputs()
-                part.updates.append(update)
+                part_of(parts, entry.session).updates.append(update)
                 if update.finish_reason is not None and entry.is_over:
                     is_kept = update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                     if entry.request.register_prefix and is_kept:
@@ -391,19 +388,15 @@ class Fleet:
                 entry = self._entries.get(rejected.request_id)
                 if entry is not None:
                     self._forget(entry)
-                    parts.setdefault(entry.session, EngineOutputs()).rejections.append(rejected)
+                    part_of(parts, entry.session).rejections.append(rejected)
                     if entry.request.register_prefix:
                         logger.warning("a prefix could not be registered: %s", rejected.message)
             for result in outputs.results:
                 self._calls.answer(result.call_id, member, result, parts)
             if outputs.stats is not None:
                 member.stats = outputs.stats
-                parts.setdefault(0, EngineOutputs()).stats = self._counted()
+                part_of(parts, 0).stats = add_up([member.counted for member in self.members])
         return parts
-
-    def _counted(self) -> EngineStats:
-        each = [member.counted for member in self.members]
-        return each[0] if len(each) == 1 else add_up(each)
 
     def _note_death(self, member: Member, death: EngineDeadError) -> Parts:
         """Note what a death says of the requests. Returns what their sessions are told of it."""
@@ -411,7 +404,7 @@ class Fleet:
         with self._lock:
             self._raise_if_over()
             member.note_death(death)
-            here = [entry for entry in self._entries.values() if entry.member is member]
+            here = self._at(member)
             running = {entry.request_id: entry.position for entry in here if entry.is_sent and not entry.is_over}
             for entry in here:
                 entry.is_sent = False
@@ -423,7 +416,7 @@ class Fleet:
                 self._forget(entry)
                 message = f"the engine died whenever it ran this request, the last time without another one: {death}"
                 rejected = RequestRejected(culprit, message, is_culprit=True)
-                parts[entry.session] = EngineOutputs(rejections=[rejected])
+                part_of(parts, entry.session).rejections.append(rejected)
             self._calls.give_up(member, parts, own=True)
             what = "; requests go on in groups, to find which one ends it" if member.search.is_searching else ""
             text = "error %s: %s died with %d requests, and is started again%s: %s"
@@ -479,7 +472,7 @@ class Fleet:
                 self._end(EngineDeadError(f"{reason}: {death}", summary=reason, error_id=death.error_id))
                 self._raise_if_over()
             logger.error("error %s: %s; its requests go on at the others", death.error_id, reason)
-            for entry in [entry for entry in self._entries.values() if entry.member is member]:
+            for entry in self._at(member):
                 self._go_on(entry, member, self._choose(entry.request))
             parts: Parts = {}
             self._calls.give_up(member, parts)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 import zmq
 
-from quire.engine.calls import Parts
+from quire.engine.calls import Parts, part_of
 from quire.engine.client import cause_of_death
 from quire.engine.fleet import Fleet
 from quire.engine.long_prompts import take_piece
@@ -227,7 +227,7 @@ class SharedEngine:
         for session in self._sessions:
             if session in parts or now - self._heard.get(session, 0.0) >= STATS_SECONDS:
                 self._heard[session] = now
-                parts.setdefault(session, EngineOutputs()).stats = stats
+                part_of(parts, session).stats = stats
 
     def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> bool:
         """Send, unless the session has ended; returns whether it is there."""

@@ -18,6 +18,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.worker.columns import STEP_COLUMNS, Column
+from quire.worker.overlays import NO_OVERLAYS, OverlaySource
 from quire.worker.pending_step import PendingStep
 from quire.worker.platform.choice import make_platform
 from quire.worker.platform.interface import Platform
@@ -44,13 +45,17 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, config: EngineConfig, platform: Platform | None = None, columns: Sequence[Column] = STEP_COLUMNS
+        self,
+        config: EngineConfig,
+        platform: Platform | None = None,
+        columns: Sequence[Column] = STEP_COLUMNS,
+        overlays: OverlaySource = NO_OVERLAYS,
     ) -> None:
-        """platform: None: the one that the configuration asks for. columns: those that the model may read."""
+        """platform: None: the one that the configuration asks for. columns, overlays: as those of Worker."""
         platform = make_platform(config) if platform is None else platform
         self._mode = platform.mode(config.scheduler.queue_depth)
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
-        self._worker: Worker | None = Worker(config, platform, columns)
+        self._worker: Worker | None = Worker(config, platform, columns, overlays)
         self._unsent: Unsent | None = None
         """The last plan, while it lacks its sampling inputs."""
 

@@ -35,11 +35,13 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies:
-    """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin."""
+    """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin. axes: [rotary_dim / 2] int32,
+    which of a token's three positions turns an element (None: tokens have one)."""
 
     inverse_frequencies: torch.Tensor
     magnitude: float
     dtype: torch.dtype
+    axes: torch.Tensor | None = None
 
 
 TILE = 16

@@ -118,6 +118,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
     """The snapshots of several engines of one configuration as one; each has blocks of the same size."""
+    if len(snapshots) == 1:
+        return snapshots[0]
     total = EngineStats()
     for name in EngineStats.__struct_fields__:
         values = [getattr(each, name) for each in snapshots]

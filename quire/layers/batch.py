@@ -1,20 +1,21 @@
-"""The input of a model's forward pass."""
+"""The input of a model's forward pass, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
-from quire.kernels.value import Indices, ReadRows
+from quire.kernels.value import Indices, ReadRows, Value
+from quire.layers.overlay import NO_ROWS, Overlay, ValueT
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
-ROTARY_POSITIONS = "rotary_positions"
-"""The column of positions for rotations alone."""
+ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
+"""Columns of positions for rotations alone; the last two are rows and columns in the grid of an image's patches."""
 
 
 class ForwardBatch(NamedTuple):
@@ -26,6 +27,10 @@ class ForwardBatch(NamedTuple):
     states: where layers that keep a state find it (None: no layer does). columns: [T] each, those that the model reads,
     by name (quire/worker/columns.py). version: of the memory that all of these lie in: batches of one version, but 0,
     are the same tensors at the same addresses; 0: may lie anywhere.
+
+    Optional records, each of which a model records and captures a pass of its own for. A batch with one has version 0.
+    hidden: [T, size], what the first of the layers takes (None: the tokens' embeddings): of a stage behind the first,
+    or of a head for drafts. overlay: None: there is none. taps: numbers of layers whose results `forward` returns too.
     """
 
     token_ids: Indices
@@ -35,21 +40,29 @@ class ForwardBatch(NamedTuple):
     states: StepStates | None = None
     columns: Mapping[str, Indices] = NO_COLUMNS
     version: int = 0
+    hidden: Value | None = None
+    overlay: Overlay[Any] | None = None
+    taps: tuple[int, ...] = ()
+
+    def having(
+        self, hidden: Value | None = None, overlay: Overlay[Any] | None = None, taps: tuple[int, ...] = ()
+    ) -> ForwardBatch:
+        """The same batch with these optional records."""
+        return self._replace(hidden=hidden, overlay=overlay, taps=taps, version=0)
 
     @property
     def rotary_positions(self) -> Indices:
         """[T]: positions that rotations take: a column of the model's own, else those of the slots."""
         return self.columns.get(ROTARY_POSITIONS, self.slot_positions)
 
-
-class TokenColumns(NamedTuple):
-    """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
-    each, as those of ForwardBatch."""
-
-    token_ids: torch.Tensor
-    others: Mapping[str, torch.Tensor] = NO_COLUMNS
+    @property
+    def grid_positions(self) -> Sequence[Indices]:
+        """[T] each, the two columns GRID_POSITIONS; none for a model that does not read them."""
+        return [self.columns[name] for name in GRID_POSITIONS if name in self.columns]
 
 
-def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Columns of a dummy pass over `token_ids`, [T]: zeros."""
-    return {name: torch.zeros_like(token_ids) for name in names}
+class ForwardResult(NamedTuple, Generic[ValueT]):
+    """hidden: [R, output_size], of the tokens that are read. tapped: by number of a layer, its result, [T, size]."""
+
+    hidden: ValueT
+    tapped: Mapping[int, ValueT] = NO_ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from quire.attention.device_batch import DeviceStates, StepStates
 from quire.attention.interface import StateStep
+from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.kernels.arguments import (
     ConvolutionWeights,
     DeltaRule,
@@ -21,12 +23,68 @@ from quire.kernels.triton.encoder_attention import attend
 from quire.kernels.triton.linear_state import gated_delta_rule, gated_norm, short_convolution
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
-from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
 from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.operations import SharedOperations, require_equal_widths
+from quire.layers.rotation import DeviceRotation
 
 if TYPE_CHECKING:
-    from quire.attention.triton_backend import TritonEncoderStep
+    from quire.attention.triton_backend import TritonAttentionStep, TritonEncoderStep
+
+
+class DeviceCacheOperations:
+    """CacheOperations and `Operations.attend` over tensors of one device."""
+
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, step: TritonAttentionStep
+    ) -> torch.Tensor:
+        return step.attend(heads, qkv, rotation, None)
+
+    def write_kv(
+        self, heads: HeadWeights, key_value: torch.Tensor, rotation: DeviceRotation | None, step: TritonAttentionStep
+    ) -> None:
+        step.write_kv(heads, key_value, rotation)
+
+    def attend_cached(
+        self, heads: HeadWeights, query: torch.Tensor, rotation: DeviceRotation | None, step: TritonAttentionStep
+    ) -> torch.Tensor:
+        return step.attend_cached(heads, query, rotation, None)
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        step: TritonAttentionStep,
+        selected: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return step.attend_latent(shape, inputs, rotation, selected, None)
+
+    def attend_expanded(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        step: TritonAttentionStep,
+    ) -> torch.Tensor:
+        return step.attend_expanded(shape, expansion, inputs, rotation, None)
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        step: TritonAttentionStep,
+    ) -> torch.Tensor:
+        selected = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
+        step.select_keys(shape, inputs, rotation, selected)
+        return selected
+
+    def check_index(self, shape: IndexShape) -> None:
+        """All are computed."""
+
+    def check_latent(self, shape: LatentShape) -> None:
+        """All are computed."""
 
 
 class DeviceEncoderOperations:
@@ -89,8 +147,11 @@ class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, DeviceSta
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
-        return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
+    ) -> DeviceRotation:
+        turns = frequencies.inverse_frequencies, frequencies.magnitude
+        return DeviceRotation(*rotation_angles(positions, *turns, grid, frequencies.axes))
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from quire.attention.native_encoder import NativeEncoder
 from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
@@ -65,9 +66,16 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             width=weights.size,
         )
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
-        assert positions.column != TOKEN_IDS, "rotations are of positions"
-        assert positions.shift == 0, "of the positions themselves"
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: RecordedIndices, grid: Sequence[RecordedIndices] = ()
+    ) -> Buffer:
+        for each in (positions, *grid):
+            assert each.column != TOKEN_IDS, "rotations are of positions"
+            assert each.shift == 0, "of the positions themselves"
+        by_grid: dict[str, Any] = {}
+        if grid:
+            assert frequencies.axes is not None, "a rotation by a grid says which elements turn by which of its axes"
+            by_grid = {"axes": frequencies.axes.data_ptr(), "grid": [each.column for each in grid]}
         positions.recorder.keep.append(frequencies)
         rotary_dim = 2 * len(frequencies.inverse_frequencies)
         return positions.recorder.call(
@@ -77,6 +85,7 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
             rotary_dim=rotary_dim,
             magnitude=frequencies.magnitude,
             column=positions.column,
+            **by_grid,
         )
 
     def check_heads(self, heads: HeadWeights) -> None:

@@ -16,13 +16,12 @@ from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
-from quire.layers.rotation import Rotation
+from quire.layers.rotation import DeviceRotation, Rotation
 from quire.layers.states import StateOperations, TorchStates
 from quire.parallel.interface import ProcessGroup
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.recorder import Buffer
-    from quire.layers.device_cache import DeviceRotation
 
 
 def require_equal_widths(heads: HeadWeights, backend: str) -> None:
@@ -61,8 +60,11 @@ class Operations(
         """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
         ...
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
-        """The rotation of these positions, for `attend`."""
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: IndicesT_contra, grid: Sequence[IndicesT_contra] = ()
+    ) -> RotationT:
+        """The rotation of these positions, for `attend`. grid: the positions of axes 1 and 2 (`frequencies.axes`), or
+        none: those of axis 0."""
         ...
 
     def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
@@ -118,7 +120,7 @@ class Operations(
         ...
 
 
-RotationTable: TypeAlias = Union[Rotation, "DeviceRotation", "Buffer"]
+RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
 """What `Operations.rotation` returned."""
 
 LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable, PlannedStep]
@@ -190,8 +192,14 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
         part.copy_(self.norm(weights, part))
         return x
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
-        angles = positions[:, None].float() * frequencies.inverse_frequencies
+    def rotation(
+        self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
+    ) -> Rotation:
+        of_elements = positions[:, None]
+        if grid:
+            assert frequencies.axes is not None, "a rotation by a grid says which elements turn by which of its axes"
+            of_elements = torch.stack((positions, *grid), dim=1).index_select(1, frequencies.axes)
+        angles = of_elements.float() * frequencies.inverse_frequencies
         cos, sin = angles.cos() * frequencies.magnitude, angles.sin() * frequencies.magnitude
         return Rotation(
             torch.cat((cos, cos), dim=-1).to(frequencies.dtype)[:, None],

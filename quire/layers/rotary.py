@@ -10,7 +10,7 @@ cached. Here the frequencies are fixed for the life of the engine: those that Tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -27,12 +27,25 @@ class RotaryEmbedding:
 
     def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
         frequencies, magnitude = rope_frequencies(config, max_model_len)
-        self._frequencies = RotaryFrequencies(frequencies.to(context.device), magnitude, context.dtype)
+        axes = rope_axes(config).to(context.device) if config.mrope_section else None
+        self._frequencies = RotaryFrequencies(frequencies.to(context.device), magnitude, context.dtype, axes)
         self._operations = context.operations
 
-    def __call__(self, positions: Indices) -> RotationTable:
-        """positions: [T] int64. Returns what `Operations.attend` takes."""
-        return self._operations.rotation(self._frequencies, positions)
+    def __call__(self, positions: Indices, grid: Sequence[Indices] = ()) -> RotationTable:
+        """positions: [T] int64. grid: rows and columns, [T] int64 each (none: all three are equal). Returns what
+        `Operations.attend` takes."""
+        return self._operations.rotation(self._frequencies, positions, grid)
+
+
+def rope_axes(config: RopeConfig) -> torch.Tensor:
+    """[rotary_dim / 2] int32: 0, 1 or 2, by which of a token's time, row and column an element turns
+    (`RopeConfig.mrope_section`)."""
+    if not config.mrope_interleaved:
+        return torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(config.mrope_section))
+    axes = torch.zeros(config.rotary_dim // 2, dtype=torch.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return axes
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:

@@ -23,3 +23,12 @@ class Rotation:
         if rotary_dim == heads.shape[-1]:
             return turned
         return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRotation:
+    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each. Element i of a head's
+    first half turns with element i of the second by angle i."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor

@@ -85,23 +85,21 @@ class BertModel(Encoder):
         if fields.text("position_embedding_type", "absolute") != "absolute":
             raise fields.error("position_embedding_type is supported as 'absolute' only")
         layers = [BertLayer(config, context) for _ in range(config.num_layers)]
-        super().__init__(config, layers, f"{prefix}.encoder.layer", head)
+        super().__init__(config, context, layers, f"{prefix}.encoder.layer", head)
         num_positions, num_types = fields.integer("max_position_embeddings"), fields.integer("type_vocab_size", 2)
-        self._tokens = Embedding(config.vocab_size, size, context.vocabulary, context)
         self._types = Embedding(num_types, size, context.positions, whole)
         self._positions = Embedding(num_positions, size, context.positions, whole)
-        self._norm = LayerNorm(size, fields.number("layer_norm_eps", 1e-12), context)
+        self._input_norm = LayerNorm(size, fields.number("layer_norm_eps", 1e-12), context)
         self._first_position = first_position
         self.num_token_types = num_types
         tables = {"word": self._tokens, "token_type": self._types, "position": self._positions}
         for name, table in tables.items():
             self.slots |= prefixed(f"{prefix}.embeddings.{name}_embeddings", table.slots())
-        self.slots |= prefixed(f"{prefix}.embeddings.LayerNorm", self._norm.slots())
+        self.slots |= prefixed(f"{prefix}.embeddings.LayerNorm", self._input_norm.slots())
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._types(batch.columns["segments"], onto=self._tokens(batch.token_ids))
-        x = self._positions(batch.slot_positions + self._first_position, onto=x)
-        return self.run_layers(self._norm(x), None, batch)
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        x = self._types(batch.columns["segments"], onto=x)
+        return self._input_norm(self._positions(batch.slot_positions + self._first_position, onto=x))
 
 
 class BertForSequenceClassification(BertModel):

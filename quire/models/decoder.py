@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from copy import copy
+from functools import partial
+from typing import Protocol, Self
 
 from quire.attention.interface import LayerAttention
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.config.rope import read_rope
+from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import ReadRows, Value
+from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
@@ -46,15 +47,34 @@ class DecoderLayer(Protocol):
         ...
 
 
-class Decoder(ABC):
-    """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
+class Decoder:
+    """A model as a list of layers: rows enter (embeddings, or the hidden states of the stage before), pass through the
+    layers, and leave (a final norm)."""
 
     columns: tuple[str, ...] = ()
     """As those of CausalLM."""
+    _tokens: Embedding
+    _norm: RMSNorm | LayerNorm | None = None
+    """Of the last layer's results."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], prefix: str, head: OutputHead, names: CheckpointNames) -> None:
-        """prefix: of the layers' tensors in a checkpoint, before the number of the layer."""
-        self._layers = layers
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        prefix: str,
+        head: OutputHead,
+        names: CheckpointNames,
+        context: LayerContext,
+        rotaries: Sequence[RotaryEmbedding | None] = (),
+    ) -> None:
+        """prefix: of the layers' tensors in a checkpoint, before the number of the layer. rotaries: of each layer,
+        which share one where they rotate alike (empty: no layer is rotated)."""
+        self._layers = list(layers)
+        self._rotaries = rotaries or [None] * len(layers)
+        self._numbers = range(len(layers))
+        """Of the layers that `forward` runs."""
+        self._is_end = True
+        """Whether its last layer is the model's."""
+        self._operations = context.operations
         self._head: OutputHead = head
         self._names = names
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
@@ -70,15 +90,54 @@ class Decoder(ABC):
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
 
-    @abstractmethod
-    def forward(self, batch: ForwardBatch) -> Value:
-        """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+    def stage(self, numbers: range) -> Self:
+        """These layers alone, over this model's weights and its layers' places in the KV cache. The first stage takes
+        tokens and the others `ForwardBatch.hidden`, which all but the last return."""
+        view = copy(self)
+        view._numbers, view._is_end = numbers, self._is_end and numbers.stop == len(self._layers)
+        return view
 
-    def run_layers(self, x: Value, rotation: RotationTable | None, batch: ForwardBatch) -> Value:
-        """All layers in a row: [T, hidden] -> [R, hidden], the rows whose logits are read."""
-        for layer in self._layers[:-1]:
-            x = layer(x, rotation, batch)
-        return self._layers[-1](x, rotation, batch, batch.logits_rows)
+    def embed(self, token_ids: Indices) -> Value:
+        """[T] -> [T, size]: the rows that an overlay is put over."""
+        return self._tokens(token_ids)
+
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        """What the first layer takes. x: [T, size], the tokens' embeddings."""
+        return x
+
+    def leave(self, x: Value) -> Value:
+        """[R, size] -> [R, output_size], of the last layer's results."""
+        return x if self._norm is None else self._norm(x)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
+        """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+        x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
+        used = {self._rotaries[number]: None for number in numbers}
+        positions = batch.rotary_positions, batch.grid_positions
+        rotations = {each: None if each is None else each(*positions) for each in used}
+        overlaid = () if overlay is None else overlay.layers
+        last = numbers[-1] if self._is_end else None
+        assert last not in (*overlaid, *batch.taps), "the last layer computes the rows that are read alone"
+        tapped: dict[int, Value] = {}
+        for number in numbers:
+            rotation, rows = rotations[self._rotaries[number]], batch.logits_rows if number == last else None
+            x = self._layers[number](x, rotation, batch, rows)
+            if overlay is not None and number in overlaid:
+                x = overlay.add(number, x)
+            if number in batch.taps:
+                tapped[number] = self._copied(x)
+        return ForwardResult(x if last is None else self.leave(x), tapped)
+
+    def first_rows(self, batch: ForwardBatch) -> Value:
+        """[T, size]: what the first layer takes."""
+        if batch.hidden is not None:
+            return self._copied(batch.hidden)
+        x = self.embed(batch.token_ids)
+        return self.enter(x if batch.overlay is None else batch.overlay.put(x), batch)
+
+    def _copied(self, x: Value) -> Value:
+        """The same rows in other memory: layers use up what they are given."""
+        return self._operations.scale(x, 1.0)
 
     @property
     def output_size(self) -> int:
@@ -96,6 +155,35 @@ class Decoder(ABC):
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())
+
+
+class TextDecoder(Decoder):
+    """An embedding, layers with or without rotations, a final norm and a projection to the vocabulary; tensors as
+    LLaMA's checkpoints name them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        make_layer: Callable[[int], DecoderLayer],
+        ropes: Sequence[RopeConfig | None],
+        norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
+        """make_layer: from a layer's number. ropes: the rotation of each layer, None for a layer without. norm: of the
+        final norm."""
+        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
+        super().__init__(
+            [make_layer(number) for number in range(len(ropes))],
+            "model.layers",
+            VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
+            context,
+            [made[rope] for rope in ropes],
+        )
+        self._norm = norm(config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._tokens.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
@@ -164,27 +252,17 @@ class LlamaLayer:
         }
 
 
-class LlamaLike(Decoder):
+class LlamaLike(TextDecoder):
     """Rotary positions, RMSNorm before each block, gated MLP, grouped heads: LLaMA, Mistral, Qwen 2 and 3."""
 
     layer_class: type[LlamaLayer] = LlamaLayer
     """What its layers are."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        fields = model_fields(config)
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
-        super().__init__(
-            [self.layer_class(config, context, layer) for layer in range(config.num_layers)],
-            "model.layers",
-            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
-            CheckpointNames.of(config),
-        )
-        rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
-        self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
-        self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
+        ropes = [usual_rope(config)] * config.num_layers
+        super().__init__(config, context, partial(self.layer_class, config, context), ropes)
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))
+
+def usual_rope(config: ModelConfig) -> RopeConfig:
+    """The rotation of all layers of a family that rotates whole heads alike."""
+    return read_rope(model_fields(config), config.head_dim, ARCHITECTURES[config.architecture].rope)

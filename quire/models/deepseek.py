@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from quire.attention.latent import ExpansionRule
@@ -20,17 +21,15 @@ from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.latent_attention import LatentAttention, LatentHeads
 from quire.layers.latent_index import IndexHeads
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
-from quire.layers.rotary import RotaryEmbedding, yarn_factor
+from quire.layers.rotary import yarn_factor
 from quire.logging import get_logger
-from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder
+from quire.models.decoder import TextDecoder
 from quire.quantization.integer_weight import WeightSource
 
 logger = get_logger(__name__)
@@ -77,11 +76,10 @@ class DeepseekLayer:
         }
 
 
-class DeepseekForCausalLM(Decoder):
+class DeepseekForCausalLM(TextDecoder):
     """All of the family: what its members differ in is in config.json."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         # Modules that predict further tokens are stored as layers behind the last.
         num_layers, num_extra = (
             config.num_layers,
@@ -89,21 +87,8 @@ class DeepseekForCausalLM(Decoder):
         )
         extra = "|".join(str(layer) for layer in range(num_layers, num_layers + num_extra))
         self._extra = re.compile(rf"^model\.layers\.({extra})\." if extra else r"(?!)")
-        super().__init__(
-            [DeepseekLayer(config, context, layer) for layer in range(config.num_layers)],
-            "model.layers",
-            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
-            CheckpointNames.of(config),
-        )
-        fields = model_fields(config)
-        self._rotary = RotaryEmbedding(_rope(config, fields), config.max_model_len, context)
-        self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
-
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))
+        ropes = [_rope(config, model_fields(config))] * num_layers
+        super().__init__(config, context, partial(DeepseekLayer, config, context), ropes)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         super().load_weights(self._without_extra(weights), elsewhere)

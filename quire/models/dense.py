@@ -5,8 +5,9 @@ A family is a `DenseStyle` (`quire/models/gemma.py` and its neighbours), beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.attention.interface import LengthScale
 from quire.config.families import ARCHITECTURES
@@ -14,20 +15,17 @@ from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig, read_layer_ropes
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import ReadRows, Value
+from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.interleaved import pairs_apart
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
-from quire.layers.rotary import RotaryEmbedding
 from quire.layers.whole_norm import WholeNormAttention
-from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, FeedForward, layer_attention
+from quire.models.decoder import FeedForward, TextDecoder, layer_attention
 
 QKV, GATE_UP = ("qkv_proj",), "gate_up_proj"
 """Tensors that some families keep in one."""
@@ -79,8 +77,15 @@ class DenseLayer:
     """Attention and a gated MLP, each with a norm before it, behind it, or both."""
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, layer: int, style: DenseStyle, rope: RopeConfig | None
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        style: DenseStyle,
+        ropes: Sequence[RopeConfig | None],
+        layer: int,
     ) -> None:
+        """ropes: of all layers."""
+        rope = ropes[layer]
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size, names = fields.number("rms_norm_eps", 1e-6), config.hidden_size, style.norms
         self._names, self._family = names, family
@@ -163,37 +168,18 @@ class DenseLayer:
         return self._operations.add(residual, computed)
 
 
-class DenseDecoder(Decoder):
+class DenseDecoder(TextDecoder):
     """A decoder of DenseLayers: one style, one rotation (or none) for each layer."""
 
     def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
         fields, family = model_fields(config), ARCHITECTURES[config.architecture]
-        self._style, self._operations = style, context.operations
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
-        self._ropes = read_layer_ropes(fields, config.head_dim, family.rope, config.sliding_windows)
-        super().__init__(
-            [DenseLayer(config, context, layer, style, rope) for layer, rope in enumerate(self._ropes)],
-            "model.layers",
-            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
-            CheckpointNames.of(config),
-        )
-        self._rotaries = {
-            rope: RotaryEmbedding(rope, config.max_model_len, context) for rope in self._ropes if rope is not None
-        }
-        self._norm = style.norm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
+        ropes = read_layer_ropes(fields, config.head_dim, family.rope, config.sliding_windows)
+        super().__init__(config, context, partial(DenseLayer, config, context, style, ropes), ropes, style.norm)
+        self._style = style
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._embedding(batch.token_ids)
-        if self._style.embedding_factor != 1.0:
-            x = self._operations.scale(x, self._style.embedding_factor)
-        rotations = {rope: rotary(batch.rotary_positions) for rope, rotary in self._rotaries.items()}
-        last = len(self._layers) - 1
-        for index, (layer, rope) in enumerate(zip(self._layers, self._ropes, strict=True)):
-            rotation = None if rope is None else rotations[rope]
-            x = layer(x, rotation, batch, batch.logits_rows if index == last else None)
-        return self._norm(x)
+    def embed(self, token_ids: Indices) -> Value:
+        x = super().embed(token_ids)
+        return x if self._style.embedding_factor == 1.0 else self._operations.scale(x, self._style.embedding_factor)
 
     def compute_logits(self, hidden: Value) -> Value:
         logits = super().compute_logits(hidden)

@@ -10,67 +10,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.kernels.value import Value
-from quire.kv_cache.spec import LayerSpec
+from quire.kernels.value import Indices, Value
 from quire.layers.batch import ForwardBatch
-from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.context import LayerContext, WeightSlot, prefixed
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LocalRows
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.decoder import DecoderLayer
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.head import OutputHead
 from quire.quantization.integer_weight import WeightSource
 
 
-class DraftHead:
-    """layers: their numbers in the KV cache follow those of the model. embedding, rotary: the model's. Tensors as the
-    checkpoints of the family have them. The logits of what it returns are the model's projection to the vocabulary."""
+class DraftHead(Decoder):
+    """A batch of it brings `hidden`, [T, size], of the model or of the guess before; its token_ids are those that
+    follow the tokens of `hidden`, its positions those that the layers rotate by and write at. It returns the hidden
+    states of the guesses, which are inputs of a further guess too. Tensors as the checkpoints of the family have
+    them."""
 
     def __init__(
         self,
         config: ModelConfig,
-        epsilon: float,
         layers: Sequence[DecoderLayer],
         embedding: Embedding,
-        rotary: RotaryEmbedding,
+        rotary: RotaryEmbedding | None,
+        head: OutputHead,
         context: LayerContext,
     ) -> None:
+        """layers: their numbers in the KV cache follow those of the model. embedding, rotary, head: the model's."""
+        super().__init__(layers, "layers", head, CheckpointNames.of(config), context, [rotary] * len(layers))
+        epsilon = model_fields(config).number("rms_norm_eps", 1e-6)
         self._size = size = config.hidden_size
-        self._layers = layers
-        self._embedding = embedding
-        self._rotary = rotary
-        self._operations = context.operations
+        self._tokens = embedding
         self._token_norm, self._hidden_norm, self._norm = (UnitOffsetRMSNorm(size, epsilon, context) for _ in range(3))
         # The two halves of one matrix, so that no kernel puts vectors side by side.
         self._from_token, self._from_hidden = (LocalRows(size, size, context) for _ in range(2))
-
-    def forward(self, hidden: Value, batch: ForwardBatch, index: int = 0) -> Value:
-        """Hidden states [R, size] of the guesses, which are inputs of a further guess too.
-
-        hidden: [T, size], of the model, or of the guess before. batch: token_ids are those that follow the tokens of
-        `hidden`; positions those that the layers rotate by and write at. index: which of the layers guesses (a
-        checkpoint with one layer uses it for every guess).
-        """
-        tokens = self._from_token(self._token_norm(self._embedding(batch.token_ids)))
-        x = self._operations.add(tokens, self._from_hidden(self._hidden_norm(hidden)))
-        return self._norm(self._layers[index](x, self._rotary(batch.rotary_positions), batch, batch.logits_rows))
-
-    def cache_specs(self) -> list[LayerSpec]:
-        """What the layers keep, behind the specs of the model's layers."""
-        return [layer.cache_spec() for layer in self._layers]
-
-    def slots(self) -> WeightSlots:
-        size = self._size
-        slots = {
+        own = {name: slot for name, slot in self.slots.items() if name.startswith("layers.")}  # the head is the model's
+        self.slots = own | {
             "fc.weight": WeightSlot((size, 2 * size), self._load_halves, 2 * self._from_token.nbytes),
             **prefixed("pre_fc_norm_embedding", self._token_norm.slots()),
             **prefixed("pre_fc_norm_hidden", self._hidden_norm.slots()),
             **prefixed("norm", self._norm.slots()),
         }
-        for index, layer in enumerate(self._layers):
-            slots |= prefixed(f"layers.{index}", layer.slots())
-        return slots
+
+    def guess(self, index: int) -> DraftHead:
+        """The head whose one layer is this one's layer `index`: each guess has a layer of its own (a checkpoint with
+        one layer uses it for every guess)."""
+        view = self.stage(range(index, index + 1))
+        view._is_end = True
+        return view
+
+    def embed(self, token_ids: Indices) -> Value:
+        return self._from_token(self._token_norm(self._tokens(token_ids)))
+
+    def first_rows(self, batch: ForwardBatch) -> Value:
+        assert batch.hidden is not None, "a guess follows hidden states"
+        tokens = self.embed(batch.token_ids)
+        return self._operations.add(tokens, self._from_hidden(self._hidden_norm(batch.hidden)))
 
     def _load_halves(self, tensor: WeightSource) -> None:
         for half, matrix in enumerate((self._from_token, self._from_hidden)):

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from quire.config.model import ModelConfig
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.context import WeightSlots
+from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.embedding import Embedding
 from quire.layers.encoder_operations import EncoderHeads
+from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.head import OutputHead
@@ -38,10 +40,18 @@ class Encoder(Decoder):
     """Layers over whole sequences, in both directions."""
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[DecoderLayer], prefix: str, head: OutputHead | None
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        layers: Sequence[DecoderLayer],
+        prefix: str,
+        head: OutputHead | None,
+        rotaries: Sequence[RotaryEmbedding] = (),
     ) -> None:
-        """prefix: as for Decoder. head: of a classifier; its slots are named as in a checkpoint."""
-        super().__init__(layers, prefix, EmbedderHead(config.hidden_size), CheckpointNames.of(config))
+        """prefix, rotaries: as for Decoder. head: of a classifier; its slots are named as in a checkpoint."""
+        head_of_vectors = EmbedderHead(config.hidden_size)
+        super().__init__(layers, prefix, head_of_vectors, CheckpointNames.of(config), context, rotaries)
+        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         if head is not None:
             self.project_vectors(head)
 

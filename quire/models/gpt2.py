@@ -66,12 +66,12 @@ class GPT2LMHeadModel(Decoder):
             "transformer.h",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
+            context,
         )
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
         self.slots |= prefixed("transformer.wte", self._tokens.slots())
         self.slots |= prefixed("transformer.wpe", self._positions.slots())
         self.slots |= prefixed("transformer.ln_f", self._norm.slots())
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._positions(batch.slot_positions, onto=self._tokens(batch.token_ids))
-        return self._norm(self.run_layers(x, None, batch))
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        return self._positions(batch.slot_positions, onto=x)

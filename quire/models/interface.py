@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import WeightSlots
 from quire.quantization.integer_weight import WeightSource
 
@@ -41,9 +41,10 @@ class CausalLM(Protocol):
         """Elements of a token's last hidden state. Not the layers' size where a projection follows them (OPT-350m)."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
         """batch: of tensors. Returns the last hidden states (after the final norm) of the tokens that
-        `batch.logits_rows` names, [R, output_size], or of all, [T, output_size]; the next call may overwrite them."""
+        `batch.logits_rows` names, [R, output_size], or of all, [T, output_size], and what `batch.taps` asks for; the
+        next call may overwrite them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

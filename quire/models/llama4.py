@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from quire.attention.interface import LengthScale
-from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.config.rope import read_rope
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnweightedRMSNorm
-from quire.models.decoder import FeedForward, read_activation
+from quire.models.decoder import FeedForward, read_activation, usual_rope
 from quire.models.dense import DenseDecoder, DenseStyle
 from quire.models.mixture import mixture_block
 
@@ -19,7 +17,7 @@ def llama4(config: ModelConfig, context: LayerContext) -> DenseDecoder:
     """Raises ModelLoadError for a rotation that also scales: norms of rotated heads are computed before it."""
     fields = model_fields(config)
     has_norms = fields.boolean("use_qk_norm", True)
-    rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
+    rope = usual_rope(config)
     if has_norms and rope.rope_type in ("yarn", "longrope"):
         raise fields.error(
             "use_qk_norm is not supported beside a rotation of type yarn or longrope, which scales heads"

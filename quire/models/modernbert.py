@@ -13,7 +13,6 @@ from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.value import ReadRows, Value
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.embedding import Embedding
 from quire.layers.encoder_attention import EncoderSelfAttention
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
@@ -93,26 +92,19 @@ class ModernBertModel(Encoder):
             ModernBertLayer(config, context, is_sliding=is_sliding, is_first=index == 0)
             for index, is_sliding in enumerate(sliding)
         ]
-        super().__init__(config, layers, "model.layers", head)
-        self._sliding = sliding
-        self._tokens = Embedding(config.vocab_size, size, context.vocabulary, context)
-        self._norm = make_norm(fields, size, context)
-        self._final_norm = make_norm(fields, size, context)
-        self._rotary = {
+        rotaries = {
             is_sliding: RotaryEmbedding(_rope(config, is_sliding=is_sliding), config.max_model_len, context)
             for is_sliding in sorted(set(sliding))
         }
+        super().__init__(config, context, layers, "model.layers", head, [rotaries[each] for each in sliding])
+        self._input_norm = make_norm(fields, size, context)
+        self._norm = make_norm(fields, size, context)
         self.slots |= prefixed("model.embeddings.tok_embeddings", self._tokens.slots())
-        self.slots |= prefixed("model.embeddings.norm", self._norm.slots())
-        self.slots |= prefixed("model.final_norm", self._final_norm.slots())
+        self.slots |= prefixed("model.embeddings.norm", self._input_norm.slots())
+        self.slots |= prefixed("model.final_norm", self._norm.slots())
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        rotations = {kind: rotary(batch.rotary_positions) for kind, rotary in self._rotary.items()}
-        x = self._norm(self._tokens(batch.token_ids))
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            x = layer(x, rotations[self._sliding[index]], batch, batch.logits_rows if index == last else None)
-        return self._final_norm(x)
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        return self._input_norm(x)
 
 
 class ModernBertForSequenceClassification(ModernBertModel):

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from quire.attention.interface import PlannedStep, StateStep
+from quire.attention.interface import StateStep
 from quire.attention.latent import ExpansionRule
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
@@ -26,9 +26,9 @@ from quire.kernels.cpu.recorder import (
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import Overlay
 from quire.models.decoder import Decoder
-from quire.models.draft_head import DraftHead
 from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
@@ -41,7 +41,9 @@ class BoundRun(NamedTuple):
 
     version: int
     run: Callable[[], None]
-    result: torch.Tensor
+    result: ForwardResult[torch.Tensor]
+    kept: object = None
+    """Memory of the run alone."""
 
 
 class BoundHead(NamedTuple):
@@ -50,6 +52,48 @@ class BoundHead(NamedTuple):
     hidden: torch.Tensor
     run: Callable[[], None]
     result: torch.Tensor
+
+
+class Variant(NamedTuple):
+    """What bodies of one model differ in: the optional records of a ForwardBatch. expands: prompts are expanded. width:
+    of the hidden states that come in (0: tokens do). overlaid: layers behind which an overlay adds rows (None: there is
+    none). taps: as those of ForwardBatch."""
+
+    expands: bool = False
+    width: int = 0
+    overlaid: tuple[int, ...] | None = None
+    taps: tuple[int, ...] = ()
+
+
+PLAIN, EXPANDED = Variant(), Variant(expands=True)
+
+
+class Body(NamedTuple):
+    """A variant as a program. states: plans of the layers that keep states (None: there are none). overlay: has the
+    overlay of a run called."""
+
+    program: RecordedProgram
+    states: StatePlans | None
+    overlay: RecordedOverlay | None
+
+
+class RecordedOverlay:
+    """An Overlay of placeholders: calls of the overlay that a run brings (`current`)."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self.current: Overlay[torch.Tensor] | None = None
+
+    def put(self, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.put(rows), x.width, [x])
+
+    def add(self, layer: int, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.add(layer, rows), x.width, [x])
+
+    @property
+    def _overlay(self) -> Overlay[torch.Tensor]:
+        assert self.current is not None, "a run brings its overlay"
+        return self.current
 
 
 class NativeModel:
@@ -68,13 +112,9 @@ class NativeModel:
         self._weight_bytes = weight_bytes
         self._rule = expansion_rule
         self._expanding: ExpandingAttention | None = None
-        self._expanded_body: RecordedProgram | None = None
-        """For steps with prompts that are expanded."""
         self._runtime = runtime
         self._backend: NativeAttention | NativeEncoder | None = None
-        self._body: RecordedProgram | None = None
-        self._states: StatePlans | None = None
-        """Of a body with layers that keep states."""
+        self._bodies: dict[Variant, Body] = {}
         self._head: RecordedProgram | None = None
         self._logits = FirstRows(torch.empty(0, 0))
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
@@ -92,8 +132,8 @@ class NativeModel:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:
-        self._backend = self._body = self._states = self._head = self._expanding = self._expanded_body = None
-        self._body_run = self._head_run = None
+        self._backend = self._head = self._expanding = self._body_run = self._head_run = None
+        self._bodies.clear()
         self._logits = FirstRows(torch.empty(0, 0))
 
     def weight_bytes(self) -> int:
@@ -103,7 +143,17 @@ class NativeModel:
     def output_size(self) -> int:
         return self._model.output_size
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    @property
+    def draft_head(self) -> NativeModel | None:
+        """The model's head for drafts, which computes natively; None for a model without."""
+        head = getattr(self._model, "draft_head", None)
+        return None if head is None else NativeModel(head, self._runtime)
+
+    def stage(self, numbers: range) -> NativeModel:
+        """As Decoder.stage: with programs of its own."""
+        return NativeModel(self._model.stage(numbers), self._runtime, self._rule, self._weight_bytes)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
         bound = self._body_run
         if bound is None or bound.version != batch.version:
@@ -127,18 +177,22 @@ class NativeModel:
         step = batch.attention
         assert isinstance(step, NativeAttentionStep | NativeEncoderStep), "a native model attends natively"
         num_rows = len(tensors[0])
-        body = self._body_for(step, num_rows)
-        result = body.result(num_rows if rows is None else len(rows))
+        variant = self._variant(batch, step)
+        program, states, overlay = self._body_for(variant, step, num_rows)
+        if overlay is not None:
+            overlay.current = batch.overlay
+        last, *tapped = program.results(num_rows, num_rows if rows is None else len(rows))
+        result = ForwardResult(last, dict(zip(variant.taps, tapped, strict=True)))
         if isinstance(step, NativeEncoderStep):
-            return BoundRun(0, body.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
-        states = None
-        if self._states is not None:
+            return BoundRun(0, program.bind(num_rows, tensors, step.encoder, read_rows=rows), result)
+        planned = None
+        if states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
-            states = self._states.set(batch.states)
-        bound = BoundRun(batch.version, body.bind(num_rows, tensors, step.plans, read_rows=rows, states=states), result)
-        if (
-            batch.version and self._states is None and self._rule is None
-        ):  # else the next step's states, or its program, are others
+            planned = states.set(batch.states)
+        hidden = () if batch.hidden is None else (cast("torch.Tensor", batch.hidden).contiguous(),)
+        run = program.bind(num_rows, tensors, step.plans, hidden, rows, planned)
+        bound = BoundRun(batch.version, run, result, hidden)
+        if batch.version and states is None and self._rule is None:  # else the next step's states or variant are others
             self._body_run = bound
         return bound
 
@@ -155,39 +209,53 @@ class NativeModel:
             self._head_run = bound
         return bound
 
-    def _body_for(self, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> RecordedProgram:
+    def _variant(self, batch: ForwardBatch, step: NativeAttentionStep | NativeEncoderStep) -> Variant:
         if self._backend is not step.backend:
-            self._body = self._expanded_body = self._expanding = None
-            self._backend = step.backend
+            self._bodies, self._backend, self._expanding = {}, step.backend, None
+        expands = False
         if self._rule is not None and isinstance(step, NativeAttentionStep):
             if self._expanding is None:
                 self._expanding = ExpandingAttention(step.backend, self._runtime, self._rule)
-            if self._expanding.plan(step.batch):
-                body = self._expanded_body
-                if body is None or body.max_rows < num_rows:
-                    self._expanded_body = None
-                    body = self._expanded_body = self._record_body(self._expanding, num_rows)
-                return body
-        if self._body is None or self._body.max_rows < num_rows:
-            self._body = None  # freed first, so that two arenas never exist at the same time
-            self._body = self._record_body(step.backend, num_rows)
-        return self._body
+            expands = self._expanding.plan(step.batch)
+        if batch.hidden is None and batch.overlay is None and not batch.taps:
+            return EXPANDED if expands else PLAIN
+        width = 0 if batch.hidden is None else cast("torch.Tensor", batch.hidden).shape[1]
+        overlaid = None if batch.overlay is None else tuple(batch.overlay.layers)
+        return Variant(expands, width, overlaid, batch.taps)
+
+    def _body_for(self, variant: Variant, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> Body:
+        body = self._bodies.get(variant)
+        if body is None or body.program.max_rows < num_rows:
+            body = None
+            self._bodies.pop(variant, None)  # freed first, so that two arenas of a variant never exist at one time
+            backend = self._expanding if variant.expands else step.backend
+            assert backend is not None, "a model that expands prompts has what does it"
+            body = self._bodies[variant] = self._record_body(variant, backend, num_rows)
+        return body
 
     def _record_body(
-        self, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
-    ) -> RecordedProgram:
+        self, variant: Variant, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
+    ) -> Body:
         self._body_run = self._head_run = None  # they keep the arena of the body that this one replaces
         recorder = Recorder()
-        batch = _recorded_batch(recorder, backend, self._model.columns)
-        result = _recorded(self._model.forward(batch))
-        self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
-        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
-
-    @property
-    def draft_head(self) -> NativeDraftHead | None:
-        """The model's head for drafts, which computes natively; None for a model without."""
-        head = getattr(self._model, "draft_head", None)
-        return None if head is None else NativeDraftHead(head, self._runtime)
+        overlay = None if variant.overlaid is None else RecordedOverlay(variant.overlaid)
+        token_ids, slot_positions, *others = (
+            RecordedIndices(recorder, number) for number in range(2 + len(self._model.columns))
+        )
+        batch = ForwardBatch(
+            token_ids,
+            slot_positions,
+            backend,
+            RecordedRows(recorder),
+            columns=dict(zip(self._model.columns, others, strict=True)),
+            hidden=recorder.external(variant.width, variant.width) if variant.width else None,
+            overlay=overlay,
+            taps=variant.taps,
+        )
+        hidden, tapped = self._model.forward(batch)
+        kept = [_recorded(tapped[layer]) for layer in variant.taps]
+        program = recorder.finish_program(_recorded(hidden), self._runtime, rounded_rows(num_rows), others=kept)
+        return Body(program, StatePlans(recorder.state_layers) if recorder.state_layers else None, overlay)
 
     def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
         self._head = None
@@ -199,47 +267,6 @@ class NativeModel:
         recorder.redirect(logits, recorder.external(logits.width, self._logits.rows.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
-
-
-class NativeDraftHead:
-    """A DraftHead over native kernels."""
-
-    def __init__(self, head: DraftHead, runtime: NativeRuntime) -> None:
-        self._head = head
-        self._runtime = runtime
-        self._backend: NativeAttention | None = None
-        self._bodies: dict[int, RecordedProgram] = {}
-
-    def cache_specs(self) -> list[LayerSpec]:
-        return self._head.cache_specs()
-
-    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, index: int = 0) -> torch.Tensor:
-        """As DraftHead.forward. The result lies in the program's own memory: the next call overwrites it."""
-        columns = cast("tuple[torch.Tensor, ...]", (batch.token_ids, batch.slot_positions))
-        rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
-        assert isinstance(step, NativeAttentionStep), "a native head attends natively"
-        if self._backend is not step.backend:
-            self._backend, self._bodies = step.backend, {}
-        body = self._bodies.get(index)
-        if body is None or body.max_rows < len(hidden):
-            body = self._record(step.backend, hidden.shape[1], len(hidden), index)
-        body.run(len(hidden), columns, step.plans, externals=(hidden.contiguous(),), read_rows=rows)
-        return body.result(len(hidden) if rows is None else len(rows))
-
-    def _record(self, backend: NativeAttention, size: int, num_rows: int, index: int) -> RecordedProgram:
-        self._bodies.pop(index, None)  # freed first, so that two arenas never exist at the same time
-        recorder = Recorder()
-        hidden = recorder.external(size, size)
-        result = _recorded(self._head.forward(hidden, _recorded_batch(recorder, backend), index))
-        self._bodies[index] = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
-        return self._bodies[index]
-
-
-def _recorded_batch(recorder: Recorder, backend: PlannedStep, names: Sequence[str] = ()) -> ForwardBatch:
-    """The placeholders of a step. names: columns that the model reads, numbered behind those of every step."""
-    token_ids, slot_positions, *others = (RecordedIndices(recorder, number) for number in range(2 + len(names)))
-    columns = dict(zip(names, others, strict=True))
-    return ForwardBatch(token_ids, slot_positions, backend, RecordedRows(recorder), columns=columns)
 
 
 def _recorded(value: Value) -> Buffer:

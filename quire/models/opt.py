@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import ReadRows, Value
+from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
@@ -75,6 +75,7 @@ class OPTForCausalLM(Decoder):
             "model.decoder.layers",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
+            context,
         )
         self._norm = self._final_norm(config, context)
         self._project_in = self._project_out = None
@@ -96,11 +97,13 @@ class OPTForCausalLM(Decoder):
         affine = fields.boolean("layer_norm_elementwise_affine", True)
         return LayerNorm(config.hidden_size, NORM_EPSILON, context, affine=affine)
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._tokens(batch.token_ids)
-        if self._project_in is not None:
-            x = self._project_in(x)
-        x = self.run_layers(self._positions(batch.slot_positions + POSITION_OFFSET, onto=x), None, batch)
-        if self._norm is not None:
-            x = self._norm(x)
+    def embed(self, token_ids: Indices) -> Value:
+        x = self._tokens(token_ids)
+        return x if self._project_in is None else self._project_in(x)
+
+    def enter(self, x: Value, batch: ForwardBatch) -> Value:
+        return self._positions(batch.slot_positions + POSITION_OFFSET, onto=x)
+
+    def leave(self, x: Value) -> Value:
+        x = super().leave(x)
         return x if self._project_out is None else self._project_out(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,23 +13,19 @@ from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.config.rope import read_rope
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.delta_net import DeltaNetShape, GatedDeltaNet
-from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.interleaved import shared_slot
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.layers.operations import RotationTable
-from quire.layers.rotary import RotaryEmbedding
 from quire.logging import get_logger
-from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, FeedForward, layer_attention, read_activation
+from quire.models.decoder import FeedForward, TextDecoder, layer_attention, read_activation, usual_rope
 from quire.models.draft_head import DraftHead
 from quire.models.mixture import mixture_block
 from quire.quantization.integer_weight import WeightSource
@@ -147,29 +144,17 @@ def _dense_block(config: ModelConfig, context: LayerContext) -> tuple[FeedForwar
     return mlp, prefixed("mlp", mlp.slots())
 
 
-class HybridDecoder(Decoder):
+class HybridDecoder(TextDecoder):
     """Rotary positions in the layers with attention alone; the states of the others know the order of tokens."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        fields = model_fields(config)
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
-        super().__init__(
-            [HybridLayer(config, context, layer) for layer in range(config.num_layers)],
-            "model.layers",
-            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
-            CheckpointNames.of(config),
-        )
-        rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
-        self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
-        epsilon = fields.number("rms_norm_eps", 1e-6)
-        self._norm = UnitOffsetRMSNorm(config.hidden_size, epsilon, context)
-        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
+        ropes = [usual_rope(config)] * config.num_layers
+        super().__init__(config, context, partial(HybridLayer, config, context), ropes, UnitOffsetRMSNorm)
         self.draft_head: DraftHead | None = None
         if config.shape.draft_layers:
             layers = _draft_layers(config, replace(context, expert_counts=None))
-            self.draft_head = DraftHead(config, epsilon, layers, self._embedding, self._rotary, context)
-            self.slots |= prefixed("mtp", self.draft_head.slots())
+            self.draft_head = DraftHead(config, layers, self._tokens, self._rotaries[0], self._head, context)
+            self.slots |= prefixed("mtp", self.draft_head.slots)
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
         if self.draft_head is None:
@@ -178,10 +163,6 @@ class HybridDecoder(Decoder):
         if self.draft_head is not None:
             size = sum(slot.nbytes for name, slot in self.slots.items() if name.startswith("mtp."))
             logger.info("%s of the weights are the head for drafts (load_draft_head=False: none)", format_bytes(size))
-
-    def forward(self, batch: ForwardBatch) -> Value:
-        x = self._embedding(batch.token_ids)
-        return self._norm(self.run_layers(x, self._rotary(batch.rotary_positions), batch))
 
 
 def _draft_layers(config: ModelConfig, context: LayerContext) -> list[HybridLayer]:

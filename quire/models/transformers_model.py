@@ -19,7 +19,7 @@ from quire.config.fallback import import_transformers
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 from quire.errors import ModelLoadError
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 from quire.models.eager_calls import EagerCalls
@@ -76,7 +76,9 @@ class TransformersModel:
         size: int = self._model.config.hidden_size
         return size
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
+        records = batch.hidden, batch.overlay, *batch.taps
+        assert records == (None, None), "modelling code takes tokens, and gives the last hidden states"
         token_ids, positions, rows = batch.token_ids, batch.rotary_positions, batch.logits_rows
         assert isinstance(token_ids, torch.Tensor), "modelling code takes tensors"
         assert isinstance(positions, torch.Tensor), "modelling code takes tensors"
@@ -84,9 +86,9 @@ class TransformersModel:
             output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         if rows is None:
-            return hidden
+            return ForwardResult(hidden)
         assert isinstance(rows, torch.Tensor), "modelling code takes tensors"
-        return hidden.index_select(0, rows)
+        return ForwardResult(hidden.index_select(0, rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._computed.hidden = hidden[None].to(self._context.dtype)

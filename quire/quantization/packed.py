@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -40,11 +40,13 @@ FLOAT_TYPES = {
     "bfloat16": _native.WeightType.BF16,
     "float16": _native.WeightType.F16,
 }
+GATED_PARTS = 2
 
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """matrices: one below the other, none until the format of the weights is known. whole: one matrix is asked for.
+    """matrices: one below the other, none until the format of the weights is known. (Where rows are gated, one,
+    or gate and up.) whole: one matrix is asked for.
     pending: quantised parts whose other parts have not come yet, by first row."""
 
     shape: LinearShape
@@ -100,8 +102,11 @@ class PackedLinear:
     def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
         shape = parameters.shape
         x.recorder.keep.append(parameters)
+        matrices = _native_matrices(parameters)
+        if shape.gated and len(matrices) == GATED_PARTS:
+            return _apply_gated(shape, matrices, x)
         out, row = residual, 0
-        for matrix, bias in _native_matrices(parameters):
+        for matrix, bias in matrices:
             out = x.recorder.call(
                 "linear",
                 shape.width,
@@ -188,9 +193,9 @@ class PackedLinear:
         shape = parameters.shape
         parts = [parameters.pending[row] for row in sorted(parameters.pending)]
         rounded, memory = self._format.rounded_activations, self._arena.allocate
-        is_whole = parameters.whole or shape.gated
-        runs = [parts] if is_whole else runs_of_blocks(parts)
-        packed = [pack_parts(run, shape, rounded_activations=rounded, memory=memory) for run in runs]
+        runs = [parts] if parameters.whole else runs_of_blocks(parts)
+        of_run = replace(shape, gated=False) if len(runs) > 1 else shape
+        packed = [pack_parts(run, of_run, rounded_activations=rounded, memory=memory) for run in runs]
         parameters.matrices = [matrix for matrix in packed if matrix is not None]
         for matrix in parameters.matrices:
             matrix.activation_bits = matrix.activation_bits or self._format.activation_bits
@@ -205,6 +210,30 @@ class PackedLinear:
             for row, part in parameters.pending.items():
                 matrix.load_dense(part.dequantize(), row)
         parameters.pending.clear()
+
+
+def _apply_gated(shape: LinearShape, matrices: Sequence[tuple[PackedMatrix, int]], x: Buffer) -> Buffer:
+    """activation(gate) * up, of two matrices: the products and the numbers that one gated matrix gives."""
+    gate, up = (
+        x.recorder.call(
+            "linear",
+            shape.width,
+            buffers={"x": x, "residual": None},
+            weight=matrix.as_native(),
+            bias=bias,
+            activation=ACTIVATIONS[activation],
+        )
+        for (matrix, bias), activation in zip(matrices, (shape.activation, None), strict=True)
+    )
+    return x.recorder.call(
+        "elementwise",
+        shape.width,
+        over=gate,
+        buffers={"x": gate, "y": up},
+        kind=_native.Elementwise.MULTIPLY,
+        factor=1.0,
+        width=shape.width,
+    )
 
 
 def _embed(

@@ -84,6 +84,7 @@ class PlanBuilder:
             block_ids=[list(table) for table in sequence.blocks.tables],
             sampling=sequence.sampling,
             columns=sequence.request.columns,
+            token_columns=sequence.request.token_columns,
         )
 
     @property

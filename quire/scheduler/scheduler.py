@@ -18,7 +18,7 @@ from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
     Drafter,
-    note_foreseen,
+    note_found_drafts,
     propose_drafts,
     take_accepted,
     take_back_rejected,
@@ -85,7 +85,7 @@ class Scheduler:
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
         """The workers can compute a sequence's last token again: not where it has changed a state, and not with drafts,
         whose number the workers keep."""
-        self._foresees = False
+        self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = count()
@@ -124,8 +124,9 @@ class Scheduler:
         request.sequences = create_sequences(request, source, self._seq_ids)
         self.matching.begin(request)
         if not request.bypass_prefix_cache:
+            keys = request.extra_keys(self.kv.block_size)
             for sequence in request.sequences:
-                sequence.chain = self.kv.new_chain(request.cache_salt, request.extra_keys)
+                sequence.chain = self.kv.new_chain(request.cache_salt, keys)
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
@@ -285,9 +286,9 @@ class Scheduler:
                 self._stats.draft_tokens_total += result.num_drafts
                 accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
                 self._stats.accepted_draft_tokens_total += accepted
-        if result.foreseen or self._foresees:
-            self._foresees = bool(result.foreseen)
-            note_foreseen(samples, result.foreseen)
+        if result.found_drafts or self._has_found_drafts:
+            self._has_found_drafts = bool(result.found_drafts)
+            note_found_drafts(samples, result.found_drafts)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
@@ -349,8 +350,8 @@ class Scheduler:
                 continue
             if sequence.foreseen is not None:
                 self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None:
-                others.append(sample)  # no constraint, or the sequence has ended
+            elif sequence.matcher is None or not new_ids:
+                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
             else:
                 sequence.num_pending_tokens -= 1
                 sequence.token_ids += new_ids
@@ -451,7 +452,7 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens
-            if max_drafts and num_tokens == 1 and end == known:
+            if max_drafts and num_tokens == 1 and end == known and (asks_always or sequence.num_found_drafts):
                 num_free = builder.budget - (len(running) - index) - num_reserved
                 drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
                 end += drafts.num_tokens

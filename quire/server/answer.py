@@ -7,21 +7,23 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import UNSET, UnsetType
 
 from quire.errors import UserError
+from quire.outputs import RequestOutput
+from quire.parsers.output import OutputDelta
 from quire.sampling_params import SamplingParams
 from quire.server.auth import client_of
 from quire.server.body import report_ignored
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
-from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
-from quire.server.protocol.common import AnswerTimes, Identifier
+from quire.server.protocol.chat import ChatBatchRequest, ChatLogprobs, ChatRequest
+from quire.server.protocol.common import AnswerTimes, Identifier, Usage
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.sampling import StreamOptions
 from quire.server.responses import json_response
@@ -31,6 +33,26 @@ MAX_BIAS = 100.0
 """The bound of `logit_bias`, which vLLM puts in the place of values beyond it."""
 
 Body = TypeVar("Body", ChatRequest, ChatBatchRequest, CompletionRequest)
+
+
+class Begin(NamedTuple):
+    """A choice begins; is_first: before all others. output: has what is said of the prompt."""
+
+    choice: int
+    output: RequestOutput
+    is_first: bool
+
+
+class Piece(NamedTuple):
+    """What is new in a choice: text, thoughts and calls of tools (`delta`), the log-probabilities and ids of its tokens
+    where the request asks for them, and its end."""
+
+    choice: int
+    delta: OutputDelta
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class Answer(ABC, Generic[Body]):
@@ -66,6 +88,16 @@ class Answer(ABC, Generic[Body]):
     @property
     def params(self) -> SamplingParams:
         return self._params
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the answer so far."""
+        return self._counter.usage()
+
+    @property
+    def times(self) -> AnswerTimes | None:
+        """Durations of the phases so far; None for several prompts."""
+        return self._counter.times()
 
     def _times(self) -> AnswerTimes | UnsetType | None:
         """What the phases of the request took, where the server tells that and the request does not refuse it; None for

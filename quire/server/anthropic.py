@@ -134,16 +134,7 @@ def _block(segment: Segment) -> AnswerBlock:
             return TextBlock(segment.text)
         case Kind.REASONING:
             return ThinkingBlock(segment.text)
-    return ToolUseBlock(segment.call_id, segment.name, _arguments(segment.text))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """What a model wrote; {} for what is cut off or no object."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return ToolUseBlock(segment.call_id, segment.name, segment.arguments)
 
 
 def _delta(kind: Kind, piece: str) -> dict[str, str]:

@@ -33,8 +33,10 @@ from quire.server.invocations import add_invocation_route
 from quire.server.json_bodies import JsonBodies
 from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
+from quire.server.llama_cpp import add_llama_cpp_routes
 from quire.server.load_report import LoadReports
 from quire.server.models import add_model_routes
+from quire.server.ollama import add_ollama_routes
 from quire.server.openai_responses import add_response_routes
 from quire.server.openapi import add_openapi_route
 from quire.server.pooling import add_pooling_routes
@@ -42,8 +44,8 @@ from quire.server.query import check_query
 from quire.server.request_log import RequestLog
 from quire.server.response_store import OwnResponses, Responses, ResponseStore
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
-from quire.server.settings import ServerSettings
-from quire.server.site import ANY, HostRules, RootPath, SiteGuard
+from quire.server.settings import LLAMA_CPP, OLLAMA, ServerSettings
+from quire.server.site import ANY, HostRules, OriginRules, RootPath, SiteGuard
 from quire.server.tokenize import add_tokenize_routes
 from quire.server.tracing import RequestTraces, TraceParents, make_provider
 from quire.utils.shared_numbers import Numbers
@@ -131,7 +133,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_metrics_route(app, context)
     add_live_routes(app, context)
     add_admin_routes(app, context)
-    add_home_routes(app, has_docs=not settings.disable_fastapi_docs)
+    add_doors(app, context)
+    add_home_routes(app, has_docs=not settings.disable_fastapi_docs, is_ollama=OLLAMA in settings.doors)
     if not settings.disable_fastapi_docs:
         add_openapi_route(app)
 
@@ -141,6 +144,14 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     add_middleware(app, settings, metrics, counter)
     add_observers(app, context)
     return app
+
+
+def add_doors(app: FastAPI, context: ServerContext) -> None:
+    """The APIs of other servers that the settings name."""
+    if OLLAMA in context.settings.doors:
+        add_ollama_routes(app, context)
+    if LLAMA_CPP in context.settings.doors:
+        add_llama_cpp_routes(app, context)
 
 
 class DirectRoute(APIRoute):
@@ -187,9 +198,11 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
     app.add_middleware(LoadReports, metrics=metrics)
     app.add_middleware(JsonBodies, max_total_bytes=settings.max_total_body_bytes)
     if settings.cors_allowed_origins:
+        rules = OriginRules(settings.cors_allowed_origins)
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_allowed_origins,
+            allow_origins=sorted(rules.origins),
+            allow_origin_regex=rules.pattern,
             allow_methods=["*"],
             allow_headers=["*"],
         )

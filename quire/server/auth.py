@@ -73,6 +73,8 @@ def key_check(keys: KeyRing, *, on_unix_socket: bool = False) -> Callable[[Reque
 def _network_of(request: Request) -> str:
     """The address of a client without a key; of IPv6 the network that one subscriber has."""
     host = "" if request.client is None else request.client.host
+    if ":" not in host:
+        return host
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

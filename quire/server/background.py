@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from quire.server.errors import ApiError, invalid_request, overloaded
-from quire.server.protocol.response_items import Listing
+from quire.server.protocol.response_items import Listing, StoredItems
 from quire.server.response_answer import ResponseAnswer
 from quire.server.response_store import ResponseRejection, Responses, StoredResponse
 
@@ -126,9 +126,9 @@ class BackgroundResponse:
 
     def begun(self, maker: int) -> StoredResponse:
         """What the store has of it from its beginning."""
-        body, (items, num_items) = msgspec.json.encode(self._answer.body), self._conversation
         events: list[bytes] | None = [] if self.is_streamed else None
-        return StoredResponse(body, items, num_items, False, True, events, maker)
+        body = msgspec.json.encode(self._answer.body)
+        return StoredResponse(body, StoredItems(self._conversation), False, True, events, maker)
 
     def stored(self) -> StoredResponse:
         stored = self._answer.stored(self._conversation)

@@ -18,7 +18,7 @@ from quire.logging import get_logger
 from quire.metrics.families import ToolReading
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.parsers.output import OutputDelta
-from quire.server.answer import Answer, add_answer_route
+from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import generate, render_chat, spaced
@@ -51,26 +51,6 @@ class Asked(NamedTuple):
 
     request_type: str
     is_streamed: bool
-
-
-class Begin(NamedTuple):
-    """A choice begins; is_first: before all others. output: has what is said of the prompt."""
-
-    choice: int
-    output: RequestOutput
-    is_first: bool
-
-
-class Piece(NamedTuple):
-    """What is new in a choice: text, thoughts and calls of tools (`delta`), the log-probabilities and ids of its tokens
-    where the request asks for them, and its end."""
-
-    choice: int
-    delta: OutputDelta
-    logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 class ChatAnswer(Answer[ChatRequest]):

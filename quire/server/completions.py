@@ -6,16 +6,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
+import msgspec
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import Prompt, num_prompt_tokens
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.server.answer import Answer, add_answer_route
+from quire.parsers.output import OutputDelta
+from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
 from quire.server.generation import generate, spaced
-from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
+from quire.server.logprobs import CompletionColumns, chat_logprobs, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
     CompletionChoice,
@@ -41,8 +43,17 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     ID_PREFIX = "cmpl"
 
-    def __init__(self, context: ServerContext, body: CompletionRequest, header_id: str | None = None) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: CompletionRequest,
+        header_id: str | None = None,
+        *,
+        ends_with_context: bool = False,
+    ) -> None:
+        """ends_with_context: as ChatAnswer has it, for the one prompt of the request."""
         super().__init__(context, body, header_id)
+        self._ends_with_context = ends_with_context
         self._vocab_size = context.engine.model_config.vocab_size
         self._weight = AnswerWeight(
             logprobs=None if body.logprobs is None else num_alternatives(body.logprobs, self._vocab_size),
@@ -99,6 +110,33 @@ class CompletionAnswer(Answer[CompletionRequest]):
             yield encode_event(last)
         yield DONE
 
+    async def events(self) -> AsyncGenerator[Begin | Piece, None]:
+        """What happens to the completions, as it happens, in the words of a chat: all of them is content."""
+        async with aclosing(await self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                for completion in output.outputs:
+                    index = prompt_index * self._params.n + completion.index
+                    if index not in self._begun:
+                        self._counter.count_output(prompt_index, output, count_completion=False)
+                        yield Begin(index, output, is_first=not self._begun)
+                        self._begun.add(index)
+                self._counter.count_output(prompt_index, output)
+                for completion in output.outputs:
+                    yield self._piece(prompt_index * self._params.n + completion.index, completion)
+
+    def _piece(self, index: int, completion: CompletionOutput) -> Piece:
+        body = self._body
+        return Piece(
+            index,
+            OutputDelta(content=completion.text),
+            None
+            if body.logprobs is None
+            else chat_logprobs(completion.token_ids, completion.logprobs or [], body.logprobs, self._tokenizer),
+            completion.token_ids if body.return_token_ids else None,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+
     def _index_of_text(self, prompt_index: int, output: RequestOutput) -> int:
         """The index of the choice to which the output adds a text and nothing else; -1: it says more."""
         if len(output.outputs) != 1 or not self._streams_texts:
@@ -109,8 +147,11 @@ class CompletionAnswer(Answer[CompletionRequest]):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
         prompts: list[Prompt] = list(body.prompts)
-        if body.tokenises_prompts:
+        if body.tokenises_prompts or self._ends_with_context:
             prompts = [await self._tokenised(prompt) for prompt in body.prompts]
+        limit, longest = self._params.max_tokens, self._context.engine.ready.max_model_len
+        if self._ends_with_context and limit is not None and limit > longest - num_prompt_tokens(prompts[0]):
+            self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(prompts)
         outputs = generate(
             self._context,

@@ -16,7 +16,7 @@ from quire.server.errors import overloaded, unavailable
 from quire.server.keys import Client
 from quire.server.response_store import Responses
 from quire.server.running import RunningAnswers
-from quire.server.settings import ServerSettings
+from quire.server.settings import OLLAMA, OLLAMA_TAG, ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
 
@@ -75,10 +75,15 @@ class ServerContext:
                 logger.warning("%s: the field %.100r of a request has no effect (logged once)", path, name)
 
     def served_name(self, model: str | None) -> str:
-        """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""
+        """The name to answer with. None asks for the default; raises UnknownModelError for any other model. Clients of
+        Ollama's API call `m` also `m:latest`, on all routes."""
         if model is None:
             return self.model_names[0]
         if model not in self.model_names:
+            if OLLAMA in self.settings.doors:
+                for name in (model.removesuffix(OLLAMA_TAG), model + OLLAMA_TAG):
+                    if name in self.model_names:
+                        return name
             nearest = nearest_name(model, self.model_names)
             served = ", ".join(self.model_names)
             raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
@@ -120,13 +125,12 @@ class ServerContext:
         self.engine.check_awake()
         if self.engine.refuses_new:
             raise unavailable("the engine is paused, and takes requests again after POST /resume")
-        num_waiting = self.engine.num_pending - self.engine.num_running
         limit = self.settings.max_num_queued
-        if limit is not None and num_waiting >= limit:
-            self._refuse("max_num_queued_reqs", f"{num_waiting} requests wait (limit {limit})")
-        num_tokens, limit = self.engine.num_queued_tokens, self.settings.max_num_queued_tokens
-        if limit is not None and num_tokens >= limit:
-            self._refuse("max_num_queued_tokens", f"{num_tokens} prompt tokens wait (limit {limit})")
+        if limit is not None and (number := self.engine.num_pending - self.engine.num_running) >= limit:
+            self._refuse("max_num_queued_reqs", f"{number} requests wait (limit {limit})")
+        limit = self.settings.max_num_queued_tokens
+        if limit is not None and (number := self.engine.num_queued_tokens) >= limit:
+            self._refuse("max_num_queued_tokens", f"{number} prompt tokens wait (limit {limit})")
 
     def _refuse(self, reason: str, what: str) -> NoReturn:
         """429, to be tried again when what waits now is done, as far as that can be told."""

@@ -115,6 +115,43 @@ _MESSAGES_ERROR_DETAILS = {"thread": {"error_code": "thread_unsupported_request"
 """Field that is wrong -> by what clients know that they have to send the whole conversation instead."""
 
 
+OLLAMA_PREFIX = "/api/"
+"""Under it errors have Ollama's shape."""
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """Ollama's shape of an error."""
+
+    error: str
+
+
+LLAMA_CPP_PATHS = frozenset(
+    {"/completion", "/completions", "/infill", "/props", "/slots", "/embedding", "/apply-template", "/v1/health"}
+)
+"""Routes whose errors have llama.cpp's shape."""
+
+
+class LlamaErrorDetail(msgspec.Struct):
+    code: int
+    message: str
+    type: str
+
+
+class LlamaErrorBody(msgspec.Struct):
+    """llama.cpp's shape of an error."""
+
+    error: LlamaErrorDetail
+
+
+_LLAMA_CPP_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+
+
 class ApiError(Exception):
     """A failure with its HTTP status; `detail` is what the client reads (`api_error` makes both)."""
 
@@ -202,6 +239,11 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         kind = _MESSAGES_ERROR_TYPES.get(error.status, "invalid_request_error")
         details = _MESSAGES_ERROR_DETAILS.get(error.detail.param or "", UNSET)
         return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message, details)))
+    if path.startswith(OLLAMA_PREFIX):
+        return msgspec.json.encode(OllamaErrorBody(error.detail.message))
+    if path in LLAMA_CPP_PATHS:
+        kind = _LLAMA_CPP_ERROR_TYPES.get(error.status, "invalid_request_error")
+        return msgspec.json.encode(LlamaErrorBody(LlamaErrorDetail(error.status, error.detail.message, kind)))
     detail, code = error.detail, error.detail.code
     if follows_vllm(scope.get("app")):
         detail = msgspec.structs.replace(detail, code=error.status, reason=UNSET if code is None else str(code))

@@ -1,9 +1,9 @@
 """What a request says besides the fields that its struct has: typing mistakes, unsupported fields, unknown ones.
 
-A struct tells of fields that it does not have by two class attributes: UNSUPPORTED, fields that would change the answer
--> the values that ask for nothing, and NO_EFFECT, fields that mean nothing here. A third one, EXTENSIONS, names objects
-whose keys are unknown fields each. Any other field is unknown: one letter away from a known name it is an error, else
-it is accepted and reported (docs/http-api.md).
+A struct tells of fields that it does not have by class attributes: UNSUPPORTED, fields that would change the answer ->
+the values that ask for nothing; NO_EFFECT, fields that mean nothing here; NOTED, the same, which are reported as
+unknown ones are; EXTENSIONS, objects whose keys are unknown fields each. Any other field is unknown: one letter away
+from a known name it is an error, else it is accepted and reported (docs/http-api.md).
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class _Check:
             return
         unknown = join(pattern, name)
         if unknown in self.unknown:
+            return
+        if any(name in getattr(kind, "NOTED", ()) for kind in kinds):
+            self.unknown.add(unknown)
             return
         if any(name in getattr(kind, "EXTENSIONS", ()) for kind in kinds) and not self._strict:
             if not isinstance(value, dict):

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from quire.dashboard.page import Page, load_page, load_reference
 from quire.server.auth import public
 
+OLLAMA_RUNS = "Ollama is running"
 
-def add_home_routes(app: FastAPI, *, has_docs: bool = True) -> None:
+
+def add_home_routes(app: FastAPI, *, has_docs: bool = True, is_ollama: bool = False) -> None:
     """The pages are the same for every server and tell nothing about this one, so they need no key; what they fetch
-    does, and the pages ask for it. has_docs: whether there is a reference."""
+    does, and the pages ask for it. has_docs: whether there is a reference. is_ollama: whether clients of Ollama, which
+    take no HTML, are told that it runs."""
     home, docs = _answer(load_page()), _answer(load_reference())
 
     @app.get("/")
+    @app.head("/")
     @public
-    async def live_page() -> Response:
+    async def page(request: Request) -> Response:
+        if is_ollama and "text/html" not in request.headers.get("accept", ""):
+            return Response(OLLAMA_RUNS, media_type="text/plain", headers={"Vary": "Accept"})
         return home()
 
     if not has_docs:

@@ -9,11 +9,13 @@ from starlette.applications import Starlette
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.auth import Endpoint
 from quire.server.errors import ApiError, error_response, invalid_request, unavailable
 
 FREE_BODY_BYTES = 64 * 1024
 """The beginning of a body, which does not count: however many large bodies hang, small requests come in."""
 RETRY_AFTER_SECONDS = 1
+_ANY_TYPE_MARK = "takes_any_content_type"
 IN_FLIGHT = "quire.body_in_flight"
 """The entry of a request's scope with its _BodyInFlight."""
 
@@ -31,10 +33,17 @@ def in_flight(scope: Scope) -> Iterator[None]:
             body.release()
 
 
+def any_type(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that reads bodies of any Content-Type as JSON, unless a page sends them (with an Origin)."""
+    setattr(endpoint, _ANY_TYPE_MARK, True)
+    return endpoint
+
+
 class JsonBodies:
     """Middleware that answers 415 to bodies that do not say they are JSON, and 503 while too many are in flight.
 
-    Forms and `text/plain` are what a page of another site can send without being asked first (CSRF).
+    Forms and `text/plain` are what a page of another site can send without being asked first (CSRF). Browsers send such
+    requests with an Origin, so routes of `any_type` take these types without one.
     A body is in flight until the application, having read it, asks for what comes after it, or is done.
 
     max_total_bytes: of all bodies in flight, without the first FREE_BODY_BYTES of each.
@@ -105,10 +114,13 @@ def _has_body(scope: Scope) -> bool:
 
 def _objection(scope: Scope) -> ApiError | None:
     app: Starlette | None = scope.get("app")
-    if app is not None and all(route.matches(scope)[0] is Match.NONE for route in app.routes):
+    found = [] if app is None else [route for route in app.routes if route.matches(scope)[0] is not Match.NONE]
+    if app is not None and not found:
         return None  # no route reads the body: the answer is 404
+    takes_any = any(getattr(getattr(route, "endpoint", None), _ANY_TYPE_MARK, False) for route in found)
+    is_page = any(name == b"origin" for name, _ in scope["headers"])
     types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
-    if len(types) != 1 or not _is_json(types[0]):
+    if not (takes_any and not is_page) and (len(types) != 1 or not _is_json(types[0])):
         message = "a request body must be JSON, with the header 'Content-Type: application/json'"
     elif any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
         message = "a request body must not be compressed (Content-Encoding)"

@@ -51,12 +51,21 @@ async def take_frame(context: ServerContext) -> Frame:
         model=context.model_names[0],
         backend=context.engine.ready.backend,
         max_model_len=context.engine.ready.max_model_len,
+        task=task_of(context),
         is_draining=context.draining,
         time_to_first_token=Observations(metrics.time_to_first_token.sum, metrics.time_to_first_token.count),
         stats=metrics.stats,
         kv=kv,
         shares=shares(metrics.stats),
     )
+
+
+def task_of(context: ServerContext) -> str:
+    """The `task` of a Frame."""
+    pooling = context.engine.model_config.pooling
+    if pooling is not None:
+        return pooling.task
+    return "completion" if context.tokenizer.chat_template is None else "chat"
 
 
 def parse_rate(text: str | None) -> float:

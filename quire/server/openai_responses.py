@@ -17,7 +17,7 @@ from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.errors import invalid_request
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.response_items import Continuation, Listing, ReadInput, UnresolvedItems
+from quire.server.protocol.response_items import Continuation, Listing, ReadInput, StoredItems, UnresolvedItems
 from quire.server.protocol.responses import NAMES, InputTokens, ItemList, ResponseDeleted, ResponsesRequest
 from quire.server.query import truth, whole_number
 from quire.server.reading import read_continuation, read_request
@@ -43,10 +43,10 @@ class _Kept(NamedTuple):
             raise not_found(response_id)
         return found
 
-    async def conversation(self, owner: str, response_id: str | None) -> bytes:
-        """Up to the end of the response that is gone on from, as JSON."""
+    async def conversation(self, owner: str, response_id: str | None) -> StoredItems:
+        """Up to the end of the response that is gone on from."""
         if response_id is None:
-            return b"[]"
+            return StoredItems()
         if (made := await find_anywhere(self.store, self.background, owner, response_id)) is not None:
             await made.settle()
         found = await self.store.find_response(owner, response_id)
@@ -57,10 +57,10 @@ class _Kept(NamedTuple):
             raise invalid_request(message, param="previous_response_id")
         return found.items
 
-    async def referenced(self, owner: str, response_id: str) -> bytes:
-        """The conversation of a response that item_references are of, as JSON; none while it is being made."""
+    async def referenced(self, owner: str, response_id: str) -> StoredItems:
+        """The conversation of a response that item_references are of; none while it is being made."""
         found = await self.store.find_response(owner, response_id)
-        return b"[]" if found is None or found.maker is not None else found.items
+        return StoredItems() if found is None or found.maker is not None else found.items
 
     async def chat(
         self, request: Request, context: ServerContext, body: ResponsesRequest
@@ -72,9 +72,8 @@ class _Kept(NamedTuple):
             owner = owner_of(request)
             before = await self.conversation(owner, body.previous_response_id)
             known = [await self.referenced(owner, each) for each in items.response_ids]
-            content = [before, items.items, *known]
-            going_on = Continuation(body.instructions, items.response_ids, [len(each) for each in content])
-            messages, items = await read_continuation(request, context, going_on, content)
+            going_on = Continuation.of(body.instructions, items, before, known)
+            messages, items = await read_continuation(request, context, *going_on)
         assert messages is not None
         return chat_body(body.to_chat(), messages, NAMES), items.listing
 
@@ -163,7 +162,7 @@ def _add_read_routes(app: FastAPI, kept: _Kept) -> None:
         stored = await kept.store.find_response(owner_of(request), response_id)
         if stored is None:
             raise not_found(response_id)
-        items = stored.conversation()[: stored.num_input]
+        items = stored.items.before.decoded()
         if order == "desc":
             items.reverse()
         if after is not None:

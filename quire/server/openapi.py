@@ -20,7 +20,15 @@ from quire.server.admin import (
     Status,
     TokenizerInfo,
 )
-from quire.server.errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
+from quire.server.errors import (
+    LLAMA_CPP_PATHS,
+    MESSAGES_PATH,
+    OLLAMA_PREFIX,
+    ErrorBody,
+    LlamaErrorBody,
+    MessagesErrorBody,
+    OllamaErrorBody,
+)
 from quire.server.health import Health, Load, Version
 from quire.server.invocations import InvocationRequest, InvocationResponse
 from quire.server.keys import KeyRing
@@ -28,7 +36,32 @@ from quire.server.protocol.anthropic import CountTokensRequest, MessageResponse,
 from quire.server.protocol.chat import ChatBatchRequest, ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.cohere import CohereEmbedRequest, CohereEmbedResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
+from quire.server.protocol.llama_cpp import (
+    LlamaCompletionRequest,
+    LlamaEmbedding,
+    LlamaEmbeddingRequest,
+    LlamaInfillRequest,
+    LlamaPrompt,
+    LlamaProps,
+    LlamaResponse,
+    LlamaSlot,
+)
 from quire.server.protocol.models import ModelCard, ModelList
+from quire.server.protocol.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+    OllamaGenerateRequest,
+    OllamaModelInfo,
+    OllamaModelRequest,
+    OllamaModels,
+    OllamaResponse,
+    OllamaRunningModels,
+    OllamaStatus,
+    OllamaVersion,
+)
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     ClassificationResponse,
@@ -87,6 +120,9 @@ RENDERING = frozenset(
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/tokenize",
+        "/api/chat",
+        "/api/generate",
+        "/apply-template",
     }
 )
 """Routes that render chat templates, in a process of their own."""
@@ -114,6 +150,15 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/invocations": [{"prompt": "def add(a, b):", "max_tokens": 16}, {"messages": _HELLO, "max_tokens": 16}],
     "/abort_requests": [{"request_ids": ["cmpl-1"]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
+    "/api/chat": [{"model": "MODEL", "messages": _HELLO, "stream": False, "options": {"num_predict": 16}}],
+    "/api/generate": [{"model": "MODEL", "prompt": "hello", "stream": False, "options": {"num_predict": 16}}],
+    "/api/embed": [{"model": "MODEL", **_TEXTS}],
+    "/api/embeddings": [{"model": "MODEL", "prompt": "one text"}],
+    **{path: [{"model": "MODEL"}] for path in ("/api/show", "/api/pull")},
+    **{path: [{"prompt": "hello", "n_predict": 16}] for path in ("/completion", "/completions")},
+    "/infill": [{"input_prefix": "def add(a, b):", "input_suffix": "\n", "n_predict": 16}],
+    "/embedding": [{"content": "one text"}],
+    "/apply-template": [{"messages": _HELLO}],
 }
 """Bodies of each route that takes one. MODEL stands for the first name of the model that is served."""
 
@@ -141,6 +186,7 @@ def _generating(summary: str, request: type[msgspec.Struct], response: type[msgs
 _RESPONSE_ID = {"response_id": "the id of the response"}
 _SCORE = _generating("Scores of pairs of texts", ScoreRequest, ScoreResponse)
 _RERANK = _generating("Documents in the order of their relevance", RerankRequest, RerankResponse)
+_NO_MODELS = Operation("Refused: the server serves the model that it was started with", OllamaStatus)
 _HEALTH = Operation("Whether requests can be served; 503 says why not", Health, is_public=True)
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -263,6 +309,42 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Take requests again", Sleeping, parameters={"tags": "weights, then kv_cache; none for both"}, is_admins=True
     ),
     ("get", "/is_sleeping"): Operation("Whether the engine sleeps", Sleeping, is_admins=True),
+    ("post", "/api/chat"): _generating("Answer a conversation, in Ollama's words", OllamaChatRequest, OllamaResponse),
+    ("post", "/api/generate"): _generating("Answer a prompt, in Ollama's words", OllamaGenerateRequest, OllamaResponse),
+    ("post", "/api/embed"): _generating("Vectors of texts, in Ollama's words", OllamaEmbedRequest, OllamaEmbedResponse),
+    ("post", "/api/embeddings"): _generating(
+        "The vector of a text, in Ollama's words", OllamaEmbeddingsRequest, OllamaEmbeddingsResponse
+    ),
+    ("get", "/api/tags"): Operation("The models, in Ollama's words", OllamaModels),
+    ("get", "/api/ps"): Operation("The models that are loaded: all", OllamaRunningModels),
+    ("get", "/api/version"): Operation("The version of Ollama's API", OllamaVersion, is_public=True),
+    ("post", "/api/show"): Operation("One model", OllamaModelInfo, OllamaModelRequest, names_model=True),
+    ("post", "/api/pull"): Operation(
+        "Nothing is fetched: 404 unless the model is served", OllamaStatus, OllamaModelRequest, names_model=True
+    ),
+    **{("post", f"/api/{name}"): _NO_MODELS for name in ("create", "copy", "push")},
+    ("post", "/api/blobs/{digest}"): _NO_MODELS._replace(parameters={"digest": "of the file"}),
+    ("delete", "/api/delete"): _NO_MODELS,
+    **{
+        ("post", path): _generating("Complete a prompt, in llama.cpp's words", LlamaCompletionRequest, LlamaResponse)
+        for path in ("/completion", "/completions")
+    },
+    ("post", "/infill"): _generating(
+        "Write what stands between two texts, in llama.cpp's words", LlamaInfillRequest, LlamaResponse
+    ),
+    ("post", "/embedding"): _generating(
+        "Vectors of texts, in llama.cpp's words: a list of these", LlamaEmbeddingRequest, LlamaEmbedding
+    ),
+    ("post", "/apply-template"): Operation(
+        "A conversation as the chat template writes it", LlamaPrompt, ChatRequest, names_model=True
+    ),
+    ("get", "/props"): Operation("What the server is, in llama.cpp's words", LlamaProps),
+    ("get", "/slots"): Operation(
+        "Places of the batch: a list of these",
+        LlamaSlot,
+        parameters={"fail_on_no_slot": "503 where all are taken"},
+    ),
+    ("get", "/v1/health"): _HEALTH,
 }
 """What is described: every route but the pages, streams of the live view, /metrics and this document. Those that a
 setting turns off are left out where they do not exist."""
@@ -295,7 +377,7 @@ def api_description(
     None: no key is asked for. model: the name in examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
     structs = [struct for each in operations.values() for struct in (each.request, each.response) if struct is not None]
-    structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody]))
+    structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody, OllamaErrorBody, LlamaErrorBody]))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(structs, references, strict=True))
     paths: dict[str, Any] = {}
@@ -304,8 +386,9 @@ def api_description(
         if each.response is not None:
             answer["200"]["content"] = _json(schemas[each.response])
         if each.request is not None and "stream" in each.request.__struct_fields__:
-            answer["200"]["content"]["text/event-stream"] = {}
-        error = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
+            is_ollama = path.startswith(OLLAMA_PREFIX)
+            answer["200"]["content"]["application/x-ndjson" if is_ollama else "text/event-stream"] = {}
+        error = _error_of(path)
         for status in statuses(each):
             answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[error])}
         operation: dict[str, Any] = {"summary": each.summary, "responses": answer}
@@ -324,6 +407,15 @@ def api_description(
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": SECURITY},
     }
+
+
+def _error_of(path: str) -> type[msgspec.Struct]:
+    """The shape of a route's errors."""
+    if path.startswith(OLLAMA_PREFIX):
+        return OllamaErrorBody
+    if path in LLAMA_CPP_PATHS:
+        return LlamaErrorBody
+    return MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
 
 
 def _asks_for_key(operation: Operation, keys: KeyRing) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -73,8 +73,9 @@ def add_pooling_route(
     task: str,
     body_type: type[Body],
     answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct | Response]],
+    mark: Callable[[Any], Any] | None = None,
 ) -> None:
-    """POST each of `paths`, for models that can do `task`."""
+    """POST each of `paths`, for models that can do `task`. mark: a decorator of the endpoint."""
 
     async def create(request: Request) -> Response:
         body = await read_request(request, context, body_type)
@@ -92,7 +93,7 @@ def add_pooling_route(
         return found if isinstance(found, Response) else json_response(found)
 
     for path in paths:
-        app.post(path)(create)
+        app.post(path)(create if mark is None else mark(create))
 
 
 def _check_task(context: ServerContext, task: str) -> None:

@@ -21,6 +21,7 @@ from quire.server.errors import ApiError, ErrorDetail, to_api_error
 from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.chat import ChatBatchRequest, ChatRequest
 from quire.server.protocol.messages import ChatMessage
+from quire.server.protocol.ollama import OllamaMessage
 from quire.server.protocol.response_items import (
     Continuation,
     ListedItems,
@@ -170,12 +171,12 @@ def input_of(parsed: ResponsesRequest) -> ReadInput:
 def conversations_of(parsed: Any) -> list[Messages]:
     """The messages of each conversation of a body; none where it has none. Raises UserError with the path of a field
     that is wrong."""
-    if getattr(parsed, "messages", None) is None:
+    if not getattr(parsed, "messages", None):
         return []
     if isinstance(parsed, ChatBatchRequest):
         return [messages_of(_written(each), f"messages[{index}]") for index, each in enumerate(parsed.messages)]
-    given = parsed.chat_messages if isinstance(parsed, ChatRequest | CountTokensRequest) else _written(parsed.messages)
-    return [messages_of(given)]
+    given = getattr(parsed, "chat_messages", None)
+    return [messages_of(_written(parsed.messages) if given is None else given)]
 
 
 def _written(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -188,5 +189,9 @@ def _message_lists(parsed: Any) -> list[list[Any]]:
 
 
 def _last_message(parsed: Any, message: Any) -> Any:
-    """Of the last message the API's process needs the role, and the text only where the answer repeats it."""
-    return message if isinstance(parsed, ChatRequest) and parsed.echo else type(message)(role=message.role, content="")
+    """Of the last message the API's process needs the role, the text only where the answer repeats it, and calls only
+    where an answer that goes on behind it may not."""
+    if isinstance(parsed, ChatRequest) and parsed.echo:
+        return message
+    calls = {"tool_calls": message.tool_calls} if isinstance(message, OllamaMessage) else {}
+    return type(message)(role=message.role, content="", **calls)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.errors import to_api_error
-from quire.server.protocol.response_items import InputItem, Listing, listed
+from quire.server.protocol.response_items import InputItem, Listing, StoredItems, listed
 from quire.server.protocol.response_tools import namespaces_of
 from quire.server.protocol.responses import (
     IncompleteDetails,
@@ -215,8 +215,8 @@ class ResponseAnswer:
         said = self.body.output or [OutputMessage(f"msg_{self.body.id[5:]}_0", [OutputText("")], "completed")]
         added = [listed(item, item.id or "") for item in msgspec.convert(msgspec.to_builtins(said), list[InputItem])]
         can_continue = self.body.status in ("completed", "incomplete")
-        items = b"%b,%b" % (conversation.items[:-1], _encoder.encode(added)[1:])
-        return StoredResponse(_encoder.encode(self.body), items, conversation.num_items, can_continue)
+        items = StoredItems(conversation, _encoder.encode(added))
+        return StoredResponse(_encoder.encode(self.body), items, can_continue)
 
     def _status_of(self, segment: Segment) -> str:
         """A part is incomplete when the turn ended within it, or before its own end."""

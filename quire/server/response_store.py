@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from quire.server.protocol.response_items import StoredItems
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -21,14 +23,13 @@ def response_event(name: str, number: int, /, **fields: Any) -> bytes:
 
 
 class StoredResponse(NamedTuple):
-    """body: the response as JSON. items: the whole conversation up to its end as JSON, as /input_items lists it, of
-    which `num_input` are before the answer. can_continue: whether it ended in its own time. in_background: whether it
-    was made so. events: of a response that was streamed in the background; none where they were lost. maker: the API
-    process that is still making it, by its session; then the other fields are as they were when it began."""
+    """body: the response as JSON. items: the whole conversation up to its end. can_continue: whether it ended in its
+    own time. in_background: whether it was made so. events: of a response that was streamed in the background; none
+    where they were lost. maker: the API process that is still making it, by its session; then the other fields are as
+    they were when it began."""
 
     body: bytes
-    items: bytes
-    num_input: int
+    items: StoredItems = StoredItems()
     can_continue: bool = True
     in_background: bool = False
     events: Sequence[bytes] | None = None
@@ -36,11 +37,7 @@ class StoredResponse(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.items) + sum(map(len, self.events or ()))
-
-    def conversation(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = msgspec.json.decode(self.items)
-        return items
+        return len(self.body) + self.items.num_bytes + sum(map(len, self.events or ()))
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
         """The events from number `first` on. Of a response whose events were lost, its end."""
@@ -93,7 +90,7 @@ class ResponseStore:
         """Take note of a response that `response.maker` begins to make, unless there is no room."""
         if (owner, response_id) in self._making:
             return ResponseRejection.IN_USE
-        num_bytes = sum(len(each.items) for each in self._making.values()) + len(response.items)
+        num_bytes = sum(each.items.num_bytes for each in self._making.values()) + response.items.num_bytes
         if len(self._making) >= self.max_entries or num_bytes > self.max_bytes:
             return ResponseRejection.NO_ROOM
         self._making[owner, response_id] = response

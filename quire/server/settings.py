@@ -22,6 +22,10 @@ MAX_PORT = 65535
 MAX_API_SERVERS = 64
 METRICS_NAMES = ("vllm", "quire", "both")
 DIALECTS = ("openai", "vllm")
+OLLAMA, LLAMA_CPP = "ollama", "llama.cpp"
+NO_DOORS = "none"
+OLLAMA_TAG = ":latest"
+"""The tag of a name that has none."""
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
@@ -45,7 +49,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         one; 0: only an engine that has died is followed by another one.
     api_server_count: processes that tokenise, parse and stream before the one engine (quire/server/api_processes.py).
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
-    cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
+    cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "scheme://*": all
+        of a scheme; "*": any.
     allowed_hosts: names in the Host header that are served besides those that the address listened on implies
         (quire/server/site.py); "*.example.com" stands for all names under it, "*" for any, which is the default on a
         Unix socket.
@@ -87,6 +92,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_head_size, max_num_headers: of the head of one request.
     dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
         or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
+    api: the APIs of other servers that are spoken besides, separated by commas, or "none" (docs/doors.md).
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -152,6 +158,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_store_size: int | str = "64MiB"
     enable_tokenizer_info_endpoint: bool = False
     dialect: str = "openai"
+    api: str = f"{OLLAMA},{LLAMA_CPP}"
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -222,6 +229,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         _check_choice("metrics_names", self.metrics_names, METRICS_NAMES)
         _check_choice("dialect", self.dialect, DIALECTS)
+        _ = self.doors
         if self.log_format is not None:
             _check_choice("log_format", self.log_format, LOG_FORMATS)
         for detail in ",".join(self.collect_detailed_traces).split(",") if self.collect_detailed_traces else ():
@@ -246,6 +254,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def follows_vllm(self) -> bool:
         return self.dialect == "vllm"
+
+    @property
+    def doors(self) -> frozenset[str]:
+        """The APIs of `api`. Raises ConfigError for one that there is not."""
+        names = [name.strip() for name in self.api.split(",")] if self.api != NO_DOORS else []
+        for name in names:
+            _check_choice("api", name, (OLLAMA, LLAMA_CPP, NO_DOORS))
+        if NO_DOORS in names:
+            raise ConfigError(f"api: {NO_DOORS!r} goes alone", param="api")
+        return frozenset(names)
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
@@ -364,7 +382,8 @@ HELP: dict[str, str] = {
     "api_server_count": "API processes in front of the engine: more where one is at the limit of its core",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
-    "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",
+    "cors_allowed_origins": "origin that browsers may call from ('app://*': all of a scheme, '*': any); may be given "
+    "several times",
     "allowed_hosts": "name that clients may call the server by, besides its own ('*.example.com': all names under it, "
     "'*': any); may be given several times",
     "keep_alive_timeout": "seconds that a connection may stay open between requests, and before the first",
@@ -402,6 +421,7 @@ HELP: dict[str, str] = {
     "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
     "trust_request_chat_template": "take chat templates from requests (chat_template)",
     "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
+    "api": "APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none",
     "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",
     "chat_template_content_format": "how chat templates get the content of messages: string, openai (a list of parts) "
     "or auto (as the template asks for it)",

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server.errors import ApiError, api_error, error_response, invalid_request, shorten
 
 ANY = "*"
+_ANY_HOST = "://*"
 MAX_SHOWN_CHARACTERS = 100
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -52,6 +53,23 @@ class HostRules:
         return name in self._machine
 
 
+class OriginRules:
+    """The origins that are `allowed` by name, and those of schemes that are allowed whole (`app://*`). pattern: a
+    regular expression of the latter; None: there are none."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        schemes = [origin.removesuffix(_ANY_HOST) for origin in allowed if origin.endswith(_ANY_HOST)]
+        self.origins = frozenset(origin for origin in allowed if not origin.endswith(_ANY_HOST))
+        self.pattern = f"(?:{'|'.join(map(re.escape, schemes))})://.*" if schemes else None
+
+    def allow(self, origin: str) -> bool:
+        return (
+            ANY in self.origins
+            or origin in self.origins
+            or (self.pattern is not None and re.fullmatch(self.pattern, origin) is not None)
+        )
+
+
 class SiteGuard:
     """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites that are not in `origins`.
 
@@ -61,7 +79,7 @@ class SiteGuard:
     def __init__(self, app: ASGIApp, hosts: HostRules, origins: Sequence[str]) -> None:
         self.app = app
         self._hosts = hosts
-        self._origins = frozenset(origins)
+        self._origins = OriginRules(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := await self._objection(scope)) is not None:
@@ -85,9 +103,9 @@ class SiteGuard:
             if not await self._hosts.allow(site[0]):
                 message = f"this server does not answer to the host {_shown(site[0])}: --allowed-hosts adds names"
                 return invalid_request(message, code="host_not_allowed", status=421)
-        if not origins or ANY in self._origins:
+        if not origins or ANY in self._origins.origins:
             return None
-        if len(origins) == 1 and (origins[0] in self._origins or _is_same_site(origins[0], scope["scheme"], site)):
+        if len(origins) == 1 and (self._origins.allow(origins[0]) or _is_same_site(origins[0], scope["scheme"], site)):
             return None
         message = f"pages of {_shown(', '.join(origins))} may not call this server: --cors-allowed-origins adds origins"
         return api_error(403, message, "origin_not_allowed")

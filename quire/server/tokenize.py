@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from quire.errors import UserError
 from quire.server.context import ServerContext
 from quire.server.generation import render_chat
+from quire.server.protocol.llama_cpp import LlamaPiece, LlamaTokens
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -25,6 +26,8 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
     async def tokenize(request: Request) -> Response:
         body = await read_request(request, context, TokenizeRequest)
         context.served_name(body.model)
+        if body.content is not None:
+            return json_response(await _in_llama_cpps_words(context, body, body.content))
         if body.messages is not None:
             tools = [tool.to_dict() for tool in body.tools] or None
             tokens = (await render_chat(context, body, tools, body.template_inputs)).token_ids
@@ -53,4 +56,16 @@ def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
         text = await engine.texts.off_loop(
             len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
-        return json_response(DetokenizeResponse(text))
+        return json_response(DetokenizeResponse(text, text))
+
+
+async def _in_llama_cpps_words(context: ServerContext, body: TokenizeRequest, text: str) -> LlamaTokens:
+    tokens = await context.engine.texts.encode(text, add_special_tokens=body.add_special)
+    if not body.with_pieces:
+        return LlamaTokens(tokens)
+    decode = context.tokenizer.decode
+
+    def work() -> list[LlamaPiece]:
+        return [LlamaPiece(token, decode([token], skip_special_tokens=False)) for token in tokens]
+
+    return LlamaTokens(await context.engine.texts.off_loop(len(tokens), work))

@@ -8,7 +8,7 @@ into their own events. What the chat endpoint learns (tools, reasoning, constrai
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -18,15 +18,17 @@ from fastapi import Request
 from quire.errors import EngineDeadError, UserError
 from quire.parsers.output import ToolCallDelta
 from quire.sampling_params import SamplingParams
-from quire.server.answer import header_id
+from quire.server.answer import Begin, Piece, header_id
 from quire.server.auth import client_of
 from quire.server.body import parse_fields, report_ignored
-from quire.server.chat import Asked, Begin, ChatAnswer, Piece
+from quire.server.chat import Asked, ChatAnswer
+from quire.server.completions import CompletionAnswer
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, unavailable
 from quire.server.generation import render_chat
 from quire.server.protocol.chat import ChatLogprob, ChatRequest
-from quire.server.protocol.common import Usage
+from quire.server.protocol.common import AnswerTimes, Usage
+from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.messages import ReadMessages
 from quire.tokenization.conversation import Messages
 
@@ -65,6 +67,15 @@ class Segment:
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; {} for a text that is cut off or no object."""
+        try:
+            value = msgspec.json.decode(self.text or "{}")
+        except msgspec.DecodeError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
 
 class Step(enum.Enum):
     """What happens to the turn: its first token, a part that begins, grows and ends."""
@@ -85,8 +96,8 @@ class Event(NamedTuple):
 class Turn:
     """A turn that is being generated. Its fields are complete when `events` has ended."""
 
-    def __init__(self, answer: ChatAnswer, names: dict[str, str]) -> None:
-        """names: as `begin_turn` has them."""
+    def __init__(self, answer: ChatAnswer | CompletionAnswer, names: dict[str, str]) -> None:
+        """answer: of a conversation, or of one prompt. names: as `begin_turn` has them."""
         self._answer, self._names = answer, names
         self.response_id = answer.engine_id
         """Another one for each request, so that a repeated X-Request-Id overwrites no stored response."""
@@ -106,6 +117,11 @@ class Turn:
     def usage(self) -> Usage:
         """Tokens of the turn so far."""
         return self._answer.usage
+
+    @property
+    def times(self) -> AnswerTimes:
+        """Durations of the phases so far."""
+        return self._answer.times or AnswerTimes()
 
     @property
     def params(self) -> SamplingParams:
@@ -231,10 +247,35 @@ def begin_turn(
     ends_with_context: bool = False,
 ) -> Turn:
     """Admit the request. asked, ends_with_context: as ChatAnswer has them. Raises ApiError."""
+
+    def answer() -> ChatAnswer:
+        return ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
+
+    return _begin(context, request, body.priority, answer, names)
+
+
+def begin_completion(
+    context: ServerContext, request: Request, body: CompletionRequest, names: dict[str, str], *, ends_with_context: bool
+) -> Turn:
+    """Admit a request that one prompt answers, without a chat template. Raises ApiError."""
+
+    def answer() -> CompletionAnswer:
+        return CompletionAnswer(context, body, header_id(request), ends_with_context=ends_with_context)
+
+    return _begin(context, request, body.priority, answer, names)
+
+
+def _begin(
+    context: ServerContext,
+    request: Request,
+    priority: int,
+    make: Callable[[], ChatAnswer | CompletionAnswer],
+    names: dict[str, str],
+) -> Turn:
     context.admit()
-    context.check_priority(body.priority, client_of(request))
+    context.check_priority(priority, client_of(request))
     try:
-        answer = ChatAnswer(context, body, header_id(request), ends_with_context=ends_with_context, asked=asked)
+        answer = make()
         # Tools are flat in these APIs.
         report_ignored(request, context, [name.replace("[].function", "[]") for name in answer.ineffective_fields])
         return Turn(answer, names)

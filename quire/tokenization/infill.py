@@ -30,17 +30,23 @@ _OTHER = "\u263a"
 """A character that no token has beside others."""
 
 
+def family_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
+    """The entry of FAMILIES whose tokens a tokenizer has; None: the model does not infill."""
+
+    def is_known(family: tuple[str, ...]) -> bool:
+        return all(part in (TEXT, SUFFIX) or tokenizer.token_to_id(part) is not None for part in family)
+
+    return next(filter(is_known, FAMILIES), None)
+
+
 def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids that ask for what stands between `text` and `suffix`.
 
     add_special_tokens: begin with what the tokenizer puts before any text, such as a beginning-of-sequence token.
     Raises UserError for a tokenizer without tokens for infilling.
     """
-    for family in FAMILIES:
-        marks = {mark: tokenizer.token_to_id(mark) for mark in family if mark not in (TEXT, SUFFIX)}
-        if None not in marks.values():
-            break
-    else:
+    family = family_of(tokenizer)
+    if family is None:
         raise UserError(
             "suffix needs a model that was trained to infill: this one's tokenizer has no tokens for it", param="suffix"
         )
@@ -50,7 +56,7 @@ def infill(tokenizer: Tokenizer, text: str, suffix: str, *, add_special_tokens: 
             found += tokenizer.encode(text, add_special_tokens=False)
         elif part == SUFFIX:
             found += _encode_inside(tokenizer, suffix)
-        elif (mark := marks[part]) is not None:
+        elif (mark := tokenizer.token_to_id(part)) is not None:
             found.append(mark)
     return found
 

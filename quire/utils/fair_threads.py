@@ -27,7 +27,8 @@ class _Item:
     due: float
     number: int
     is_long: bool = field(compare=False)
-    work: Callable[[], Any] | None = field(compare=False)
+    work: list[Callable[[], Any]] = field(compare=False)
+    """One; none once it has begun, or was cancelled."""
     future: Future[Any] = field(compare=False)
 
 
@@ -50,15 +51,19 @@ class FairThreads:
 
     def submit(self, size: float, work: Callable[[], T]) -> Future[T]:
         """Run `work` of `size` units for CALLER when its turn comes. A future that is cancelled before lets go of its
-        work at once. Raises RuntimeError after `shutdown`."""
+        work at once. Raises RuntimeError after `shutdown`.
+
+        The future is in no circle of references: what it brings, which may be large, is freed with its last user, and
+        not by a collection of garbage that any thread may run into."""
         due = self._clock.now() + size / UNITS_PER_SECOND
-        item = _Item(due, next(self._numbers), size > self._long_size, work, Future())
+        kept = [work]
+        item = _Item(due, next(self._numbers), size > self._long_size, kept, Future())
         with self._lock:
             heapq.heappush(self._waiting.setdefault(CALLER.get(), []), item)
 
         def drop(future: Future[T]) -> None:
             if future.cancelled():
-                item.work = None
+                kept.clear()
 
         item.future.add_done_callback(drop)
         self._threads.submit(self._work)
@@ -80,15 +85,15 @@ class FairThreads:
             del item  # nothing of it is kept while this thread waits
 
     def _do(self, item: _Item) -> None:
-        work, item.work = item.work, None
-        if work is None or not item.future.set_running_or_notify_cancel():
+        if not item.future.set_running_or_notify_cancel():
             return
+        work = item.work.pop()
         try:
-            result = work()
+            item.future.set_result(work())
         except BaseException as error:
             item.future.set_exception(error)
-        else:
-            item.future.set_result(result)
+        finally:
+            del item, work  # the error has this frame in its traceback
 
     def _next(self) -> _Item | None:
         """Take the next work that may run: the first of the caller whose turn it is."""

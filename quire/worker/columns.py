@@ -5,7 +5,9 @@ the columns of its model once: gathering (NumPy, native or on a device), upload,
 programs follow `ColumnValues`, and none of them names a column. A model that reads none pays nothing.
 
 A request brings one 32-bit integer for each column that concerns it (`EngineRequest.columns`), which its row keeps; a
-rule makes the values of its tokens from it. Requests of equal values alone share blocks of the prefix cache.
+rule makes the values of its tokens from it. Where no rule gives them, as positions of an image's patches, the request
+lists those of its tokens (`EngineRequest.token_columns`). Requests of equal values alone share blocks of the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from quire.layers.batch import NO_COLUMNS
+from quire.layers.batch import NO_COLUMNS, ROTARY_COLUMNS
+from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
+from quire.worker.listed_values import ListedValues
+
+NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
 
 class Rule(IntEnum):
@@ -41,15 +48,15 @@ class Column:
     rule: Rule
 
 
-STEP_COLUMNS = (Column("segments", Rule.REACHED), Column("rotary_positions", Rule.SHIFTED))
+STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS))
 """`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-`rotary_positions`: positions for rotations alone, where they differ from those of the KV cache's slots."""
+ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots."""
 
 
 class ColumnValues:
     """The columns that one model reads, C of them, and what rows hold of them.
 
-    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64.
+    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: what no rule gives.
     """
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
@@ -58,23 +65,35 @@ class ColumnValues:
         self.names = tuple(names)
         self.rules = np.array([entries[name].rule for name in names], np.int32)
         self.rows = np.zeros((num_rows, len(names)), np.int64)
+        self.listed = ListedValues(num_rows)
 
-    def set(self, row: int, values: Mapping[str, int]) -> None:
-        """Set the values of a row; 0 for a column that `values` does not name."""
-        if self.names:
-            self.rows[row] = [values.get(name, 0) for name in self.names]
+    def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
+        """Set the values of a row; 0 for a column that `values` does not name. lists: as `token_columns` of
+        NewSequence."""
+        if not self.names:
+            return
+        self.rows[row] = [values.get(name, 0) for name in self.names]
+        named = [lists.get(name) for name in self.names]
+        self.listed.set(row, named, lambda of_rows: self._ruled(of_rows, np.arange(len(of_rows))), self.rows[row])
 
     def copy(self, source: int, destination: int) -> None:
         self.rows[destination] = self.rows[source]
+        self.listed.copy(source, destination)
 
     def of_tokens(self, batch: InputBatch) -> Mapping[str, torch.Tensor]:
         """The values of a batch's tokens, [T] int64 each."""
         if not self.names:
             return NO_COLUMNS
-        positions, values = batch.positions, np.repeat(self.rows[batch.rows], batch.counts, axis=0)
-        found: dict[str, torch.Tensor] = {}
-        for name, rule, value in zip(self.names, self.rules, values.T, strict=True):
-            if rule == Rule.REACHED:
-                value = ((value > 0) & (positions >= value)).astype(np.int64)
-            found[name] = torch.from_numpy(value + positions if rule == Rule.SHIFTED else value.copy())
+        values = self._ruled(np.repeat(self.rows[batch.rows], batch.counts, axis=0), batch.positions)
+        listed = self.listed.of_batch(batch)
+        if listed is not None:
+            values[:, listed[0]] = listed[1]
+        return dict(zip(self.names, torch.from_numpy(values), strict=True))
+
+    def _ruled(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """values: of their rows, [T, C]; positions: [T]. Returns the tokens', [C, T]."""
+        found = np.ascontiguousarray(values.T)
+        found[self.rules == Rule.SHIFTED] += positions
+        reached = self.rules == Rule.REACHED
+        found[reached] = (found[reached] > 0) & (positions >= found[reached])
         return found

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quire.attention.device_batch import DeviceBatch, StateKernels
+from quire.attention.device_batch import NO_PROMPTS, DeviceBatch, StateKernels, TokenColumns
 from quire.attention.interface import PlannedStep
 from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
 from quire.attention.states import StateBackend
 from quire.kernels.arguments import HeadWeights
-from quire.layers.batch import ForwardBatch, TokenColumns
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.overlay import RowOverlay
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
-from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind
+from quire.worker.graph_dispatch import Execution, ExecutionSettings
 from quire.worker.platform.graph_capture import Graph, GraphCapture, capturing
 
 logger = get_logger(__name__)
@@ -51,8 +52,8 @@ class DeviceBackends(NamedTuple):
     ) -> ForwardBatch:
         """The input of a forward pass. logits_rows: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
-        token_ids, others = columns
-        return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, others)
+        token_ids, others, hidden = columns
+        return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, others, hidden=hidden)
 
 
 PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
@@ -62,13 +63,15 @@ PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
 @dataclass(frozen=True)
 class PassShape:
     """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
-    be. num_rows: [1] int32, gets how many tokens of a pass are no padding (None: nothing asks)."""
+    be. num_rows: [1] int32, gets how many tokens of a pass are no padding (None: nothing asks). taps: as those of
+    ForwardBatch, of every pass."""
 
     attention_size: int
     longest: int
     dtype: torch.dtype
     device: torch.device
     num_rows: torch.Tensor | None = None
+    taps: tuple[int, ...] = ()
 
 
 class CudaGraphRunner:
@@ -84,23 +87,27 @@ class CudaGraphRunner:
     ) -> None:
         """capture: None where there are no graphs; then `settings` must allow none."""
         self.settings = settings
+        self._all = settings.executions()
+        assert capture is not None or not self._all, "CUDA graph sizes are configured, but no GraphCapture was given"
         largest_piecewise = max(settings.piecewise_sizes, default=0)
-        largest = max(largest_piecewise, *settings.full_sizes, 0)
-        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
+        largest = max((each.num_tokens for each in self._all), default=0)
         self.model = model
         self._backends = backends
         self._longest = shape.longest
         self._num_rows = shape.num_rows
+        self._taps = shape.taps
         self._capture_of = capture
-        self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
+        self._largest = largest
+        self._results: list[torch.Tensor] = []
+        """Of captured passes: [largest, size] each, the hidden states and what is tapped."""
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
-        self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
-        piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
-        full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
+        self._captured: dict[Execution, _CapturedPass] = {}
+        pieces = [each for each in self._all if each.kind == "piecewise"]
+        full = [each for each in self._all if each.kind == "full"]
+        full.sort(key=lambda each: each.num_tokens, reverse=True)
         # Largest first: the others then fit into its memory.
-        self._at_start = (*piecewise[:1], *full)
-        self._all = (*self._at_start, *piecewise[1:])
-        self._wanted = list(self._all)
+        self._at_start = (*pieces[:1], *full)
+        self._wanted = [*self._at_start, *pieces[1:]]
 
     @property
     def num_captured(self) -> int:
@@ -118,30 +125,42 @@ class CudaGraphRunner:
         batch: DeviceBatch,
         columns: TokenColumns,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        overlay: RowOverlay | None = None,
+    ) -> ForwardResult[torch.Tensor]:
         """One forward pass over `batch` and its columns, prepared at the execution's sizes. rows: [R], those that are
-        read (None: all). Captured passes compute all rows, since R differs from step to step.
+        read (None: all). Captured passes compute all rows, since R differs from step to step. overlay: of a step that
+        is not run as a full graph.
 
-        Returns the hidden states [R, hidden]; the next call may overwrite them. Padded rows are undefined.
+        Returns the hidden states [R, hidden] and what is tapped; the next call may overwrite them. Padded rows are
+        undefined.
         """
         if self._num_rows is not None:
             self._num_rows.copy_(batch.query_start[-1:])
         if execution.kind == "eager":
-            return self._forward(batch, columns, rows)
-        hidden = self._run_captured(execution, batch, columns)
-        return hidden if rows is None else hidden.index_select(0, rows)
+            return self._forward(batch, columns, rows, overlay)
+        result = self._run_captured(execution, batch, columns, overlay)
+        return result if rows is None else result._replace(hidden=result.hidden.index_select(0, rows))
 
-    def _run_captured(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> torch.Tensor:
+    def _run_captured(
+        self, execution: Execution, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None
+    ) -> ForwardResult[torch.Tensor]:
         if execution.kind == "full":
+            assert overlay is None, "an overlay's rows are applied between pieces"
             # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
-            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
-        captured = self._captured.get((execution.kind, execution.num_tokens))
+            rows = execution.num_tokens // execution.num_seqs
+            batch = replace(batch, max_query_len=rows, max_seq_len=self._longest, host=NO_PROMPTS)
+        key = replace(execution.captured_as, overlaid=None if overlay is None else overlay.layers)
+        captured = self._captured.get(key)
         if captured is None:
-            hidden = self._forward(batch, columns)
-            self._capture(execution, batch, columns)
-            return hidden
-        captured.replay(batch, columns)
-        return self._hidden[: execution.num_tokens]
+            result = self._forward(batch, columns, None, overlay)
+            self._results = self._results or [
+                each.new_zeros(self._largest, each.shape[1]) for each in (result.hidden, *result.tapped.values())
+            ]
+            self._capture(key, batch, columns)
+            return result
+        captured.replay(batch, columns, overlay)
+        hidden, *tapped = (each[: execution.num_tokens] for each in self._results)
+        return ForwardResult(hidden, dict(zip(self._taps, tapped, strict=True)))
 
     def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
         """Capture all full graphs and the largest piecewise ones, as far as memory allows. As `capture_next`."""
@@ -162,19 +181,19 @@ class CudaGraphRunner:
         batch: DeviceBatch,
         columns: TokenColumns,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.model.forward(self._backends.forward_batch(columns, batch, rows))
+        overlay: RowOverlay | None = None,
+    ) -> ForwardResult[torch.Tensor]:
+        inputs = self._backends.forward_batch(columns, batch, rows)
+        return self.model.forward(inputs._replace(overlay=overlay, taps=self._taps))
 
-    def _capture(self, execution: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
-        self._wanted = [
-            each for each in self._wanted if (each.kind, each.num_tokens) != (execution.kind, execution.num_tokens)
-        ]
+    def _capture(self, key: Execution, batch: DeviceBatch, columns: TokenColumns) -> None:
+        self._wanted = [each for each in self._wanted if each != key]
         if self._capture_of is None:
             return
-        captured = self._try_capture(self._capture_of, execution.kind, batch, columns)
+        captured = self._try_capture(self._capture_of, key, batch, columns)
         if captured is None:
             self._capture_of.make_room()
-            captured = self._try_capture(self._capture_of, execution.kind, batch, columns)
+            captured = self._try_capture(self._capture_of, key, batch, columns)
         if captured is None:
             # Graphs only save time: the captured ones stay, other sizes run eagerly.
             self._wanted.clear()
@@ -186,38 +205,45 @@ class CudaGraphRunner:
                 len(self._all),
             )
             return
-        self._captured[execution.kind, execution.num_tokens] = captured
+        self._captured[key] = captured
 
     def _try_capture(
-        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, columns: TokenColumns
+        self, capture: GraphCapture, key: Execution, batch: DeviceBatch, columns: TokenColumns
     ) -> _CapturedPass | None:
         """None when memory has run out."""
-        make = self._capture_full if kind == "full" else self._capture_pieces
         try:
             with capturing(capture):
-                return make(capture, batch, columns)
+                if key.kind == "full":
+                    return self._capture_full(capture, batch, columns)
+                return self._capture_pieces(capture, batch, columns, key.overlaid)
         except torch.OutOfMemoryError:
             return None
 
     def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, columns: TokenColumns) -> _CapturedPass:
         capture.begin_capture()
-        self._hidden[: batch.num_tokens].copy_(self._forward(batch, columns))
+        self._keep(self._forward(batch, columns), batch.num_tokens)
         return _FullPass(capture.end_capture(), _addresses(batch, columns))
 
-    def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, columns: TokenColumns) -> _CapturedPass:
-        pieces = _Pieces(capture, self._attended)
+    def _capture_pieces(
+        self, capture: GraphCapture, batch: DeviceBatch, columns: TokenColumns, overlaid: tuple[int, ...] | None
+    ) -> _CapturedPass:
+        pieces = _Pieces(capture, self._attended, overlaid or ())
         capture.begin_capture()
-        token_ids, others = columns
-        hidden = self.model.forward(
-            ForwardBatch(token_ids, batch.slot_positions, pieces, states=pieces, columns=others)
-        )
-        self._hidden[: batch.num_tokens].copy_(hidden)
+        token_ids, others, hidden = columns
+        inputs = ForwardBatch(token_ids, batch.slot_positions, pieces, states=pieces, columns=others, hidden=hidden)
+        overlay = None if overlaid is None else pieces
+        self._keep(self.model.forward(inputs._replace(overlay=overlay, taps=self._taps)), batch.num_tokens)
         last = capture.end_capture()
         return _PiecewisePass(self._backends, pieces.graphs, pieces.calls, last, _token_addresses(batch, columns))
 
+    def _keep(self, result: ForwardResult[torch.Tensor], num_tokens: int) -> None:
+        """Copy what a captured pass computes to where every pass leaves it."""
+        for kept, computed in zip(self._results, (result.hidden, *result.tapped.values()), strict=True):
+            kept[:num_tokens].copy_(computed)
+
 
 class _CapturedPass(Protocol):
-    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None: ...
+    def replay(self, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -227,15 +253,15 @@ class _FullPass:
     graph: Graph
     inputs: tuple[int, ...]
 
-    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None:
+    def replay(self, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None) -> None:
         assert _addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         self.graph.replay()
 
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """A call between two pieces, on memory that the pieces share: of the attention back end's step, or (`run`) of the
-    step of layers that keep states."""
+    """A call between two pieces, on memory that the pieces share: of the attention back end's step, of the step of
+    layers that keep states, or of the overlay."""
 
     method: str
     args: tuple[Any, ...]
@@ -251,22 +277,24 @@ class _PiecewisePass:
     last: Graph
     inputs: tuple[int, ...]
 
-    def replay(self, batch: DeviceBatch, columns: TokenColumns) -> None:
+    def replay(self, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None) -> None:
         assert _token_addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
+        others = {"compute_states": states, "put": overlay, "add": overlay}
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
-            getattr(states if call.method == "compute_states" else step, call.method)(*call.args)
+            getattr(others.get(call.method, step), call.method)(*call.args)
         self.last.replay()
 
 
 class _Pieces:
-    """Takes the place of the attention back end's step, and of the states', while pieces are captured: each call ends
-    one piece and begins the next."""
+    """Takes the place of the attention back end's step, of the states' and of an overlay, while pieces are captured:
+    each call ends one piece and begins the next."""
 
-    def __init__(self, capture: GraphCapture, attended: torch.Tensor) -> None:
+    def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
         """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
-        next call overwrites it."""
+        next call overwrites it. layers: as those of an Overlay."""
+        self.layers = layers
         self._capture = capture
         self._attended = attended
         self.graphs: list[Graph] = []
@@ -275,7 +303,7 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: qkv.shape[0]]
+        out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend", (heads,), qkv, rotation, out)
         return out
 
@@ -285,7 +313,7 @@ class _Pieces:
     def attend_cached(
         self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self._attended[: query.shape[0]]
+        out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
         self._between("attend_cached", (heads,), query, rotation, out)
         return out
 
@@ -297,7 +325,7 @@ class _Pieces:
         selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = self._attended[: inputs[0].shape[0]]
+        out = self._part(inputs[0], shape.num_heads * shape.rank)
         self._between("attend_latent", (shape,), inputs, rotation, selected, out)
         return out
 
@@ -309,8 +337,7 @@ class _Pieces:
         rotation: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, width = inputs[0].shape[0], shape.num_heads * expansion.value_dim
-        out = self._attended.view(-1)[: num_tokens * width].view(num_tokens, width)
+        out = self._part(inputs[0], shape.num_heads * expansion.value_dim)
         self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
         return out
 
@@ -321,6 +348,18 @@ class _Pieces:
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("compute_states", (kernels, weights), *tensors)
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        self._between("put", (), x)
+        return x
+
+    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        self._between("add", (layer,), x)
+        return x
+
+    def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """[T, width] of the shared output, contiguous: layers differ in their widths."""
+        return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
     def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
         """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
@@ -342,8 +381,9 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
 
 def _token_addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:
     """The addresses of what a model reads of a step's tokens."""
-    token_ids, others = columns
-    return tuple(tensor.data_ptr() for tensor in (token_ids, batch.slot_positions, *others.values()))
+    token_ids, others, hidden = columns
+    tensors = (token_ids, batch.slot_positions, *others.values(), hidden)
+    return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
 def _addresses(batch: DeviceBatch, columns: TokenColumns) -> tuple[int, ...]:

@@ -38,11 +38,11 @@ class Placed(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Of N samples in result order. counts: tokens that each gets (None: one each). foreseen: drafts for the next step
+    """Of N samples in result order. counts: tokens that each gets (None: one each). found: drafts for the next step
     of each (None: there are none)."""
 
     counts: Deferred[list[int]] | None = None
-    foreseen: Deferred[list[int]] | None = None
+    found: Deferred[list[int]] | None = None
 
 
 NOTHING_ACCEPTED = Accepted()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from quire.worker.overlays import StepOverlay
     from quire.worker.request_state import RequestState
 
 
@@ -19,7 +20,8 @@ class InputBatch(NamedTuple):
     logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
     all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
     rows_version: batches of one version, but 0, have the same rows. num_drafts: [S] int64, how many of the last tokens
-    are drafts (None: none is); their hidden states are read, and that of the token before them.
+    are drafts (None: none is); their hidden states are read, and that of the token before them. overlay: rows that
+    take the place of tokens' embeddings (None: there are none).
     """
 
     rows: np.ndarray
@@ -31,6 +33,7 @@ class InputBatch(NamedTuple):
     read_start: np.ndarray
     rows_version: int = 0
     num_drafts: np.ndarray | None = None
+    overlay: StepOverlay | None = None
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
@@ -69,6 +72,11 @@ class InputBatch(NamedTuple):
         """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
         grids follow it and graphs are captured over such batches."""
         return int(self.counts.max(initial=1))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token, and drafts behind it."""
+        return self.num_tokens == len(self.rows) + (0 if self.num_drafts is None else int(self.num_drafts.sum()))
 
     @property
     def max_seq_len(self) -> int:

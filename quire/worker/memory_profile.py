@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
 from quire.config.model import ModelConfig
 from quire.kv_cache.sizing import MemoryProfile
 from quire.models.interface import CausalLM
@@ -12,7 +16,7 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
     """Measure what is available, then what the largest step takes; estimate where that cannot be measured. Raises
     InsufficientMemoryError when the step itself does not fit."""
     available = meter.free()
-    activations = estimate_activations(config, limits.max_num_tokens, limits.max_num_seqs)
+    activations = estimate_activations(config, limits.max_num_tokens, limits.max_num_rows)
     measured = meter.step_bytes(model, limits, activations)
     if measured is not None:
         activations = measured
@@ -20,11 +24,16 @@ def measure_memory(model: CausalLM, config: ModelConfig, limits: StepLimits, met
     return MemoryProfile(available, activations, model.weight_bytes(), device)
 
 
-def estimate_activations(config: ModelConfig, num_tokens: int, num_seqs: int) -> int:
+def estimate_activations(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
     """A generous estimate of the peak in bytes, everything in float32: per token three copies of the widest
     intermediate, six of the hidden state and three of query, key and value; per sampled row five of the logits."""
     named = (config.hf.get(name) for name in ("intermediate_size", "ffn_dim", "n_inner"))
     intermediate = next((int(size) for size in named if size), 4 * config.hidden_size)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 6 * config.hidden_size + 3 * intermediate + 3 * heads
-    return 4 * (num_tokens * per_token + 5 * num_seqs * config.vocab_size)
+    return 4 * (num_tokens * per_token + 5 * num_rows * config.vocab_size)
+
+
+def dummy_columns(names: Sequence[str], token_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Columns of a dummy pass over `token_ids`, [T]: zeros."""
+    return {name: torch.zeros_like(token_ids) for name in names}

@@ -23,6 +23,7 @@ from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
 from quire.worker.nonfinite import report_nonfinite
+from quire.worker.overlays import NO_OVERLAYS, OverlaySource
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
 from quire.worker.pooling import PooledRows, add_pooled, generated_samples, pooled_rows, pooling_batch
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
@@ -60,7 +61,7 @@ class Launched:
         nonfinite: Sequence[int] = ()
         if samples is not None:
             found = samples.assemble(hosts)
-            accepted, foreseen = self.accepted
+            accepted, drafts = self.accepted
             if accepted is None:
                 token_ids, logprobs, result.candidates, nonfinite = found
                 result.token_ids = [[token_id] for token_id in token_ids]
@@ -70,8 +71,8 @@ class Launched:
                 assert self.sampled is not None, "samples have rows"
                 assert self.sampled.firsts is not None, "drafts have rows"
                 nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.read(hosts))
-            if foreseen is not None:
-                result.foreseen = {index: count for index, count in enumerate(foreseen.read(hosts)) if count}
+            if drafts is not None:
+                result.found_drafts = {index: count for index, count in enumerate(drafts.read(hosts)) if count}
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -110,7 +111,9 @@ class ModelRunner:
         transfers: BlockTransfers,
         vocab_size: int,
         pooling: PoolingConfig | None = None,
+        overlays: OverlaySource = NO_OVERLAYS,
     ) -> None:
+        self._overlays = overlays
         self._compute = compute
         self._requests = requests
         self._transfers = transfers
@@ -127,12 +130,15 @@ class ModelRunner:
         transfers.wait()
         requests.update(plan)
         placed: Placed | None = None
-        if plan.num_drafts or (self._compute.has_drafts and requests.is_behind(plan)):
+        if requests.has_drafts(plan):
             placed = requests.columns.place_drafts(plan, requests)
         starts, counts, num_drafts = placed or (plan.start_positions, plan.num_tokens, None)
         batch = build_input_batch(plan.seq_ids, starts, counts, requests, num_drafts)
         if self._pooling is not None:
             batch = pooling_batch(batch, self._pooling.method)
+        overlay = self._overlays.of_step(plan, batch)
+        if overlay is not None:
+            batch = batch._replace(overlay=overlay)
         sampled = pooled = None
         seq_ids, sources = plan.sample_seq_ids, plan.sample_from
         if plan.pooled:

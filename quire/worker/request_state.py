@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class RequestState:
         self._rows = np.zeros(0, np.int64)
         """Rows of the sequences that were asked for last."""
         self.rows_version = 0
+        self._drafted: set[int] = set()
+        """Sequences that had drafts, until a plan knows how many tokens they have."""
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -54,12 +57,21 @@ class RequestState:
             self.rows_version += 1
         return self._rows
 
-    def is_behind(self, plan: StepPlan) -> bool:
-        """Whether a sequence has fewer tokens than the plan says: drafts were rejected of which the scheduler did not
-        know yet."""
-        lengths = self.lengths
-        columns = zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True)
-        return any(start + count > lengths[seq_id] for seq_id, start, count in columns)
+    def has_drafts(self, plan: StepPlan) -> bool:
+        """Whether a plan has drafts, or has sequences with fewer tokens than it says: drafts were rejected of which the
+        scheduler did not know yet. Asked once of every plan, behind `update`."""
+        if plan.num_drafts:
+            self._drafted.update(compress(plan.seq_ids, plan.num_drafts))
+            return True
+        if not self._drafted:
+            return False
+        behind, lengths = False, self.lengths
+        for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
+            if start + count > lengths[seq_id]:
+                behind = True
+            else:
+                self._drafted.discard(seq_id)
+        return behind
 
     def add_request(
         self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
@@ -75,6 +87,7 @@ class RequestState:
         row = self._row_of.pop(seq_id)
         self._asked = None
         self.lengths.pop(seq_id, None)
+        self._drafted.discard(seq_id)
         heapq.heappush(self._free, row)
         self.tables.clear(row)
         self.sampling.clear(row)
@@ -98,7 +111,7 @@ class RequestState:
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             self.append_blocks(row, new.block_ids)
-            self.columns.write_values(row, new.columns)
+            self.columns.write_values(row, new.columns, new.token_columns)
         for child in (*plan.beam_reorders, *plan.forks):
             self._add_child(child)
         for child in plan.beam_reorders:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count as count_from
+from itertools import islice
 
+import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch
+from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.model import ModelConfig
 from quire.kernels.arguments import ExpertWeights
 from quire.kernels.experts import experts
 from quire.kernels.matmul import row_linear
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.layers.batch import ForwardBatch
 from quire.layers.context import layer_context
 from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
@@ -24,8 +26,10 @@ from quire.models.weight_files import Progress, WeightFiles
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
-from quire.worker.block_tables import table_shapes
-from quire.worker.kv_tensors import layer_pages
+from quire.worker.block_tables import BlockTables, table_shapes
+from quire.worker.input_batch import InputBatch
+from quire.worker.kv_tensors import layer_pages, state_pages
+from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
 
 CHUNK_TOKENS = 512
 BLOCK_SIZE = 16
@@ -114,22 +118,12 @@ def _forward(model: Decoder, token_ids: Sequence[int]) -> None:
     num_blocks = 1 + sum(-(-count // group.block_size) for group in groups)
     layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
     pages = [torch.zeros(num_blocks, layout.page_bytes, dtype=torch.uint8) for _ in range(layers_per_group)]
-    positions = torch.arange(count)
-    tables, slots, free = [], [], 1
-    for shape, group in zip(table_shapes(layout), layout.groups, strict=True):
-        blocks = list(range(free, free + -(-count // group.block_size)))
-        free += len(blocks)
-        table = torch.tensor([shape.entries(blocks)]).int()
-        tables.append(table)
-        slots.append(table[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
-    batch = AttentionBatch(
-        torch.tensor([0, count]),
-        torch.zeros(1, dtype=torch.int64),
-        positions,
-        torch.zeros(count, dtype=torch.int64),
-        tuple(tables),
-        tuple(slots),
-        (),
+    tables, free = BlockTables(table_shapes(layout), 1, count), count_from(1)
+    tables.append(0, [list(islice(free, -(-count // group.block_size))) for group in layout.groups])
+    batch = InputBatch.of_plan(np.zeros(1, np.int64), [0], [count])
+    known, attention = prepare_inputs(batch, np.array([token_ids], np.int32), tables)
+    backends = CacheBackends(
+        TorchAttention(layout, layer_pages(pages, layout, torch.float32)),
+        StateBackend(layout, state_pages(pages, layout)),
     )
-    attention = TorchAttention(layout, layer_pages(pages, layout, torch.float32)).plan(batch)
-    model.forward(ForwardBatch(torch.tensor(token_ids), positions, attention))
+    model.forward(backends.forward_batch(known, attention))

@@ -30,6 +30,7 @@ from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory_profile import measure_memory
 from quire.worker.model_runner import Launched, ModelRunner
+from quire.worker.overlays import NO_OVERLAYS, OverlaySource
 from quire.worker.pending_step import PendingStep
 from quire.worker.platform.interface import HostPool, Platform, StepLimits
 from quire.worker.platform.weight_offload import DeviceWeights
@@ -57,9 +58,16 @@ def _computes(
 class Worker:
     """Owns the model, the pools' tensors and the request state."""
 
-    def __init__(self, config: EngineConfig, platform: Platform, columns: Sequence[Column] = STEP_COLUMNS) -> None:
-        """columns: the table of those that a model may read."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        columns: Sequence[Column] = STEP_COLUMNS,
+        overlays: OverlaySource = NO_OVERLAYS,
+    ) -> None:
+        """columns: the table of those that a model may read. overlays: finds what is put over tokens' embeddings."""
         self.platform = platform
+        self._overlays = overlays
         self._columns = columns
         self._config = config
         self._model: CausalLM | None = None
@@ -89,7 +97,13 @@ class Worker:
         """Measure what is available and what the largest step takes. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before profile"
         longest = self._config.model.max_model_len
-        limits = StepLimits(self._config.cache.block_size, max_num_batched_tokens, max_num_seqs, longest)
+        limits = StepLimits(
+            self._config.cache.block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+            longest,
+            self._config.speculation.max_drafts,
+        )
         return measure_memory(self._model, self._config.model, limits, self.platform.meter())
 
     @_computes
@@ -110,7 +124,7 @@ class Worker:
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)
         requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
-        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling)
+        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling, self._overlays)
         self._runner.warm_up()
         self.platform.synchronize()
         self._forget_expert_counts()

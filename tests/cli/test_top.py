@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +121,7 @@ class Terminal:
     """`quire top` on a pseudo-terminal."""
 
     def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
+        self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire", "top", *arguments],
             stdin=slave,
@@ -134,7 +135,7 @@ class Terminal:
 
     def read_until(self, text: str) -> None:
         while text not in self.shown:
-            self.shown += os.read(self._master, 65536).decode(errors="replace")
+            self.shown += os.read(self.master, 65536).decode(errors="replace")
 
     def close(self) -> None:
         """End it whatever it does."""
@@ -148,12 +149,12 @@ class Terminal:
         error = self.process.stderr.read().decode()
         status = self.process.wait()
         drain.join()
-        os.close(self._master)
+        os.close(self.master)
         return status, error
 
     def _drain(self) -> None:
         try:
-            while data := os.read(self._master, 65536):
+            while data := os.read(self.master, 65536):
                 self.shown += data.decode(errors="replace")
         except OSError:
             pass  # the other end is closed
@@ -169,6 +170,40 @@ def test_live_and_interrupted(server: Process) -> None:
     finally:
         terminal.close()
     assert "\x1b[?1049l" in terminal.shown, "the terminal is as it was before"
+
+
+def test_q_leaves_and_the_terminal_is_as_it_was(server: Process) -> None:
+    terminal = Terminal(server.url, "--api-key", KEY)
+    before = termios.tcgetattr(terminal.master)
+    try:
+        terminal.read_until("Quire")
+        while termios.tcgetattr(terminal.master)[3] & termios.ICANON:
+            terminal.read_until(terminal.shown + "\x1b")
+        os.write(terminal.master, b"xq")
+        terminal.process.wait()
+        assert termios.tcgetattr(terminal.master) == before
+        assert terminal.finish() == (0, "")
+    finally:
+        terminal.close()
+
+
+def test_a_pipe_gets_frames(server: Process) -> None:
+    command = [sys.executable, "-m", "quire", "top", server.url, "--api-key", KEY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None
+        found = []
+        for line in process.stdout:
+            found += [line] if "Quire tiny" in line else []
+            if len(found) == 2:
+                break
+        process.kill()
+    assert "\x1b" not in "".join(found)
+
+
+def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "https://127.0.0.1:1", "--cacert", str(tmp_path / "none.pem")]) == 2
+    assert "is no file of certificates" in capsys.readouterr().err
+    assert main(["top", "https://127.0.0.1:1", "--insecure", "--once"]) == 1
 
 
 def test_the_server_leaves(tmp_path: Path) -> None:

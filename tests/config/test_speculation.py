@@ -55,14 +55,10 @@ def test_what_is_refused(given: dict[str, Any], reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_on_a_gpu_every_layer_attends_in_full(model: str) -> None:
-    """So far: other kinds of layers have not been run with drafts there."""
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 16}], ids=str)
+def test_on_a_gpu_layers_of_all_kinds_have_drafts(model: str, changes: dict[str, Any]) -> None:
     given: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
+    path = Path(model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     options = EngineOptions(model=model, load_format="dummy", attention_backend="triton", speculative_config=given)
     assert resolve(options).speculation.max_drafts == 2
-    path = Path(model) / "config.json"
-    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 16}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ConfigError, match=r"on a GPU so far; .* has others \(sliding\)") as caught:
-        resolve(options)
-    assert caught.value.param == "speculative_config"

@@ -50,6 +50,12 @@ def test_the_first_command_of_the_reading_guide_is_a_target() -> None:
     assert (ROOT / test).is_file()
 
 
+def test_the_number_of_examples_reaches_the_machines() -> None:
+    [variable] = re.findall(r"@(\w+)=\$\(EXAMPLES\) ", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert f'"{variable}"' in (ROOT / "tests" / "machines.py").read_text(encoding="utf-8")
+    assert not variable.startswith("QUIRE_"), "tests/conftest.py removes these"
+
+
 def test_documents_agree_on_platforms() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / document).read_text(encoding="utf-8")

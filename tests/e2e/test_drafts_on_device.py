@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM
 from quire.config.options import EngineOptions
+from quire.worker.graph_dispatch import Execution
 from tests.e2e.conftest import exact
+from tests.e2e.device_models import MODELS
 from tests.e2e.test_drafts import KINDS, NGRAM, PROMPTS
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel
+from tests.models.harness import randomize, save
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -23,17 +28,24 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "block_size": 8,
     "skip_tokenizer_init": True,
+    "state_snapshot_interval": 64,
 }
 FEW_BLOCKS = {len(KINDS): 34, 2: 14}
 """By how many kinds of requests run together: fewer blocks than they take."""
 PLAIN = "tests.fakes.host_math:HostMathExecutor"
 
 
-def run(directory: str, kinds: list[Any], executor: str = PLAIN, **options: Any) -> tuple[list[object], dict[str, Any]]:
+def run(
+    directory: str,
+    kinds: list[Any],
+    executor: str = PLAIN,
+    prompts: Sequence[list[int]] = PROMPTS,
+    **options: Any,
+) -> tuple[list[object], dict[str, Any]]:
     keywords = {"model": directory, **OPTIONS, **options}
     with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[: len(kinds)]]
-        return exact(llm.generate(prompts, kinds, use_tqdm=False)), llm.stats()
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts[: len(kinds)]], kinds, use_tqdm=False)
+        return exact(found), llm.stats()
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +73,59 @@ def test_equal_bits(directory: str, expected: list[object], kinds: list[Any], qu
     assert found == expected
     assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
     assert (stats["preemptions_total"] > 0) == preempts
+
+
+OTHERS = {"qwen3-window": 100, "deepseek-v3.2": 12, "qwen3.5-small-states": 12}
+"""Families whose layers attend over windows, over latents that are chosen among, and keep states; with so few blocks
+that requests are preempted (100 suffice: a pool for one sequence over windows holds two)."""
+ACROSS = [PROMPTS[2], PROMPTS[1]]
+"""One crosses the border of 64 tokens with its drafts."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_other_layers(name: str, queue_depth: int, saved_model: Callable[[str], SavedModel]) -> None:
+    directory = str(saved_model(name).directory)
+    expected, _ = run(directory, KINDS[:2], prompts=ACROSS)
+    for num_blocks in sorted({100, OTHERS[name]}):
+        options = {"queue_depth": queue_depth, "num_blocks_override": num_blocks}
+        found, stats = run(directory, KINDS[:2], prompts=ACROSS, speculative_config=NGRAM, **options)
+        assert found == expected
+        assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+        assert (stats["preemptions_total"] > 0) == (num_blocks < 100)
+
+
+EAGER, GRAPHS = "quire.executors.local:LocalExecutor", "tests.fakes.graph_worker:GraphExecutor"
+SHORT = [
+    msgspec.structs.replace(kind, max_tokens=9, temperature=heat, seed=6)
+    for kind, heat in zip(KINDS, (0, 2), strict=False)
+]
+PAIR = Execution("full", 2 * (1 + NGRAM["num_speculative_tokens"]), 2)
+
+
+def small_model(name: str, saved_model: Callable[[str], SavedModel], folder: Path) -> str:
+    """Directory of a model for the interpreted kernels."""
+    return str(save(randomize(MODELS[name]()), folder) if name in MODELS else saved_model(name).directory)
+
+
+@pytest.mark.parametrize("name", all_but_long(["full", "mixed", "latent", "qwen3.5-small-states"], ["full"]))
+def test_graphs_of_drafts_change_no_bit(name: str, saved_model: Callable[[str], SavedModel], tmp_path: Path) -> None:
+    """Triton's kernels, interpreted, without drafts and with them: eager, in full graphs of one row and of one row and
+    drafts, and in pieces, beside prompts."""
+    directory = small_model(name, saved_model, tmp_path)
+    options = {"batch_invariant": True, "max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 32}
+    prompts = [[7, 5, 7, 5, 7], [9, 8, 6]]
+    expected, _ = run(directory, SHORT, EAGER, prompts, **options)
+    for executor in (EAGER, GRAPHS):
+        keywords = {"model": directory, **OPTIONS, **options, "speculative_config": NGRAM}
+        with LLM.from_options(EngineOptions.from_keywords(keywords), executor=executor) as llm:
+            asked = [{"prompt_token_ids": ids} for ids in prompts]
+            assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
+            stats = llm.stats()
+            assert 0 < stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"]
+            passes = llm._client._core._executor._worker._runner._compute.passes  # type: ignore[attr-defined]
+            if executor == GRAPHS:
+                assert exact(llm.generate(asked, SHORT, use_tqdm=False)) == expected
+                assert {each.kind for each in passes._captured} == {"full", "piecewise"}
+                assert passes._captured[PAIR].graph.num_replays > 0

@@ -15,6 +15,7 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import AttentionBatch
+from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.engine import EngineConfig
 from quire.executors.local import LocalExecutor
@@ -24,33 +25,45 @@ from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
-from quire.worker.kv_tensors import layer_pages
+from quire.worker.cuda_graphs import DeviceBackends
+from quire.worker.kv_tensors import layer_pages, state_pages
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.streams import HostStreams
 
 
+def on_the_host(batch: DeviceBatch) -> AttentionBatch:
+    """The same batch as the plain back ends take it. No padding."""
+    query_start, seq_lens, rows = batch.query_start.long(), batch.seq_lens.long(), batch.rows.long()
+    counts = query_start.diff()
+    assert int(counts.min()) > 0, "there is no padding without graphs"
+    assert int(seq_lens.max()) <= batch.max_seq_len
+    assert int(counts.max()) <= batch.max_query_len
+    return AttentionBatch(
+        query_start=query_start,
+        start_positions=seq_lens - counts,
+        slot_positions=batch.slot_positions,
+        sequence_index=torch.repeat_interleave(torch.arange(batch.num_seqs), counts),
+        block_tables=tuple(table[rows].contiguous() for table in batch.block_tables),
+        slot_mapping=batch.slot_mapping,
+        state_tables=tuple(table[rows].contiguous() for table in batch.state_tables),
+    )
+
+
 class HostAttention:
-    """Plans the plain back end's step for a batch that lies "on the device". No padding."""
+    """Plans the plain back end's step for a batch that lies "on the device"."""
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._plain = TorchAttention(layout, pages)
 
     def plan(self, batch: DeviceBatch) -> TorchAttentionStep:
-        query_start, seq_lens, rows = batch.query_start.long(), batch.seq_lens.long(), batch.rows.long()
-        counts = query_start.diff()
-        assert int(counts.min()) > 0, "there is no padding without graphs"
-        assert int(seq_lens.max()) <= batch.max_seq_len
-        assert int(counts.max()) <= batch.max_query_len
-        return self._plain.plan(
-            AttentionBatch(
-                query_start=query_start,
-                start_positions=seq_lens - counts,
-                slot_positions=batch.slot_positions,
-                sequence_index=torch.repeat_interleave(torch.arange(batch.num_seqs), counts),
-                block_tables=tuple(table[rows].contiguous() for table in batch.block_tables),
-                slot_mapping=batch.slot_mapping,
-            )
-        )
+        return self._plain.plan(on_the_host(batch))
+
+
+class HostStates(StateBackend):
+    """The states' half of that."""
+
+    def plan_on_device(self, batch: DeviceBatch) -> Any:
+        return self.plan(on_the_host(batch))
 
 
 @dataclass
@@ -77,6 +90,9 @@ class HostMathPlatform(CudaPlatform):
 
     def load_model(self, progress: Progress) -> CausalLM:
         return load_model(self._config.model, self._config.load, self._group)
+
+    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
+        return DeviceBackends(self.make_attention(layout, pages), HostStates(layout, state_pages(pages, layout)))
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
         return HostAttention(layout, layer_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))

@@ -32,7 +32,9 @@ KINDS = [
     SamplingParams(temperature=0.8, seed=2, n=2, presence_penalty=0.3, repetition_penalty=1.2, **FEW),
 ]
 PROMPTS = random_prompts([40, 3, 17] if ON_CARD else [5, 3, 4], 97)
-FAMILIES = ["llama"]
+FAMILIES = ["llama", "qwen3-window", "deepseek-v3.2", "qwen3.5-small-states"]
+"""Layers that attend in full, over windows, over latents that are chosen among, and that keep states."""
+INVARIANT: dict[str, Any] = {"batch_invariant": True, "state_snapshot_interval": 64}
 
 
 def draft_counts(llm: LLM) -> tuple[int, int]:
@@ -49,6 +51,7 @@ def draft_counts(llm: LLM) -> tuple[int, int]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_without_drafts(name: str, options: dict[str, Any], saved_model: SavedModels) -> None:
     directory = saved_model(name).directory
+    options = INVARIANT | options
     expected = tokens(generate(directory, PROMPTS, KINDS, **options))
     with open_engine(directory, speculative_config=NGRAM, **options) as llm:
         for _ in range(2 if ON_CARD else 0):  # compiles and captures, which may wait

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2_5_VLTextConfig, Qwen3VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from quire.config.hf_json import Fields
 from quire.config.rope import RopeDefaults, read_rope
-from quire.layers.rotary import RotaryEmbedding, rope_frequencies
+from quire.errors import ModelLoadError
+from quire.kernels.arguments import RotaryFrequencies
+from quire.kernels.cpu.recorder import RecordedIndices, Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.layers.device import DeviceOperations
+from quire.layers.native import NativeOperations
+from quire.layers.operations import TorchOperations
+from quire.layers.rotary import RotaryEmbedding, rope_axes, rope_frequencies
 from tests.layers.helpers import torch_context
 
 HEAD_DIM = 32
@@ -96,3 +105,59 @@ def test_a_position_has_one_rotation_whatever_else_is_in_the_step() -> None:
         part = rope(positions[first:last])
         assert torch.equal(part.cos, whole.cos[first:last])
         assert torch.equal(part.sin, whole.sin[first:last])
+
+
+SECTIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "contiguous": (Qwen2_5_VLTextConfig, Qwen2_5_VLRotaryEmbedding, {"mrope_section": [4, 7, 5]}),
+    "interleaved": (
+        Qwen3VLTextConfig,
+        Qwen3VLTextRotaryEmbedding,
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    ),
+}
+AXES = torch.stack((torch.arange(20), torch.arange(20) // 3 + 2, 40 - torch.arange(20)))
+"""Of 20 tokens: time, row and column."""
+
+
+def torch_way(frequencies: RotaryFrequencies, positions: list[torch.Tensor]) -> torch.Tensor:
+    turn = TorchOperations().rotation(frequencies, positions[0], positions[1:])
+    half = turn.cos.shape[-1] // 2
+    return torch.cat((turn.cos[:, 0, :half], turn.sin[:, 0, half:]), dim=1)
+
+
+def device_way(frequencies: RotaryFrequencies, positions: list[torch.Tensor]) -> torch.Tensor:
+    turn = DeviceOperations().rotation(frequencies, positions[0], positions[1:])
+    return torch.cat((turn.cos, turn.sin), dim=1)
+
+
+def native_way(frequencies: RotaryFrequencies, positions: list[torch.Tensor]) -> torch.Tensor:
+    recorder = Recorder()
+    first, *grid = (RecordedIndices(recorder, number) for number in range(1, 1 + len(positions)))
+    turn = NativeOperations().rotation(frequencies, first, grid)
+    program = recorder.finish_program(turn, NativeRuntime("auto", 2), len(positions[0]))
+    program.run(len(positions[0]), (None, *positions))
+    return program.result(len(positions[0])).clone()
+
+
+@pytest.mark.parametrize("way", [torch_way, native_way, device_way])
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_three_positions_of_a_token(kind: str, way: Any) -> None:
+    """As Transformers rotates tokens of images; with three equal positions, the bits of one."""
+    make_config, make_reference, sections = SECTIONS[kind]
+    parameters = {"rope_type": "default", "rope_theta": 5000.0, **sections}
+    sizes = {"hidden_size": 2 * HEAD_DIM, "num_attention_heads": 2, "head_dim": HEAD_DIM}
+    reference = make_reference(make_config(**sizes, rope_parameters=parameters))
+    cos, sin = reference(torch.zeros(1), AXES[:, None])
+    expected = torch.cat((cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]), dim=1)
+    fields = Fields({"max_position_embeddings": 1024, "rope_parameters": parameters}, "test")
+    config = read_rope(fields, HEAD_DIM, RopeDefaults())
+    frequencies = RotaryFrequencies(rope_frequencies(config, 1024)[0], 1.0, torch.float32, rope_axes(config))
+    torch.testing.assert_close(way(frequencies, list(AXES)), expected, rtol=0, atol=2e-6)
+    assert torch.equal(way(frequencies, [AXES[0]] * 3), way(frequencies, [AXES[0]]))
+
+
+@pytest.mark.parametrize("section", [[4, 7, 4], [16], [4, 7, -5], "4", [4.0, 7, 5]])
+def test_sections_that_are_no_head(section: Any) -> None:
+    fields = Fields({"max_position_embeddings": 64, "rope_parameters": {"mrope_section": section}}, "test")
+    with pytest.raises(ModelLoadError, match="mrope_section must be three numbers of elements, 16 together"):
+        read_rope(fields, HEAD_DIM, RopeDefaults())

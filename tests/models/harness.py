@@ -128,7 +128,7 @@ class PagedRunner:
             flat = torch.tensor([token for tokens in token_ids for token in tokens])
             read = query_start[1:] - 1 if last_only else None
             planned = self.backend.plan(batch), read, self.states.plan(batch)
-            hidden = self.model.forward(ForwardBatch(flat, positions, *planned))
+            hidden = self.model.forward(ForwardBatch(flat, positions, *planned)).hidden
             logits = self.model.compute_logits(hidden)
         for row, count in work:
             self.rows[row].num_computed += count

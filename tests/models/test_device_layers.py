@@ -16,9 +16,8 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.kernels.arguments import HeadWeights
 from quire.layers.device import DeviceLayers
-from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import TorchOperations
-from quire.layers.rotation import Rotation
+from quire.layers.rotation import DeviceRotation, Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK

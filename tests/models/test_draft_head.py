@@ -19,7 +19,7 @@ from quire.config.load import LoadConfig
 from quire.errors import ModelLoadError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.spec import LayerSpec
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK
 from tests.models.harness import PagedRunner, random_prompts, randomize, save
@@ -89,9 +89,9 @@ class Drafting:
     def cache_specs(self) -> list[LayerSpec]:
         return [*self.model.cache_specs(), *self.head.cache_specs()]
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden = self.model.forward(batch)
-        return self.head.forward(hidden, batch._replace(token_ids=following(batch.token_ids)))
+    def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
+        hidden = self.model.forward(batch).hidden
+        return self.head.forward(batch._replace(token_ids=following(batch.token_ids)).having(hidden))
 
 
 def saved(name: str, directory: Path) -> tuple[PreTrainedModel, Twin]:

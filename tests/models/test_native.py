@@ -50,7 +50,7 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hidden states of one sequence of `num_tokens`, computed in one step; of some `rows` only, if given."""
-    return model.forward(forward_batch(backend, num_tokens, first_block, rows)).clone()
+    return model.forward(forward_batch(backend, num_tokens, first_block, rows)).hidden.clone()
 
 
 def forward_batch(
@@ -75,14 +75,14 @@ def test_a_step_that_brings_the_objects_of_the_last_one(model: NativeModel) -> N
     """As decodes do: with other values in the same memory."""
     backend = pool(model)
     batch = forward_batch(backend, 10)
-    first = model.forward(batch).clone()
+    first = model.forward(batch).hidden.clone()
     batch.token_ids[3] += 1
-    other = model.forward(batch).clone()
+    other = model.forward(batch).hidden.clone()
     assert torch.equal(other[:3], first[:3])
     assert not (other[3:] == first[3:]).all(dim=1).any()
     forward(model, backend, SMALLEST_PROGRAM + 50)  # another program
     backend.plan(batch.attention.batch)
-    assert torch.equal(model.forward(batch), other)
+    assert torch.equal(model.forward(batch).hidden, other)
 
 
 @pytest.mark.parametrize("rows", [[49], [0], [0, 1, 2], [3, 17, 18, 40], list(range(50))])

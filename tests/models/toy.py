@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from quire.attention.interface import LayerAttention
-from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, RotaryFrequencies, Routing
+from quire.config.rope import RopeConfig
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, Routing
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.attention import Attention
@@ -20,6 +21,7 @@ from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
+from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import copy_into
@@ -118,7 +120,6 @@ class ToyModel(Decoder):
     """order: the kinds of the layers. For the KV cache, full attention is layer 0, the window 1 and the state 2."""
 
     def __init__(self, context: LayerContext, order: str = "full window state") -> None:
-        self._operations = context.operations
         self._tokens = Embedding(VOCABULARY, SIZE, context.vocabulary, context)
         self.state = StateLayer(context)
         self.full, self.window = AttentionLayer(0, None, context), AttentionLayer(1, WINDOW, context)
@@ -127,9 +128,9 @@ class ToyModel(Decoder):
             "layers",
             VocabularyProjection(self._tokens, context, tied=False),
             CheckpointNames("", re.compile(r"(?!)")),
+            context,
+            [RotaryEmbedding(RopeConfig("default", 10000.0, HEAD_DIM, 64, 64), 64, context)] * len(order.split()),
         )
-        inverse = 10000.0 ** (-torch.arange(HEAD_DIM // 2, device=context.device) / (HEAD_DIM // 2))
-        self._frequencies = RotaryFrequencies(inverse.float(), 1.0, context.dtype)
         self._norm = RMSNorm(SIZE, 1e-6, context)
         self.slots |= prefixed("tokens", self._tokens.slots())
         self.slots |= prefixed("norm", self._norm.slots())
@@ -137,10 +138,6 @@ class ToyModel(Decoder):
     def cache_specs(self) -> list[LayerSpec]:
         """By the numbers that layers have in the KV cache, which are not those of their order."""
         return [layer.cache_spec() for layer in (self.full, self.window, self.state)]
-
-    def forward(self, batch: ForwardBatch) -> Value:
-        rotation = self._operations.rotation(self._frequencies, batch.rotary_positions)
-        return self._norm(self.run_layers(self._tokens(batch.token_ids), rotation, batch))
 
     def compute_logits(self, hidden: Value) -> Value:
         return self._operations.soft_cap(super().compute_logits(hidden), 20.0)

@@ -123,11 +123,43 @@ def test_blocks_of_several_formats_are_a_matrix_each(has_residual: bool) -> None
     torch.testing.assert_close(program.result(3).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gated_blocks_of_two_formats_are_brought_to_one() -> None:
-    released: list[str] = []
-    parts = [block_weight("Q4_K", 32, released), block_weight("Q6_K", 32, released)]
+def gated_product(parts: list[BlockWeight], bias: torch.Tensor, x: torch.Tensor, num_matrices: int) -> torch.Tensor:
+    """silu(gate) * up of x, packed as `num_matrices`."""
     method = PackedLinear(WeightFormat("float32"))
-    parameters = method.create(LinearShape(512, 64, False, torch.float32, torch.device("cpu"), "silu", True))
+    half = parts[0].shape[0]
+    shape = LinearShape(x.shape[1], 2 * half, True, torch.float32, torch.device("cpu"), "silu", True)
+    parameters = method.create(shape)
+    for first, part in zip((0, half), parts, strict=True):
+        method.load_rows(parameters, "weight", part, first, half)
+    method.load_rows(parameters, "bias", bias, 0, 2 * half)
+    assert len(parameters.matrices) == num_matrices
+    recorder = Recorder()
+    out = method.apply(parameters, recorder.external(x.shape[1], x.shape[1]))
+    assert out.width == half
+    program = recorder.finish_program(out, NativeRuntime("auto", 1), len(x))
+    program.run(len(x), externals=[x])
+    return program.result(len(x)).clone()
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q6_K", "Q5_K")])
+def test_gate_and_up_of_two_formats_are_a_matrix_each(kinds: tuple[BlockFormatName, BlockFormatName]) -> None:
+    """The bytes of the file, and the product of one gated matrix."""
+    released: list[str] = []
+    parts = [block_weight(kind, 48, released) for kind in kinds]
+    bias, x = torch.randn(96, generator=torch.Generator().manual_seed(1)), torch.randn(3, 512)
+    result = gated_product(parts, bias, x, 2)
+    assert released == list(kinds)
+    weight = torch.cat([part.dequantize() for part in parts]).double()
+    gate, up = (x.double() @ weight.T + bias).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_gate_and_up_of_experts_are_brought_to_one_format() -> None:
+    parts = [block_weight("Q4_K", 32, []), block_weight("Q6_K", 32, [])]
+    method = PackedLinear(WeightFormat("float32"))
+    shape = LinearShape(512, 64, False, torch.float32, torch.device("cpu"), "silu", True)
+    (parameters,) = method.create_stack(shape, 1)
     for first, part in zip((0, 32), parts, strict=True):
         method.load_rows(parameters, "weight", part, first, 32)
     assert torch.equal(weights(parameters), torch.cat([part.dequantize() for part in parts]))

@@ -6,15 +6,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import pytest
 
 from quire.server.protocol.anthropic import MessagesRequest
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
+
+if TYPE_CHECKING:
+    import anthropic  # takes a second: each process of the tests reads every module, and one runs these
 
 
 @pytest.fixture
@@ -26,6 +28,8 @@ async def fast(model_path: Path) -> AsyncIterator[Served]:
 
 @pytest.fixture
 async def client(fast: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=fast.url, api_key="key", max_retries=0) as client:
         yield client
 
@@ -65,6 +69,8 @@ async def test_reasons_to_stop(client: anthropic.AsyncAnthropic) -> None:
 
 async def test_more_tokens_than_fit_are_no_error(client: anthropic.AsyncAnthropic) -> None:
     """Clients ask for as much as the models that they know can give; the stop reason says what ended the answer."""
+    import anthropic
+
     short = await client.messages.create(model="tiny", max_tokens=16384, messages=says("abc"))
     assert (short.stop_reason, short.content[0].text) == ("end_turn", "abc")
     endless: list[Any] = [{"role": "user", "content": "no copy"}]
@@ -126,6 +132,8 @@ async def test_counting(client: anthropic.AsyncAnthropic) -> None:
 
 
 async def test_errors(client: anthropic.AsyncAnthropic, fast: Served) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         await client.messages.create(model="other", max_tokens=1, messages=says("a"))
     assert missing.value.body["error"]["type"] == "not_found_error"
@@ -162,6 +170,8 @@ async def test_a_conversation_that_the_server_should_hold_is_refused(fast: Serve
 
 
 async def test_an_error_in_the_middle_of_a_stream(model_path: Path) -> None:
+    import anthropic
+
     settings = ServerSettings(port=0, served_model_name=["tiny"])
     async with (
         serving(model_path, settings, executor="failing", live=True) as served,
@@ -174,6 +184,8 @@ async def test_an_error_in_the_middle_of_a_stream(model_path: Path) -> None:
 
 
 async def test_leaving_frees_the_blocks(live: Served) -> None:
+    import anthropic
+
     name = live.context.model_names[0]
     async with anthropic.AsyncAnthropic(base_url=live.url, api_key="none") as client:
         stream = await client.messages.create(model=name, max_tokens=100, messages=says("a" * 99), stream=True)
@@ -189,6 +201,8 @@ async def test_leaving_frees_the_blocks(live: Served) -> None:
 
 
 async def test_the_synchronous_client(fast: Served) -> None:
+    import anthropic
+
     def talk() -> tuple[str, str]:
         with anthropic.Anthropic(base_url=fast.url, api_key="key") as client:
             answer = client.messages.create(model="tiny", max_tokens=9, messages=says("sync"))

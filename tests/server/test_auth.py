@@ -9,13 +9,14 @@ import pytest
 from fastapi import Request
 
 from quire.server.auth import key_check
+from quire.server.errors import LLAMA_CPP_PATHS
 from quire.server.keys import KeyRing
 from quire.server.settings import ServerSettings
 from quire.utils.fair_threads import CALLER
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
-PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics"}
+PUBLIC = {"/", "/docs", "/health", "/ready", "/ping", "/version", "/metrics", "/api/version", "/v1/health"}
 
 
 @pytest.fixture
@@ -40,8 +41,12 @@ async def test_default_deny(locked: Served) -> None:
         else:
             assert response.status_code == 401, path
             error = response.json()["error"]
-            named = error["type"] if path.startswith("/v1/messages") else error["code"]
-            assert named in ("invalid_api_key", "authentication_error")
+            if path.startswith("/api/"):
+                assert error.startswith("an API key is required")
+            else:
+                is_typed = path.startswith("/v1/messages") or path in LLAMA_CPP_PATHS
+                named = error["type"] if is_typed else error["code"]
+                assert named in ("invalid_api_key", "authentication_error")
             assert response.headers["www-authenticate"] == "Bearer"
 
 

@@ -15,6 +15,7 @@ from quire.errors import InternalError
 from quire.server.background import Progress
 from quire.server.background_elsewhere import ResponseElsewhere
 from quire.server.errors import ApiError
+from quire.server.protocol.response_items import StoredItems
 from quire.server.response_store import OwnResponses, StoredResponse
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
@@ -196,7 +197,7 @@ class OtherProcess(OwnResponses):
 
 
 async def test_a_response_whose_maker_dies() -> None:
-    begun = StoredResponse(b'{"status":"queued"}', b"[]", 0, False, True, [], maker=2)
+    begun = StoredResponse(b'{"status":"queued"}', StoredItems(), False, True, [], maker=2)
     store = OtherProcess(begun, Progress([b"0", b"1"], has_ended=False), Progress([], has_ended=False))
     elsewhere = ResponseElsewhere(store, "me", "resp_1", begun)
     *events, last = [event async for event in elsewhere.follow(0)]

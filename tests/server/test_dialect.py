@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -89,6 +88,8 @@ async def test_an_error_in_a_stream(model_path: Path) -> None:
 
 
 async def test_official_clients_read_the_errors(vllm: Served) -> None:
+    import anthropic
+
     async with openai.AsyncOpenAI(base_url=f"{vllm.url}/v1", api_key="k", max_retries=0) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="other", prompt="a")

@@ -268,7 +268,7 @@ async def test_tokenize_fields(served: Served) -> None:
     assert set(TokenizeRequest.__struct_fields__) == {
         "model", "prompt", "messages", "add_special_tokens", "return_token_strs",
         "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-        "documents", "tools",
+        "documents", "tools", "content", "add_special", "with_pieces",
     }  # fmt: skip
     assert set(DetokenizeRequest.__struct_fields__) == {"model", "tokens"}
     hi = [{"role": "user", "content": "hi"}]
@@ -283,7 +283,7 @@ async def test_tokenize_fields(served: Served) -> None:
     final = [*hi, {"role": "assistant", "content": "I"}]
     assert (await post("/tokenize", messages=final, continue_final_message=True))["tokens"][-1] == 40
     assert await post("/tokenize", prompt="ab", model="other") == 404
-    assert await post("/detokenize", tokens=[256, 64, 65]) == {"prompt": "<|start|>ab"}
+    assert await post("/detokenize", tokens=[256, 64, 65]) == {"prompt": "<|start|>ab", "content": "<|start|>ab"}
     assert await post("/detokenize", tokens=[64], model="other") == 404
     assert await post("/detokenize", tokens=[300]) == 400
     for field in ({"tools": [{"function": {"name": "f"}}]}, {"documents": [{"text": "d"}]}, {"chat_template": "x"}):

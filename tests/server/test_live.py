@@ -179,7 +179,7 @@ async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> Non
     async with serving(model_path, ServerSettings(api_key=["key"], served_model_name=["secret-name"])) as served:
         for path in ("/debug/kv", "/debug/kv/events"):
             assert (await served.client.get(path)).status_code == 401
-        page = await served.client.get("/")
+        page = await served.client.get("/", headers={"Accept": "text/html"})
         assert page.status_code == 200
         assert "secret-name" not in page.text
         response = await served.client.get("/debug/kv", headers={"Authorization": "Bearer key"})

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from quire.errors import UserError
-from quire.server.protocol.response_items import chat_messages_of, items_of
+from quire.server.protocol.response_items import Listing, StoredItems, chat_messages_of, items_of
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.response_store import ResponseRejection, ResponseStore, StoredResponse
 from quire.server.settings import ServerSettings
@@ -190,7 +190,7 @@ async def test_leaving_frees_the_blocks(live: Served) -> None:
 
 def test_the_synchronous_store_is_bounded() -> None:
     def stored(body: bytes) -> StoredResponse:
-        return StoredResponse(body, b"[]", 0)
+        return StoredResponse(body)
 
     store = ResponseStore(3, 1000)
     for number in range(5):
@@ -203,8 +203,8 @@ def test_the_synchronous_store_is_bounded() -> None:
         True,
     ]
     store.put("me", "4", stored(b"y" * 20))
-    assert store.num_bytes == 12 + 12 + 22
-    store.put("me", "large", stored(b"z" * 990))
+    assert store.num_bytes == 14 + 14 + 24
+    store.put("me", "large", stored(b"z" * 988))
     assert (len(store), store.num_bytes) == (1, 992)
     store.put("me", "too large", stored(b"z" * 1000))
     assert (len(store), store.find_response("me", "too large")) == (1, None)
@@ -213,10 +213,9 @@ def test_the_synchronous_store_is_bounded() -> None:
 
 
 async def test_the_store_knows_what_is_being_made() -> None:
-    def begun(maker: int, num_bytes: int = 2, events: list[bytes] | None = None) -> StoredResponse:
-        return StoredResponse(
-            b'{"status":"queued"}', b"[" + b" " * (num_bytes - 2) + b"]", 0, False, True, events, maker
-        )
+    def begun(maker: int, num_bytes: int = 4, events: list[bytes] | None = None) -> StoredResponse:
+        items = StoredItems(Listing(b" " * (num_bytes - 2)))
+        return StoredResponse(b'{"status":"queued"}', items, False, True, events, maker)
 
     store = ResponseStore(3, 1000)
     assert store.begin("me", "a", begun(1)) is None
@@ -226,7 +225,7 @@ async def test_the_store_knows_what_is_being_made() -> None:
     assert store.begin("me", "d", begun(1)) is ResponseRejection.NO_ROOM
     assert (store.find_response("me", "a"), len(store)) == (begun(1), 0)
 
-    made = StoredResponse(b"{}", b"[]", 0)
+    made = StoredResponse(b"{}")
     store.keep_finished("me", "a", 2, made)  # not by its maker
     assert len(store) == 0
     store.keep_finished("me", "a", 1, made)

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import ConfigError
@@ -44,9 +45,15 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tools", TEMPLATE, 512)
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+SETTINGS = ServerSettings(served_model_name=["tiny"], reasoning_parser="auto")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tool_model: Path) -> AsyncIterator[Served]:
-    async with serving(tool_model, ServerSettings(served_model_name=["tiny"], reasoning_parser="auto")) as served:
+    async with serving(tool_model, SETTINGS) as served:
         yield served
 
 
@@ -105,32 +112,33 @@ async def test_a_call(served: Served) -> None:
     assert (await ask(served, CALL))["choices"][0]["message"]["content"] is None
 
 
-async def test_readings_of_the_tool_parser_are_counted(served: Served) -> None:
+async def test_readings_of_the_tool_parser_are_counted(tool_model: Path) -> None:
     """By route, by mode, and by whether there was a call; of a stream each piece."""
-    name = "vllm:tool_call_parser_invocations_total"
+    async with serving(tool_model, SETTINGS) as fresh:  # it has counted nothing
+        name = "vllm:tool_call_parser_invocations_total"
 
-    async def counted() -> dict[tuple[str, str, str], float]:
-        families = text_string_to_metric_families((await served.client.get("/metrics")).text)
-        samples = (sample for family in families for sample in family.samples if sample.name == name)
-        keys = ("request_type", "mode", "outcome")
-        return {tuple(each.labels[key] for key in keys): each.value for each in samples if each.value}  # type: ignore[misc]
+        async def counted() -> dict[tuple[str, str, str], float]:
+            families = text_string_to_metric_families((await fresh.client.get("/metrics")).text)
+            samples = (sample for family in families for sample in family.samples if sample.name == name)
+            keys = ("request_type", "mode", "outcome")
+            return {tuple(each.labels[key] for key in keys): each.value for each in samples if each.value}  # type: ignore[misc]
 
-    await ask(served, CALL, n=2)
-    await ask(served, "No.")
-    await ask(served, CALL, tool_choice="none")
-    function = {"type": "function", **WEATHER["function"]}
-    await served.client.post("/v1/responses", json={"model": "tiny", "input": "=" + CALL, "tools": [function]})
-    expected = {
-        ("chat_completions", "non_streaming", "tool_call"): 2,
-        ("chat_completions", "non_streaming", "no_tool_call"): 1,
-        ("responses", "non_streaming", "tool_call"): 1,
-    }
-    assert await counted() == expected
-    await streamed(served, "No. " + CALL)
-    assert (await counted()).keys() - expected.keys() == {
-        ("chat_completions", "streaming", "tool_call"),
-        ("chat_completions", "streaming", "no_tool_call"),
-    }
+        await ask(fresh, CALL, n=2)
+        await ask(fresh, "No.")
+        await ask(fresh, CALL, tool_choice="none")
+        function = {"type": "function", **WEATHER["function"]}
+        await fresh.client.post("/v1/responses", json={"model": "tiny", "input": "=" + CALL, "tools": [function]})
+        expected = {
+            ("chat_completions", "non_streaming", "tool_call"): 2,
+            ("chat_completions", "non_streaming", "no_tool_call"): 1,
+            ("responses", "non_streaming", "tool_call"): 1,
+        }
+        assert await counted() == expected
+        await streamed(fresh, "No. " + CALL)
+        assert (await counted()).keys() - expected.keys() == {
+            ("chat_completions", "streaming", "tool_call"),
+            ("chat_completions", "streaming", "no_tool_call"),
+        }
 
 
 async def test_a_streamed_call_beside_others(served: Served) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -191,6 +190,8 @@ async def test_thoughts_are_their_summary_where_one_is_asked_for(scripted: Serve
 
 
 async def test_messages(scripted: Served) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=scripted.url, api_key="k", max_retries=0) as client:
         whole = await client.messages.create(model="tiny", max_tokens=9, messages=[{"role": "user", "content": "a"}])
         async with client.messages.stream(
@@ -275,6 +276,8 @@ async def test_a_response_that_calls_tools(with_tools: Served) -> None:
 
 
 async def test_a_message_that_calls_tools(with_tools: Served) -> None:
+    import anthropic
+
     tools: Any = [
         {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
         for tool in (WEATHER, TIME)

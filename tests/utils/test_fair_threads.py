@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -122,3 +123,30 @@ def test_an_error_is_the_futures(one: FairThreads) -> None:
     with pytest.raises(ValueError, match="wrong"):
         one.submit(1, fail).result()
     assert one.submit(1, lambda: 1).result() == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_work_brings_is_freed_with_its_last_user(one: FairThreads, fails: bool) -> None:
+    """Not by a collection of garbage: to free a large body takes milliseconds, in whichever thread that runs."""
+
+    class Body:
+        pass
+
+    def work() -> Body:
+        body = Body()
+        kept.append(weakref.ref(body))
+        if fails:
+            raise ValueError("wrong")
+        return body
+
+    kept: list[weakref.ref[Body]] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            future = one.submit(1, work)
+            assert (future.exception() is not None) == fails
+            del future
+        one.submit(1, lambda: None).result()  # the thread has let go of the last work
+        assert [each() for each in kept] == [None] * 3
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
+import torch
 
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
@@ -18,12 +19,13 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
 from quire.kernels.value import ReadRows, Value
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding
 from quire.layers.operations import RotationTable
 from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
+from quire.step import TokenValues
 from quire.worker.columns import STEP_COLUMNS, Column, Rule
 from quire.worker.platform.cpu import CpuPlatform
 from tests.executors.test_states import DEVICE, device_context, native_context, request
@@ -40,6 +42,13 @@ NUM_TOKENS = 4
 FIRST, *OTHERS = random_prompts([9, 13, 4], 97, seed=3)
 PROMPTS = (FIRST, FIRST, *OTHERS)
 VALUES: tuple[dict[str, int], ...] = ({"tone": 3}, {"tone": 21, "rotary_positions": 2}, {"tone": 7}, {})
+LISTS: tuple[dict[str, TokenValues], ...] = (
+    {"tone": TokenValues(2, [8, 1, 60])},
+    {},
+    {"rotary_positions": TokenValues(0, [3, *[5] * 10])},
+    {},
+)
+"""They begin and end in the middle of a chunk and of a block."""
 
 
 class ToneLayer:
@@ -98,19 +107,28 @@ class FixedTone(ToneModel):
 
     columns = ()
     values: ClassVar[dict[str, int]] = {}
+    lists: ClassVar[dict[str, TokenValues]] = {}
 
-    def forward(self, batch: ForwardBatch) -> Value:
-        positions = batch.slot_positions
-        shifted = {name: positions + self.values.get(name, 0) for name in ToneModel.columns}
-        return super().forward(batch._replace(columns=shifted))
+    def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
+        return super().forward(batch._replace(columns={name: self.column(name, batch) for name in ToneModel.columns}))
+
+    def column(self, name: str, batch: ForwardBatch) -> torch.Tensor:
+        assert isinstance(batch.slot_positions, torch.Tensor)
+        own, shift = self.lists.get(name, TokenValues(0, [])), self.values.get(name, 0)
+        values = [at + shift * (at >= own.end) for at in batch.slot_positions.tolist()]
+        for index, at in enumerate(batch.slot_positions.tolist()):
+            if own.start <= at < own.end:
+                values[index] = own.values[at - own.start]
+        return torch.tensor(values)
 
 
 class FixedOnCpu(CpuPlatform):
     values: ClassVar[dict[str, int]] = {}
+    lists: ClassVar[dict[str, TokenValues]] = {}
 
     def load_model(self, progress: object) -> CausalLM:
         model = filled(FixedTone, torch_context())
-        model.values = self.values  # type: ignore[misc]
+        model.values, model.lists = self.values, self.lists  # type: ignore[misc]
         return cast("CausalLM", model)
 
 
@@ -156,11 +174,11 @@ def requests() -> list[AddRequest]:
     """Of two that differ in their columns alone, one with siblings, which fork; and one without values."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0}, {"temperature": 1.0, "n": 2}, {}]
     added = [request(number, PROMPTS[number], NUM_TOKENS, **kinds[number]) for number in range(4)]
-    return [with_values(message, values) for message, values in zip(added, VALUES, strict=True)]
+    return [with_values(*each) for each in zip(added, VALUES, LISTS, strict=True)]
 
 
-def with_values(message: AddRequest, values: dict[str, int]) -> AddRequest:
-    return AddRequest(msgspec.structs.replace(message.request, columns=values))
+def with_values(message: AddRequest, values: dict[str, int], lists: dict[str, TokenValues]) -> AddRequest:
+    return AddRequest(msgspec.structs.replace(message.request, columns=values, token_columns=lists))
 
 
 CPU = {"attention_backend": "torch", "num_threads": 1}
@@ -170,9 +188,13 @@ CPU = {"attention_backend": "torch", "num_threads": 1}
 def expected(model_path: Path) -> dict[tuple[str, int], list[int]]:
     """Each request alone, its prompt at once, by a model that knows its values."""
     found: dict[tuple[str, int], list[int]] = {}
-    for message, values in zip(requests(), VALUES, strict=True):
-        make = type("Fixed", (FixedOnCpu,), {"values": values})
-        found |= run(engine(model_path, make, STEP_COLUMNS, **CPU), [with_values(message, {})])
+    for message, values, lists in zip(requests(), VALUES, LISTS, strict=True):
+        make = type("Fixed", (FixedOnCpu,), {"values": values, "lists": lists})
+        found |= run(engine(model_path, make, STEP_COLUMNS, **CPU), [with_values(message, {}, {})])
+        if lists:
+            without = type("Fixed", (FixedOnCpu,), {"values": values})
+            other = run(engine(model_path, without, STEP_COLUMNS, **CPU), [with_values(message, {}, {})])
+            assert any(found[key] != tokens for key, tokens in other.items()), "the lists matter"
     assert found["0", 0] != found["1", 0], "the values matter"
     return found
 

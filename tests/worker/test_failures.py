@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import InsufficientMemoryError, QuireError
 from quire.executors.local import LocalExecutor
-from quire.layers.batch import ForwardBatch
+from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.sampling_params import SamplingParams
 from tests.worker.conftest import MakeDriver
 from tests.worker.driver import Driver, sampling_of
@@ -26,11 +26,11 @@ def spoil_logits(executors: list[LocalExecutor], monkeypatch: pytest.MonkeyPatch
         model = executors[-1]._worker._model
         forward = model.forward
 
-        def broken(batch: ForwardBatch) -> torch.Tensor:
-            hidden = forward(batch)
+        def broken(batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
+            result = forward(batch)
             token_ids = batch.token_ids if batch.logits_rows is None else batch.token_ids[batch.logits_rows]
-            hidden[token_ids == token] = math.nan
-            return hidden
+            result.hidden[token_ids == token] = math.nan
+            return result
 
         monkeypatch.setattr(model, "forward", broken)
 

@@ -8,7 +8,19 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-SCRIPTS = ("state.js", "colours.js", "blockmap.js", "tables.js", "requests.js", "charts.js", "prompt.js", "main.js")
+SCRIPTS = (
+    "state.js",
+    "colours.js",
+    "blockmap.js",
+    "tables.js",
+    "requests.js",
+    "charts.js",
+    "prompt.js",
+    "markdown.js",
+    "chats.js",
+    "chat.js",
+    "main.js",
+)
 """In the order in which they stand in the live page's one script."""
 
 
@@ -47,6 +59,8 @@ def content_policy(style: str, script: str) -> str:
             "default-src 'none'",
             f"script-src '{_digest(script)}'",
             f"style-src '{_digest(style)}'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
             "connect-src 'self'",
             "img-src data:",
             "base-uri 'none'",

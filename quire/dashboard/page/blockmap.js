@@ -1,4 +1,5 @@
-// The block map: a canvas with one cell for each physical block, from left to right and from top to bottom.
+// The block map: a canvas with one cell for each physical block, from left to right and from top to bottom, and one last
+// cell for all blocks behind the last one that was ever seen in use.
 
 const STRIPES = 4; // requests that a shared block shows
 
@@ -9,6 +10,12 @@ class BlockMap {
     this.tallest = tallest; // CSS pixels, as long as the cells stay large enough to see
     this.hues = new Float32Array(0); // of the last owner, so that what stays cached keeps a trace of its colour
     this.drawn = []; // what each cell shows, so that only cells that change are drawn
+    this.last = 0; // the last block that was ever in use
+  }
+
+  // The block whose cell stands for all behind it, which were never in use.
+  get rest() {
+    return Math.min(this.last + 1, this.states.length - 1);
   }
 
   // Chooses the largest cell with which `count` blocks fit.
@@ -35,8 +42,10 @@ class BlockMap {
 
   // states: a byte a block; owners: see `state`; marked: the request to light, or null.
   draw(states, owners, marked) {
-    this.layout(Math.max(0, states.length - this.first));
+    if (this.states?.length !== states.length) this.last = 0;
     this.states = states;
+    for (let block = states.length - 1; block > this.last; block--) if (states[block] !== 0) this.last = block;
+    this.layout(Math.max(0, this.rest - this.first + 1));
     if (this.hues.length !== states.length) this.hues = new Float32Array(states.length).fill(-1);
     const context = this.canvas.getContext("2d");
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -44,7 +53,7 @@ class BlockMap {
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.font = `700 ${Math.min(12, Math.round(this.cell * 0.5))}px ${cssColour("--sans")}`;
-    for (let block = this.first; block < states.length; block++) {
+    for (let block = this.first; block <= this.rest; block++) {
       const owned = owners.get(block);
       const isMarked = marked === null || (owned !== undefined && owned.requests.includes(marked));
       const look = lookOf(states[block], owned, isMarked);
@@ -56,6 +65,22 @@ class BlockMap {
       this.drawBlock(block, states[block], owned);
     }
     context.globalAlpha = 1;
+    this.drawRest();
+  }
+
+  // The last cell, where it stands for several blocks: as wide as its row, with their number.
+  drawRest() {
+    const count = this.states.length - this.rest;
+    if (count < 2) return;
+    const { context, free } = this.brush;
+    const { x, y, size } = this.place(this.rest);
+    context.clearRect(x, y - this.gap / 2, this.width - x, this.cell);
+    context.fillStyle = free;
+    context.fillRect(x, y, this.width - x - this.gap / 2, size);
+    context.fillStyle = "#9a9ea8";
+    context.textAlign = "left";
+    const text = `${count.toLocaleString("en")} never used`;
+    if (context.measureText(text).width < this.width - x - 12) context.fillText(text, x + 6, y + size / 2 + 0.5);
   }
 
   // After a change of colours.
@@ -120,16 +145,19 @@ class BlockMap {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / this.cell);
     const row = Math.floor((event.clientY - box.top) / this.cell);
+    if (this.states && row === Math.floor((this.rest - this.first) / this.columns) && column < this.columns) {
+      return Math.min(row * this.columns + column + this.first, this.rest);
+    }
     if (column < 0 || column >= this.columns || row < 0) return null;
     const block = row * this.columns + column + this.first;
-    return this.states && block < this.states.length ? block : null;
+    return this.states && block <= this.rest ? block : null;
   }
 
   // The block that an arrow key leads to.
   neighbour(block, key) {
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns };
-    const to = key === "Home" ? this.first : key === "End" ? this.states.length - 1 : (block ?? this.first) + steps[key];
-    return to >= this.first && to < this.states.length ? to : block;
+    const to = key === "Home" ? this.first : key === "End" ? this.rest : (block ?? this.first) + steps[key];
+    return to >= this.first && to <= this.rest ? to : block;
   }
 }
 
@@ -150,6 +178,8 @@ function drawCursor(map, cursor, block) {
 function describeBlock(block) {
   const { kv } = state.frame;
   const value = kv.bytes[block];
+  const last = kv.bytes.length - 1;
+  if (block > deviceMap.last && block < last) return `Blocks ${block} to ${last.toLocaleString("en")} are free, and were not in use.`;
   if (value === 0) return `Block ${block} is free.`;
   if (value === CACHED) return `Block ${block} is cached: no request uses it, and a prefix can still hit it.`;
   const { entries, fill, size } = state.owners.get(block) ?? { entries: [], fill: 0, size: 0 };

@@ -1,6 +1,7 @@
 // The stream of frames, what the reader points at, and everything drawn again when either changes.
 
 const RATE = 4; // frames a second
+const SERVER = "#server"; // of the address: the second tab
 const LONGEST_WAIT = 10_000; // milliseconds between two attempts to connect
 
 const link = { key: sessionStorage.getItem("quire-key"), abort: null, wait: 500, timer: 0, isPaused: false };
@@ -82,12 +83,53 @@ function show(frame) {
   byId("backend").textContent = frame.backend;
   byId("version").textContent = `Quire ${frame.version}, context of ${frame.max_model_len.toLocaleString("en")} tokens`;
   document.title = `Quire: ${frame.model}`;
+  if (byId("first-view").dataset.task !== frame.task) setTask(frame.task);
   if (history.counters.length === 0) sample();
   drawAll();
 }
 
+// The first tab is what the model is for; what it cannot do is not offered.
+function setTask(task) {
+  byId("first-view").dataset.task = task;
+  byId("chat-view").hidden = task !== "chat";
+  byId("tab-first").textContent = { chat: "Chat", completion: "Complete" }[task] ?? "";
+  byId("tab-first").hidden = task !== "chat" && task !== "completion";
+  const box = document.querySelector(".try");
+  if (task === "completion") byId("first-view").append(box);
+  box.hidden = byId("tab-first").hidden;
+  showTab();
+  if (task === "chat") drawSamples();
+}
+
+function showTab() {
+  const isServer = location.hash === SERVER || byId("tab-first").hidden;
+  for (const [tab, view, isShown] of [["tab-first", "first-view", !isServer], ["tab-server", "server-view", isServer]]) {
+    byId(view).hidden = !isShown;
+    byId(tab).setAttribute("aria-selected", isShown);
+    byId(tab).tabIndex = isShown ? 0 : -1;
+  }
+  byId("pause").hidden = !isServer;
+  drawAll();
+  drawCharts();
+}
+
+function listenToTabs() {
+  const go = (isServer) => {
+    window.history.replaceState(null, "", isServer ? SERVER : location.pathname + location.search);
+    showTab();
+  };
+  byId("tab-first").addEventListener("click", () => go(false));
+  byId("tab-server").addEventListener("click", () => go(true));
+  document.querySelector(".tabs").addEventListener("keydown", (event) => {
+    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    go(event.key === "ArrowRight");
+    document.querySelector(".tabs [aria-selected='true']").focus();
+  });
+  window.addEventListener("hashchange", showTab);
+}
+
 function drawAll() {
-  if (state.frame === null) return;
+  if (state.frame === null || byId("server-view").hidden) return;
   drawMaps();
   drawQueues();
   drawTables();
@@ -201,7 +243,10 @@ function recolour() {
 buildQueues();
 buildCharts();
 buildPrompt();
+buildChat();
 listen();
+listenToTabs();
+showTab();
 setTheme(localStorage.getItem("quire-theme") ?? "auto");
 setInterval(() => {
   if (byId("link").dataset.state === "live") sample();

@@ -172,12 +172,14 @@ class Recorder:
         max_rows: int,
         scratch: Scratch | None = None,
         arena: Scratch | None = None,
+        others: Sequence[Buffer] = (),
     ) -> RecordedProgram:
-        """Place the buffers and build the program. result: kept whole to the end of a run. scratch: working memory of
-        the kernels, arena: memory of the placeholders, shared with other programs (None: of its own). A result in a
-        shared arena is overwritten by any of them: `redirect` it."""
-        calls = hand_over_rows(fuse_norms(self.calls, result), result)
-        elements = place_buffers(calls, result)
+        """Place the buffers and build the program. result, others: kept whole to the end of a run. scratch: working
+        memory of the kernels, arena: memory of the placeholders, shared with other programs (None: of its own). A
+        result in a shared arena is overwritten by any of them: `redirect` it."""
+        results = (result, *others)
+        calls = hand_over_rows(fuse_norms(self.calls, results), results)
+        elements = place_buffers(calls, results)
         absent = _native.Ref()
         program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
         for call in calls:
@@ -191,7 +193,7 @@ class Recorder:
             else:
                 program.outside(TorchCall(call.function, [*call.buffers.values(), call.out]), list(refs.values()))
         memory = arena or Scratch(), scratch or Scratch()
-        return RecordedProgram(program, result, elements, max_rows, self.keep, *memory)
+        return RecordedProgram(program, results, elements, max_rows, self.keep, *memory)
 
     def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
         for buffer in (buffers or {}).values():
@@ -232,14 +234,14 @@ def rounded_rows(num_rows: int) -> int:
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
-def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
+def fuse_norms(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
     """`calls`, where a linear layer that alone reads the norm before it normalises its rows itself, packing them: the
-    same bits, without writing the norm and reading it again. result: is kept."""
+    same bits, without writing the norm and reading it again. results: are kept."""
     num_readers = _count_readers(calls)
     fused: list[Call] = []
     for call in calls:
         norm = fused[-1] if fused else None
-        if norm is not None and _is_input_norm(norm, call) and num_readers[norm.out] == 1 and norm.out is not result:
+        if norm is not None and _is_input_norm(norm, call) and num_readers[norm.out] == 1 and norm.out not in results:
             names = ("weight", "bias", "epsilon", "subtract_mean")
             row_norm = _native.RowNorm(**{name: norm.constants[name] for name in names})
             buffers, constants = call.buffers | {"x": norm.buffers["x"]}, call.constants | {"norm": row_norm}
@@ -249,14 +251,14 @@ def fuse_norms(calls: Sequence[Call], result: Buffer) -> list[Call]:
     return fused
 
 
-def hand_over_rows(calls: Sequence[Call], result: Buffer) -> list[Call]:
+def hand_over_rows(calls: Sequence[Call], results: Sequence[Buffer]) -> list[Call]:
     """`calls`, where a linear layer that only the next one reads, as its rows, says so: kernels may then lay out what
-    it gives as the next one wants it. result: is kept."""
+    it gives as the next one wants it. results: are kept."""
     num_readers = _count_readers(calls)
     handed = list(calls)
     for place, (call, following) in enumerate(pairwise(calls)):
         out = call.out
-        if out is result or out.area != ARENA or num_readers[out] != 1:
+        if out in results or out.area != ARENA or num_readers[out] != 1:
             continue
         reads_rows = following.buffers.get("x") is out and following.buffers.get("residual") is not out
         if (call.kernel, following.kernel) == ("linear", "linear") and reads_rows:
@@ -282,7 +284,7 @@ def _is_input_norm(norm: Call, call: Call) -> bool:
     )
 
 
-def place_buffers(calls: Sequence[Call], result: Buffer) -> int:
+def place_buffers(calls: Sequence[Call], results: Sequence[Buffer]) -> int:
     """Set `offset` of every arena buffer; returns the elements per row of the arena that they take together.
 
     Buffers that live at the same time never overlap. A call's output takes the place of `over` if that is read for the
@@ -293,13 +295,13 @@ def place_buffers(calls: Sequence[Call], result: Buffer) -> int:
         for buffer in (*call.buffers.values(), call.out, call.over):
             if buffer is not None:
                 last_use[buffer] = index
-    last_use[result] = len(calls)
+    last_use |= dict.fromkeys(results, len(calls))
     live: list[Buffer] = []
     size = 0
     for index, call in enumerate(calls):
         if call.out.area == ARENA and call.out not in live:
             over = call.over
-            if over in live and last_use[over] == index and over is not result and over.stride == call.out.stride:
+            if over in live and last_use[over] == index and over.stride == call.out.stride:
                 call.out.offset = over.offset
                 live.remove(over)
             else:
@@ -370,7 +372,7 @@ class RecordedProgram:
     def __init__(
         self,
         program: _native.Program,
-        result: Buffer,
+        results: Sequence[Buffer],
         elements: int,
         max_rows: int,
         keep: Sequence[object],
@@ -384,9 +386,7 @@ class RecordedProgram:
         self._arena = arena
         scratch.reserve(program.scratch_bytes)
         self._scratch = scratch
-        if result.area == ARENA:
-            rows = arena.floats(result.offset * max_rows, max_rows * result.stride)
-            self._result = FirstRows(rows.view(max_rows, result.stride)[:, : result.width])
+        self._results = [(self._rows_of(each), each.is_gathered) for each in results if each.area == ARENA]
 
     def run(
         self,
@@ -424,4 +424,12 @@ class RecordedProgram:
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
-        return self._result.get(num_rows)
+        return self._results[0][0].get(num_rows)
+
+    def results(self, num_rows: int, num_read: int) -> list[torch.Tensor]:
+        """As `result`, of all buffers that are kept: [num_read, width] of those behind a gather."""
+        return [rows.get(num_read if is_gathered else num_rows) for rows, is_gathered in self._results]
+
+    def _rows_of(self, buffer: Buffer) -> FirstRows:
+        rows = self._arena.floats(buffer.offset * self.max_rows, self.max_rows * buffer.stride)
+        return FirstRows(rows.view(self.max_rows, buffer.stride)[:, : buffer.width])

@@ -150,7 +150,7 @@ def accept_drafts(
 
 @triton.jit(do_not_specialize=["token_width", "found_start", "LEAST", "MOST"])
 def _find_kernel(
-    arena, rows, firsts, ends, foreseen, token_width, found_start, LEAST, MOST,
+    arena, rows, firsts, ends, num_found, token_width, found_start, LEAST, MOST,
     WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (sample)."""
@@ -175,7 +175,7 @@ def _find_kernel(
     source = end + place % tl.maximum(length - end, 1)  # behind the sequence's end come the drafts themselves
     token = tl.load(tokens + source, mask=is_found, other=0)
     tl.store(arena + found_start + row * WIDTH + place, token, mask=is_found)
-    tl.store(foreseen + sample, tl.where(best > 0, WIDTH, 0))
+    tl.store(num_found + sample, tl.where(best > 0, WIDTH, 0))
 
 
 def find_drafts(
@@ -188,7 +188,7 @@ def find_drafts(
     tokens, [N], int32. lookup: how many of the last tokens at least and at most. Returns [N] int32, how many drafts
     each has."""
     rows, firsts, ends = samples
-    foreseen = torch.empty_like(ends)
+    num_found = torch.empty_like(ends)
     launch(
         _find_kernel,
         (len(ends),),
@@ -196,7 +196,7 @@ def find_drafts(
         rows,
         firsts,
         ends,
-        foreseen,
+        num_found,
         tables.token_width,
         tables.found,
         *lookup,
@@ -204,4 +204,4 @@ def find_drafts(
         PLACES=next_power_of_2(tables.max_drafts),
         BLOCK=POSITIONS,
     )
-    return foreseen
+    return num_found

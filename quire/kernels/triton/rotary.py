@@ -5,6 +5,8 @@ Limit: the launch. 8 bytes an element are written, a few hundred kilobytes for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -16,37 +18,56 @@ ROWS = 16
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _angles_kernel(
-    positions, frequencies, cos, sin, num_rows, half, magnitude, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    positions, heights, widths, axes, frequencies, cos, sin, num_rows, half, magnitude,
+    HAS_GRID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < half)[None, :]
     position = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.float32)
     frequency = tl.load(frequencies + columns, mask=columns < half, other=0.0)
-    angles = position[:, None] * frequency[None, :]
+    if HAS_GRID:
+        axis = tl.load(axes + columns, mask=columns < half, other=0)[None, :]
+        height = tl.load(heights + rows, mask=rows < num_rows, other=0).to(tl.float32)
+        width = tl.load(widths + rows, mask=rows < num_rows, other=0).to(tl.float32)
+        of_grid = tl.where(axis == 1, height[:, None], width[:, None])
+        angles = tl.where(axis == 0, position[:, None], of_grid) * frequency[None, :]
+    else:
+        angles = position[:, None] * frequency[None, :]
     at = rows[:, None] * half + columns[None, :]
     tl.store(cos + at, tl.cos(angles) * magnitude, mask=inside)
     tl.store(sin + at, tl.sin(angles) * magnitude, mask=inside)
 
 
 def rotation_angles(
-    positions: torch.Tensor, inverse_frequencies: torch.Tensor, magnitude: float
+    positions: torch.Tensor,
+    inverse_frequencies: torch.Tensor,
+    magnitude: float,
+    grid: Sequence[torch.Tensor] = (),
+    axes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, on the same device. Returns cos and
-    sin of position * frequency, times the magnitude: [T, rotary_dim / 2] float32 each."""
+    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, on the same device. grid, axes: as
+    `Operations.rotation` and RotaryFrequencies have them. Returns cos and sin of position * frequency, times the
+    magnitude: [T, rotary_dim / 2] float32 each."""
+    assert axes is not None or not grid, "a rotation by a grid says which elements turn by which of its axes"
     num_rows, half = len(positions), len(inverse_frequencies)
+    heights, widths = grid or (positions, positions)
     cos, sin = torch.empty(2, num_rows, half, dtype=torch.float32, device=positions.device).unbind(0)
     if num_rows:
         launch(
             _angles_kernel,
             (triton.cdiv(num_rows, ROWS),),
             positions,
+            heights,
+            widths,
+            axes if grid else positions,
             inverse_frequencies,
             cos,
             sin,
             num_rows,
             half,
             magnitude,
+            HAS_GRID=bool(grid),
             ROWS=ROWS,
             BLOCK=triton.next_power_of_2(half),
             num_warps=4,

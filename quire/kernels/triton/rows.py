@@ -128,12 +128,15 @@ class StepColumns:
     """What the host says of S scheduled sequences with T tokens. int32, on the device.
 
     rows, starts: [S], the sequence's row, and the first position that this step computes. query_start: [S + 1], where
-    the sequence's tokens begin among the T.
+    the sequence's tokens begin among the T. listed, values: [L], [columns, L], tokens with values of step columns that
+    no rule gives, and these (None: there are none).
     """
 
     rows: torch.Tensor
     starts: torch.Tensor
     query_start: torch.Tensor
+    listed: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

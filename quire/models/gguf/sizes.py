@@ -1,8 +1,8 @@
 """The memory that a GGUF file's weights take, packed for the native CPU kernels: counted from the file's header.
 
-Matrices that share an input are packed as one. Queries, keys and values in blocks of several formats become a matrix
-each, and hold the file's bytes; where gate and up differ, which the kernels want as one matrix, both are brought to a
-format that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
+Matrices that share an input are packed as one. Those in blocks of several formats become a matrix each, and hold the
+file's bytes; where gate and up of experts differ, which the kernels want as one matrix, both are brought to a format
+that holds them (`quire.quantization.merge`), which takes more memory than disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _JOINED = (
     ("ssm_beta", "ssm_alpha"),
 )
 """Tensors of a layer that are packed as one matrix."""
-_GATED = ("ffn_gate", GATE_EXPERTS, "ffn_gate_shexp")
-"""The first of those whose matrix has one format."""
 _VECTOR_BYTES = 4
 _TABLES = ("token_embd", "output")
 """The vocabulary's: quantising at load leaves them at eight bits."""
@@ -127,8 +125,8 @@ def _matrix_bytes(model: ModelConfig, name: str, parts: list[_Part]) -> int:
     """Bytes of the parts in their own blocks, or in the one format that holds them all. name: of the first."""
     elements, kinds = sum(part.elements for part in parts), {part.kind for part in parts}
     blocks = [part.in_blocks for part in parts if part.in_blocks is not None]
-    is_gated = name.rpartition(".")[2] in _GATED
-    if len(blocks) == len(parts) and (not is_gated or len({part.stored_as for part in parts}) == 1):
+    are_experts = name.rpartition(".")[2] == GATE_EXPERTS
+    if len(blocks) == len(parts) and (not are_experts or len({part.stored_as for part in parts}) == 1):
         return sum(blocks)
     if "plain" in kinds or len(kinds) > 1:
         return elements * model.dtype_bytes

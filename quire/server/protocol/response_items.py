@@ -146,10 +146,21 @@ def response_of_item(item_id: str) -> str:
 
 
 class Listing(NamedTuple):
-    """The conversation that a response answers, as /input_items lists it. items: JSON, a list of `num_items`."""
+    """The conversation that a response answers, as /input_items lists it. items: a JSON list of `num_items`, in whose
+    ids `name` stands for the name of the response: large ones are stored as a helper has written them."""
 
-    items: bytes
-    num_items: int
+    items: bytes = b"[]"
+    num_items: int = 0
+    name: str = ""
+    response_id: str = ""
+
+    def decoded(self) -> list[dict[str, Any]]:
+        """The items."""
+        written = self.items
+        if self.name:
+            written = written.replace(self.name.encode(), _encoder.encode(self.response_id.removeprefix("resp_"))[1:-1])
+        found: list[dict[str, Any]] = msgspec.json.decode(written)
+        return found
 
 
 class ListedItems(msgspec.Struct, tag=True):
@@ -168,8 +179,7 @@ class ListedItems(msgspec.Struct, tag=True):
         return cls(_encoder.encode([*before, *added]), len(before) + len(added), name)
 
     def listing(self, response_id: str) -> Listing:
-        name = _encoder.encode(response_id.removeprefix("resp_"))[1:-1]
-        return Listing(self.items.replace(self.name.encode(), name), self.num_items)
+        return Listing(self.items, self.num_items, self.name, response_id)
 
 
 class UnresolvedItems(msgspec.Struct, tag=True):
@@ -193,35 +203,60 @@ class ReadInput(str):
         return given
 
 
+class StoredItems(NamedTuple):
+    """The conversation up to the end of a response. added: the items of the answer, a JSON list."""
+
+    before: Listing = Listing()
+    added: bytes = b"[]"
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.before.items) + len(self.added)
+
+    def decoded(self) -> list[dict[str, Any]]:
+        """All items, as they are listed."""
+        return [*self.before.decoded(), *msgspec.json.decode(self.added)]
+
+
 class Continuation(msgspec.Struct):
-    """How the items of a request go on from stored responses. lengths: of the parts of a content: the conversation
-    before, the request's items, and the conversations of `response_ids`, each as a JSON list."""
+    """How the items of a request go on from stored responses: the one before, and those of `response_ids`, which its
+    item_references are of. marks: name and response of each one's Listing. lengths: of the parts of the content."""
 
     instructions: str | None
     response_ids: list[str]
+    marks: list[tuple[str, str]]
     lengths: list[int]
+
+    @classmethod
+    def of(
+        cls, instructions: str | None, given: UnresolvedItems, before: StoredItems, known: list[StoredItems]
+    ) -> tuple[Continuation, list[bytes]]:
+        """With the content, in its parts. known: of `given.response_ids`."""
+        stored = [before, *known]
+        content = [given.items, *(part for each in stored for part in (each.before.items, each.added))]
+        marks = [(each.before.name, each.before.response_id) for each in stored]
+        return cls(instructions, given.response_ids, marks, [len(part) for part in content]), content
 
     def join(self, content: bytes) -> tuple[Messages, ListedItems]:
         """The whole conversation, and what there is to list. Raises UserError, and ApiError (404) for an
         item_reference to an item that is not stored."""
-        ends = list(itertools.accumulate(self.lengths))
-        before, items, *known = (content[end - size : end] for size, end in zip(self.lengths, ends, strict=True))
+        ends = itertools.accumulate(self.lengths)
+        given_items, *parts = (content[end - size : end] for size, end in zip(self.lengths, ends, strict=True))
+        pairs = zip(self.marks, parts[::2], parts[1::2], strict=True)
+        before, *known = (StoredItems(Listing(items, 0, *mark), added).decoded() for mark, items, added in pairs)
+        of_responses = zip(known, self.response_ids, strict=True)
         by_id = {
-            item["id"]: item
-            for found, name in zip(known, self.response_ids, strict=True)
-            for item in msgspec.json.decode(found)
-            if response_of_item(item["id"]) == name
+            item["id"]: item for found, name in of_responses for item in found if response_of_item(item["id"]) == name
         }
-        given = msgspec.json.decode(items, type=list[InputItem])
+        given = msgspec.json.decode(given_items, type=list[InputItem])
         for index, item in enumerate(given):
             if item.type == "item_reference":
                 if item.id not in by_id:
                     message = f"no item {item.id!r} is stored: its response never was, was deleted, or had to leave"
                     raise invalid_request(message, param=f"input[{index}].id", code="item_not_found", status=404)
                 given[index] = msgspec.convert(by_id[item.id], InputItem)
-        earlier = msgspec.json.decode(before)
-        items_of_all = [*msgspec.convert(earlier, list[InputItem]), *given]
-        return messages_of_items(items_of_all, self.instructions, len(earlier)), ListedItems.of(given, earlier)
+        items_of_all = [*msgspec.convert(before, list[InputItem]), *given]
+        return messages_of_items(items_of_all, self.instructions, len(before)), ListedItems.of(given, before)
 
 
 def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[str, Any]]:

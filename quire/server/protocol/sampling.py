@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -86,7 +87,8 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Build the engine's settings from what was given; `more` holds what the endpoint words differently."""
-        given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        values = zip(_SAMPLING_NAMES, _sampling_values(self), strict=True)
+        given = {name: value for name, value in values if value is not None}
         given["structured_outputs"] = self.to_structured_outputs()
         return SamplingParams(**(given | more))
 
@@ -94,3 +96,4 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
 _SAMPLING_NAMES = tuple(
     name for name in SamplingFields.__struct_fields__ if name in {*SamplingParams.__struct_fields__} - {*UNAVAILABLE}
 )
+_sampling_values = attrgetter(*_SAMPLING_NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -80,8 +81,7 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
         form = self.response_format
         if form is not None and (form.type != "text" or form.schema is not None):
             return "response_format"
-        names = [name for name in CONSTRAINTS if getattr(self, f"guided_{name}", None) is not None]
-        return f"guided_{names[0]}" if names else "structured_outputs"
+        return next((f"guided_{name}" for name in self._guided()), "structured_outputs")
 
     def to_structured_outputs(self) -> StructuredOutputsParams | None:
         """The constraint, if there is one. Raises UserError about the field that the client gave."""
@@ -93,8 +93,12 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
         except UserError as error:
             raise UserError(error.message, param=self.constraint_field) from None
 
+    def _guided(self) -> dict[str, Any]:
+        values = _guided_values(self)
+        return {name: value for name, value in zip(_GUIDED, values, strict=True) if value is not None}
+
     def _options(self) -> list[dict[str, Any]]:
-        guided = {name: value for name in CONSTRAINTS if (value := getattr(self, f"guided_{name}", None)) is not None}
+        guided = self._guided()
         if guided and self.guided_whitespace_pattern is not None:
             guided["whitespace_pattern"] = self.guided_whitespace_pattern
         given = {
@@ -103,6 +107,11 @@ class StructuredFields(SharedFields, kw_only=True, frozen=True):
             if value is not None and name not in WITHOUT_EFFECT
         }
         return [{} if self.response_format is None else self.response_format.to_options(), given, guided]
+
+
+_GUIDED = tuple(name for name in CONSTRAINTS if f"guided_{name}" in StructuredFields.__struct_fields__)
+"""Constraints that have a field `guided_*`."""
+_guided_values = attrgetter(*(f"guided_{name}" for name in _GUIDED))
 
 
 def _params(options: dict[str, Any]) -> StructuredOutputsParams:

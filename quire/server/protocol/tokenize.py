@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -24,7 +24,10 @@ _OF_MESSAGES = (
 
 class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     """Either `prompt` or `messages`, and with these what the chat endpoint's template is given. add_special_tokens:
-    default true for a prompt, false for messages. return_token_strs: also each token as the vocabulary has it."""
+    default true for a prompt, false for messages. return_token_strs: also each token as the vocabulary has it.
+
+    content: a text in llama.cpp's words, which is answered in them: with add_special as add_special_tokens (default
+    false), and with_pieces as return_token_strs."""
 
     model: str | None = None
     prompt: str | None = None
@@ -37,8 +40,20 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     tools: Tools = msgspec.field(default_factory=list)
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"parse_special": (True,)}
 
     def __post_init__(self) -> None:
+        if self.content is not None:
+            if self.prompt is not None or self.messages is not None:
+                raise UserError("content goes without prompt and messages", param="content")
+            return
+        for name in ("add_special", "with_pieces"):
+            if getattr(self, name):
+                raise UserError(f"{name} is only allowed together with content", param=name)
         if (self.prompt is None) == (self.messages is None):
             raise UserError("give either prompt or messages", param="prompt")
         if self.messages is not None:
@@ -74,4 +89,7 @@ class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True):
 
 
 class DetokenizeResponse(msgspec.Struct):
+    """prompt, content: two names of the text, vLLM's and llama.cpp's."""
+
     prompt: str
+    content: str

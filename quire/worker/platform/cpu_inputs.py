@@ -11,9 +11,9 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.attention.states import StateBackend
 from quire.layers.batch import NO_COLUMNS, ForwardBatch
-from quire.step import StepPlan
+from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
-from quire.worker.columns import ColumnValues
+from quire.worker.columns import NO_LISTS, ColumnValues
 from quire.worker.drafts import HostDrafts, Placed
 from quire.worker.input_batch import InputBatch
 
@@ -51,8 +51,8 @@ class CpuColumns:
     def write_sampling(self, row: int) -> None:
         """Kernels read SamplingRows."""
 
-    def write_values(self, row: int, values: Mapping[str, int]) -> None:
-        self.values.set(row, values)
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
+        self.values.set(row, values, lists)
 
     def copy_values(self, source: int, destination: int) -> None:
         self.values.copy(source, destination)

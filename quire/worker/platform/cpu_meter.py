@@ -10,7 +10,6 @@ import torch
 from quire.attention.interface import AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
-from quire.layers.batch import dummy_columns
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.kernels import SamplingKernels
@@ -21,6 +20,7 @@ from quire.step import SequenceSampling
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
+from quire.worker.memory_profile import dummy_columns
 from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
 from quire.worker.platform.host_memory import available_memory, measure_peak
 from quire.worker.platform.interface import StepLimits
@@ -68,7 +68,7 @@ class CpuMeter:
 
         def sample() -> None:
             if self._samples_tokens:
-                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
+                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_rows, 1)))
 
         forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
         if forward_peak is None or sample_peak is None:
@@ -88,7 +88,7 @@ class CpuMeter:
         backends = self._make_backends(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
         columns = dummy_columns(model.columns, token_ids)
-        return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns))
+        return lambda: model.forward(backends.forward_batch(token_ids, attention, columns=columns)).hidden
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

@@ -88,7 +88,10 @@ class CpuStep(NamedTuple):
     def forward(self) -> torch.Tensor:
         compute, batch = self.compute, self.batch
         rows = None if batch.logits_rows is None else torch.from_numpy(batch.logits_rows)
-        return compute.model.forward(compute.inputs.forward_batch(batch, rows))
+        inputs = compute.inputs.forward_batch(batch, rows)
+        if batch.overlay is not None:
+            inputs = inputs.having(overlay=batch.overlay.over(torch.from_numpy(batch.overlay.rows)))
+        return compute.model.forward(inputs).hidden
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

@@ -72,7 +72,7 @@ class CudaPlatform:
         if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
-        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs)
+        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs, config.speculation.max_drafts)
 
     def mode(self, queue_depth: int) -> Mode:
         return "queued"
@@ -188,7 +188,8 @@ class CudaPlatform:
             config.speculation.max_drafts,
         )
         padded_seqs = max((num_rows, *settings.full_sizes))
-        padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
+        sizes = [execution.num_tokens for execution in settings.executions()]
+        padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *sizes))
         backends = self.make_backends(layout, pages)
         drafts = None
         if config.speculation.max_drafts:
@@ -250,7 +251,7 @@ class CudaPlatform:
             device=self._device,
             num_rows=None if self.expert_counts is None else self.expert_counts.num_rows,
         )
-        has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
+        has_graphs = bool(settings.executions())
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:

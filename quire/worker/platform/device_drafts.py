@@ -118,5 +118,5 @@ class DeviceDrafts:
         firsts, tokens_at, _ = map(upload.view, sections.accepted)
         samples = rows, lengths, firsts, tokens_at
         counts, ends = accept_drafts(arena.words, arena.drafts, chosen, samples, self._token_ids)
-        foreseen = find_drafts(arena.words, arena.drafts, (rows, firsts, ends), self._lookup)
-        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in (counts, foreseen)))
+        found = find_drafts(arena.words, arena.drafts, (rows, firsts, ends), self._lookup)
+        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in (counts, found)))

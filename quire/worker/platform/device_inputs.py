@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch, HostColumns
+from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
-from quire.layers.batch import TokenColumns
+from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
 
 
-def add_columns(batch: InputBatch, upload: Upload) -> list[Section]:
+def add_columns(batch: InputBatch, upload: Upload, values: ColumnValues) -> list[Section]:
     """Put what the device must know of the batch into the upload: the fields of StepColumns, in order."""
-    return [upload.add(column) for column in (batch.rows, batch.starts, batch.query_start)]
+    columns = (batch.rows, batch.starts, batch.query_start, *(values.listed.of_batch(batch) or ()))
+    return [upload.add(column) for column in columns]
 
 
 class DeviceInputs:
@@ -59,6 +60,8 @@ class DeviceInputs:
             (num_seqs, num_tokens),
             self._block_size,
         )
+        if on_device.listed is not None and on_device.values is not None:
+            buffers.others.index_copy_(1, on_device.listed.long(), on_device.values.long())
         on_device_batch = DeviceBatch(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
@@ -71,7 +74,7 @@ class DeviceInputs:
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.token_tables,
             state_tables=self._arena.state_tables,
-            host=HostColumns(batch.query_start, batch.starts),
+            host=HostColumns(batch.query_start, batch.starts, batch.num_drafts),
         )
         if len(self._columns.token_ids) != num_tokens:
             others = dict(zip(self._names, buffers.others[:, :num_tokens], strict=True))

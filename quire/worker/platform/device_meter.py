@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch, HostColumns
+from quire.attention.device_batch import DeviceBatch, HostColumns, TokenColumns
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
-from quire.layers.batch import TokenColumns, dummy_columns
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import NUM_WORDS
 from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.graph_dispatch import ExecutionSettings
 from quire.worker.input_batch import InputBatch
+from quire.worker.memory_profile import dummy_columns
 from quire.worker.platform.device_memory import DeviceMemory, arithmetic
 from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import StepLimits
@@ -81,9 +81,9 @@ class DeviceMeter:
                 hidden = decode()
                 if self._config.pooling is not None:
                     return
-                copies.append(model.compute_logits(hidden))
+                copies.append(model.compute_logits(hidden[:1].repeat(limits.max_num_rows, 1)))
                 for _ in range(SAMPLER_COPIES):
-                    copies.append(torch.empty(limits.max_num_seqs, self._config.vocab_size, device=self._device))
+                    copies.append(torch.empty(limits.max_num_rows, self._config.vocab_size, device=self._device))
 
             copies: list[torch.Tensor] = []
             return kept + max([memory.measure_peak(work) for work in (prompt, sample)])
@@ -111,7 +111,7 @@ class DeviceMeter:
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
         columns = TokenColumns(token_ids, dummy_columns(model.columns, token_ids))
-        return lambda: model.forward(backends.forward_batch(columns, dummy))
+        return lambda: model.forward(backends.forward_batch(columns, dummy)).hidden
 
 
 def graph_bytes(
@@ -119,7 +119,7 @@ def graph_bytes(
 ) -> int:
     """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
     all share; and their static results."""
-    sizes = (*settings.full_sizes, *settings.piecewise_sizes)
+    sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0
     largest = max(sizes)

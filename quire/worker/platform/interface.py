@@ -22,7 +22,7 @@ from quire.models.weight_files import Progress
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
-from quire.step import StepPlan
+from quire.step import StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.input_batch import InputBatch
@@ -74,8 +74,8 @@ class RequestColumns(Protocol):
         """The row's sampling parameters."""
         ...
 
-    def write_values(self, row: int, values: Mapping[str, int]) -> None:
-        """The row's values of the step's columns, as `NewSequence.columns` has them."""
+    def write_values(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = ...) -> None:
+        """The row's values of the step's columns, as `NewSequence.columns` and `token_columns` have them."""
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
@@ -170,12 +170,19 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Of the largest step: tokens and sequences. longest: tokens of one sequence."""
+    """Of the largest step: tokens and sequences. longest: tokens of one sequence. max_drafts: of a sequence in a
+    step."""
 
     block_size: int
     max_num_tokens: int
     max_num_seqs: int
     longest: int
+    max_drafts: int = 0
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most rows of logits: each sequence has one, and one for each of its drafts."""
+        return max(self.max_num_seqs, min(self.max_num_tokens, self.max_num_seqs * (1 + self.max_drafts)))
 
 
 class MemoryMeter(Protocol):

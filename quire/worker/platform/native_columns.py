@@ -84,6 +84,10 @@ class NativeColumns(CpuColumns):
         if self._num_tokens > len(self._tokens[0]):
             self._reserve(self._num_tokens)
         self._native.gather(starts, counts)
+        listed = self.values.listed.of_batch(self._batch)
+        if listed is not None:
+            for column, values in zip(self._tokens[-len(self.values.names) :], listed[1], strict=True):
+                column[listed[0]] = values
         return self._batch
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:

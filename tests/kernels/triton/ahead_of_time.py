@@ -68,7 +68,7 @@ from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAI
 from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
-from quire.layers.device_cache import DeviceRotation
+from quire.layers.rotation import DeviceRotation
 from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
 from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for

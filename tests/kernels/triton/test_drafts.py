@@ -164,6 +164,6 @@ def check_look_up(
 
     arena = words(before, device)
     samples = words(all_rows, device), words(firsts, device), words(lengths, device)
-    foreseen = find_drafts(arena, places, samples, lookup)
-    assert foreseen.tolist() == counts[rows].tolist()
+    num_found = find_drafts(arena, places, samples, lookup)
+    assert num_found.tolist() == counts[rows].tolist()
     assert arena.tolist() == expected.tolist()

@@ -10,7 +10,7 @@ from quire.attention.latent import LatentShape
 from quire.kernels.triton import latent_attention
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
-from quire.layers.device_cache import DeviceRotation
+from quire.layers.rotation import DeviceRotation
 
 pytestmark = pytest.mark.usefixtures("default_device")
 

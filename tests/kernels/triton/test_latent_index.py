@@ -14,7 +14,7 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.runtime import recorded_launches
-from quire.layers.device_cache import DeviceRotation
+from quire.layers.rotation import DeviceRotation
 from tests.fakes.compilations import CompilationRecorder
 from tests.layers.state_steps import randn
 

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.device_batch import DeviceBatch
+from quire.attention.device_batch import DeviceBatch, TokenColumns
 from quire.attention.states import StateBackend
 from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.batch import TokenColumns
+from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
+from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures
@@ -31,12 +32,13 @@ from tests.fakes.graph_capture import RecordingCapture
 
 BLOCK_SIZE, NUM_ROWS, NUM_TOKENS, NUM_BLOCKS = 4, 8, 32, 64
 LONGEST = 24
-FULL, PIECEWISE = (1, 2, 4, 8), (4, 16, 32)
+FULL, PIECEWISE, DRAFT_ROWS = (1, 2, 4, 8), (4, 16, 32), 3
 SETTINGS = {
     "eager": ExecutionSettings(),
     "full": ExecutionSettings(full_sizes=FULL),
     "piecewise": ExecutionSettings(piecewise_sizes=PIECEWISE),
     "both": ExecutionSettings(full_sizes=FULL, piecewise_sizes=PIECEWISE),
+    "drafts": ExecutionSettings(full_sizes=FULL, draft_rows=DRAFT_ROWS),
 }
 
 
@@ -51,7 +53,9 @@ def tiny_config(bundled_model_path: Path) -> ModelConfig:
 class Buffers:
     """The inputs of steps at full capacity; batches are views of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
+        """size: of the hidden states that come in (0: none do)."""
+        self.hidden = torch.zeros(NUM_TOKENS, size)
         self.token_ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
         self.positions = torch.zeros(NUM_TOKENS, dtype=torch.int64)
         self.slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
@@ -84,7 +88,8 @@ class Buffers:
         return self.batch(execution, max(counts, default=1), int(self.seq_lens.max())), self.tokens(execution)
 
     def tokens(self, execution: Execution) -> TokenColumns:
-        return TokenColumns(self.token_ids[: execution.num_tokens])
+        hidden = self.hidden[: execution.num_tokens] if self.hidden.numel() else None
+        return TokenColumns(self.token_ids[: execution.num_tokens], hidden=hidden)
 
     def batch(self, execution: Execution, max_query_len: int, max_seq_len: int) -> DeviceBatch:
         return DeviceBatch(
@@ -111,29 +116,62 @@ class Passes:
     """One model with its own cache and its own way of running."""
 
     def __init__(
-        self, config: ModelConfig, settings: ExecutionSettings, backend: type[TwinBackend] = TwinBackend, **options: Any
+        self,
+        config: ModelConfig,
+        settings: ExecutionSettings,
+        backend: type[TwinBackend] = TwinBackend,
+        numbers: range = range(2),
+        taps: tuple[int, ...] = (),
+        **options: Any,
     ) -> None:
+        """numbers, taps: the layers that run, and those that are tapped."""
         plain = UnquantizedLinear(torch.float32)
         context = LayerContext(
             torch.float32, torch.device("cpu"), "float32", SingleRank(), StepOperations(), plain, plain, plain
         )
         self.model: Decoder = model_architectures().load(config.architecture)(config, context)
         self.model.load_weights(dummy_weights(self.model.slots, 3, lambda *_: None, torch.device("cpu")))
+        self.model = self.model.stage(numbers)
         self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.capture = RecordingCapture(**options)
         size = config.num_heads * config.head_dim
         self.num_rows = torch.zeros(1, dtype=torch.int32)
-        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"), self.num_rows)
+        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"), self.num_rows, taps)
         self.settings = settings
         self.passes = CudaGraphRunner(
             self.model, DeviceBackends(self.backend, NO_STATES), shape, settings, self.capture
         )
-        self.buffers = Buffers()
+        self.buffers = Buffers(self.model.output_size if numbers.start else 0)
 
-    def run(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def run(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        hidden: torch.Tensor | None = None,
+        overlay: RowOverlay | None = None,
+    ) -> torch.Tensor:
         """Hidden states of the real tokens."""
+        return self.run_tapped(rows, starts, tokens, hidden, overlay).hidden
+
+    def run_tapped(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        hidden: torch.Tensor | None = None,
+        overlay: RowOverlay | None = None,
+    ) -> ForwardResult[torch.Tensor]:
+        """hidden: what a stage behind the first takes, of the real tokens. Of a sequence with few, all but the first
+        are drafts."""
         counts = [len(each) for each in tokens]
-        execution = choose_execution(sum(counts), len(rows), max(counts), self.settings)
+        settings = self.settings if overlay is None else self.settings.without_full()
+        is_decode = max(counts) <= DRAFT_ROWS
+        execution = choose_execution(sum(counts), len(rows), max(counts), settings, is_decode=is_decode)
         with torch.inference_mode():
-            batch, token_ids = self.buffers.fill(execution, rows, starts, tokens)
-            return self.passes.run(execution, batch, token_ids)[: sum(counts)].clone()
+            batch, columns = self.buffers.fill(execution, rows, starts, tokens)
+            if hidden is not None:
+                self.buffers.hidden[: len(hidden)] = hidden
+            found = self.passes.run(execution, batch, columns, None, overlay)
+            tapped = {layer: each[: sum(counts)].clone() for layer, each in found.tapped.items()}
+            return ForwardResult(found.hidden[: sum(counts)].clone(), tapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,27 @@ def test_what_graphs_and_tables_take(config: ModelConfig) -> None:
     assert graph_bytes(config, SETTINGS["both"], 100, 60) == driver + shared + results
     assert graph_bytes(config, ExecutionSettings(), 100, 60) == 0
     assert table_bytes(LIMITS, 2) == 4 * 8 * (25 + 2 * 7) + 8 * 60 * 5 + upload_bytes(LIMITS, 2)
+
+
+def test_what_drafts_take(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits, as many as a sequence has and no more than a step's tokens, and graphs of their own."""
+    assert replace(LIMITS, max_drafts=9).max_num_rows == 60
+    passes, num_rows = Passes(config, SETTINGS["eager"]), []
+    compute = passes.model.compute_logits
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(passes.model, "compute_logits", noted)
+    factory = backend_factory(config, [])
+    with torch.inference_mode():
+        for num_drafts in (0, 2):
+            meter = DeviceMeter(factory, config, SETTINGS["eager"], Card(), 0, CPU)
+            measure_memory(passes.model, config, replace(LIMITS, max_drafts=num_drafts), meter)
+    assert num_rows == [8, 24]
+    driver, shared, results = 8 * 2 * GRAPH_BYTES_PER_LAYER, 100 * 24 // 60, 24 * (32 + 32) * 4
+    assert graph_bytes(config, SETTINGS["drafts"], 100, 60) == driver + shared + results
 
 
 def test_uploads_are_counted_twice_for_they_have_two_buffers_on_the_device() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire.config.device import DeviceConfig
@@ -27,6 +29,39 @@ def test_both_kinds(step: tuple[int, int, int], expected: Execution) -> None:
     assert choose_execution(*step, BOTH) == expected
 
 
+@pytest.mark.parametrize(
+    ("step", "is_decode", "expected"),
+    [
+        ((3, 3, 1), True, Execution("full", 4, 4)),
+        ((5, 2, 4), True, Execution("full", 16, 4)),
+        ((32, 8, 4), True, Execution("full", 32, 8)),
+        ((5, 2, 3), True, Execution("full", 16, 4)),  # fewer drafts than there may be
+        ((5, 2, 4), False, Execution("piecewise", 8, 2)),  # a prompt
+        ((5, 1, 5), True, Execution("piecewise", 8, 1)),
+        ((33, 9, 4), True, Execution("piecewise", 64, 9)),
+        ((40, 30, 4), True, Execution("piecewise", 64, 30)),  # a full graph of 128 tokens and more
+    ],
+)
+def test_sequences_with_drafts(step: tuple[int, int, int], is_decode: bool, expected: Execution) -> None:
+    """One graph for each number of sequences, of as many rows as a sequence may have."""
+    settings = ExecutionSettings(full_sizes=(1, 4, 8, 64), piecewise_sizes=(1, 4, 8, 16, 64), draft_rows=4)
+    assert choose_execution(*step, settings, is_decode=is_decode) == expected
+    assert choose_execution(*step, replace(settings, draft_rows=0), is_decode=is_decode).num_tokens < 128
+
+
+def test_what_is_captured() -> None:
+    settings = ExecutionSettings(full_sizes=(2, 100), piecewise_sizes=(8, 9), draft_rows=3)
+    assert settings.executions() == [
+        Execution("piecewise", 9, 1),
+        Execution("piecewise", 8, 1),
+        Execution("full", 100, 100),
+        Execution("full", 2, 2),
+        Execution("full", 6, 2),
+    ]
+    assert Execution("piecewise", 9, 5).captured_as == settings.executions()[0]
+    assert Execution("full", 6, 2).captured_as == settings.executions()[-1]
+
+
 def test_one_kind_or_none() -> None:
     full, piecewise = ExecutionSettings(full_sizes=(4,)), ExecutionSettings(piecewise_sizes=(4,))
     assert choose_execution(3, 3, 1, full) == Execution("full", 4, 4)
@@ -48,4 +83,5 @@ def test_settings(kind: str, full: tuple[int, ...], piecewise: tuple[int, ...]) 
     """No full graph has more sequences than there are rows."""
     sizes = () if kind == "none" else (1, 4, 16)
     device = DeviceConfig("cuda", 1, "triton", cuda_graphs=kind, cuda_graph_sizes=sizes)
-    assert execution_settings(device, 5) == ExecutionSettings(full, piecewise)
+    assert execution_settings(device, 5, 0) == ExecutionSettings(full, piecewise)
+    assert execution_settings(device, 5, 3) == ExecutionSettings(full, piecewise, 4)

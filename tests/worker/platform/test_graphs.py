@@ -13,6 +13,7 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kernels.triton.runtime import launch
+from quire.layers.overlay import RowOverlay
 from quire.worker.graph_dispatch import Execution
 from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import CaptureError, RecordingCapture
@@ -20,6 +21,7 @@ from tests.kernels.triton.test_launch import _add_index
 from tests.long import all_but_long, one_in
 from tests.worker.platform.passes import (
     BLOCK_SIZE,
+    DRAFT_ROWS,
     FULL,
     LONGEST,
     NUM_BLOCKS,
@@ -32,6 +34,10 @@ from tests.worker.platform.passes import (
     tiny_config,
 )
 
+PIECES = Execution("piecewise", PIECEWISE[-1], 1)
+DRAFT_PASSES = [(24, 8), (12, 4), (8, 8), (6, 2), (4, 4), (3, 1), (2, 2), (1, 1)]
+"""Tokens and sequences: two drafts, of sequences that have some."""
+
 
 @pytest.fixture
 def config(bundled_model_path: Path) -> ModelConfig:
@@ -39,18 +45,18 @@ def config(bundled_model_path: Path) -> ModelConfig:
 
 
 def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list[list[int]]]]:
-    """Steps over up to NUM_ROWS sequences: decodes of any number, and mixed batches."""
+    """Steps over up to NUM_ROWS sequences: decodes of any number, some with drafts, and mixed batches."""
     draw = random.Random(seed)
     lengths = [0] * NUM_ROWS
     steps = []
     for _ in range(count):
         rows = draw.sample(range(NUM_ROWS), draw.randint(1, NUM_ROWS))
-        is_decode = draw.random() < 0.6
+        most = draw.choice((1, 1, 1, DRAFT_ROWS, NUM_TOKENS // NUM_ROWS))
         step: tuple[list[int], list[int], list[list[int]]] = ([], [], [])
         for row in rows:
             if lengths[row] >= LONGEST - 8:
                 lengths[row] = 0
-            num = 1 if is_decode else draw.randint(1, NUM_TOKENS // NUM_ROWS)
+            num = draw.randint(1, most)
             step[0].append(row)
             step[1].append(lengths[row])
             step[2].append([draw.randrange(50) for _ in range(num)])
@@ -59,7 +65,9 @@ def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list
     return steps
 
 
-@pytest.mark.parametrize(("kind", "idle"), one_in(6, ["both", "full", "piecewise"], [False, True]))
+@pytest.mark.parametrize(
+    ("kind", "idle"), [*one_in(6, ["both", "full", "piecewise"], [False, True]), *all_but_long([("drafts", False)], [])]
+)
 def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: str, idle: bool) -> None:
     """idle: captured before the first step, else when a size is first used."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS["eager"])
@@ -67,22 +75,23 @@ def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: 
         with torch.inference_mode():
             while graphs.passes.capture_next(graphs.buffers.padded):
                 assert graphs.num_rows.item() == 0
-        assert graphs.passes.num_captured == len(SETTINGS[kind].full_sizes) + len(SETTINGS[kind].piecewise_sizes)
-    for step in random_steps(11, 60):
+        assert graphs.passes.num_captured == len(SETTINGS[kind].executions())
+    for step in random_steps(11, 30 if kind == "drafts" else 60):
         found, expected = graphs.run(*step), eager.run(*step)
         assert graphs.num_rows.item() == eager.num_rows.item() == sum(map(len, step[2])), "without padding"
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     replayed = [each for each in graphs.capture.graphs if each.num_replays]
-    assert replayed
-    assert not graphs.passes.has_uncaptured
+    assert len(replayed) > (len(FULL) if kind == "drafts" else 0)
+    assert kind == "drafts" or not graphs.passes.has_uncaptured
 
 
 @pytest.mark.parametrize(
     ("kind", "captured", "left"),
     [
-        ("full", [("full", size) for size in reversed(FULL)], 0),
-        ("piecewise", [("piecewise", PIECEWISE[-1])], len(PIECEWISE) - 1),
-        ("both", [("piecewise", PIECEWISE[-1]), *(("full", size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("full", [Execution("full", size, size) for size in reversed(FULL)], 0),
+        ("piecewise", [PIECES], len(PIECEWISE) - 1),
+        ("both", [PIECES, *(Execution("full", size, size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("drafts", [Execution("full", *each) for each in DRAFT_PASSES], 0),
         ("eager", [], 0),
     ],
 )
@@ -102,21 +111,61 @@ def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
     passes = Passes(config, SETTINGS["full"], fail_after=2)
     with torch.inference_mode():
         passes.passes.capture_at_start(passes.buffers.padded)
-    assert list(passes.passes._captured) == [("full", 8), ("full", 4)]
+    assert list(passes.passes._captured) == [Execution("full", 8, 8), Execution("full", 4, 4)]
 
 
-@pytest.mark.parametrize("kind", all_but_long(["full", "piecewise", "both"], ["both"]))
+@pytest.mark.parametrize("kind", all_but_long(["full", "piecewise", "both", "drafts"], ["both", "drafts"]))
 def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
     """Against an eager pass over the same padded inputs, of the same sizes."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])
-    eager.passes.run = lambda _, batch, token_ids, rows=None: eager.passes._forward(batch, token_ids, rows)  # type: ignore[method-assign]
-    for step in random_steps(12, 60):
+    run_eagerly(eager)
+    for step in random_steps(12, 30 if kind == "drafts" else 60):
         assert torch.equal(graphs.run(*step), eager.run(*step))
     assert graphs.passes.num_captured
     assert not eager.passes.num_captured
     real = slice(0, NUM_BLOCKS * BLOCK_SIZE)
     assert torch.equal(graphs.backend.keys[:, real], eager.backend.keys[:, real])
     assert torch.equal(graphs.backend.values[:, real], eager.backend.values[:, real])
+
+
+def run_eagerly(passes: Passes) -> None:
+    """At the sizes of graphs."""
+    passes.passes.run = lambda _, *inputs: passes.passes._forward(*inputs)  # type: ignore[method-assign]
+
+
+def test_stages_as_graphs_of_their_own(config: ModelConfig) -> None:
+    """The hidden states of one are the input of the next, which is a static buffer; what is tapped is what they are."""
+    whole = Passes(config, SETTINGS["both"], taps=(0,))
+    first, second = (Passes(config, SETTINGS["both"], numbers=range(number, number + 1)) for number in range(2))
+    for step in random_steps(13, 16):
+        between = first.run(*step)
+        expected, tapped = whole.run_tapped(*step)
+        assert torch.equal(tapped[0], between)
+        assert torch.equal(second.run(*step, hidden=between), expected)
+    for passes in (whole, first, second):
+        assert {each.kind for each in passes.passes._captured} == {"full", "piecewise"}
+        assert any(graph.num_replays for graph in passes.capture.graphs)
+
+
+def test_an_overlay_in_graphs(config: ModelConfig) -> None:
+    """Steps with rows and steps without have graphs of their own; the rows' number is the step's."""
+    graphs, eager = Passes(config, SETTINGS["both"]), Passes(config, SETTINGS["both"])
+    run_eagerly(eager)
+    generator = torch.Generator().manual_seed(0)
+    for number, step in enumerate(random_steps(14, 16)):
+        num_tokens, overlay = sum(map(len, step[2])), None
+        if number % 3:
+            rows = torch.randperm(num_tokens, generator=generator)[: 1 + num_tokens // 2].sort().values
+            embeddings, behind = torch.randn(2, len(rows), 32, generator=generator).unbind(0)
+            overlay = RowOverlay(rows, embeddings, {0: behind})
+        assert torch.equal(graphs.run(*step, overlay=overlay), eager.run(*step, overlay=overlay))
+    assert {(each.kind, each.overlaid) for each in graphs.passes._captured} == {
+        ("full", None),
+        ("piecewise", None),
+        ("piecewise", (0,)),
+    }
+    overlaid = [made for each, made in graphs.passes._captured.items() if each.overlaid]
+    assert any(piece.num_replays for made in overlaid for piece in made.graphs)  # type: ignore[attr-defined]
 
 
 def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
@@ -128,7 +177,8 @@ def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
     before = passes.backend.keys.clone()
     first = [passes.run(*step) for step in steps]
     passes.passes._attended.fill_(float("nan"))
-    passes.passes._hidden.fill_(float("nan"))
+    with torch.inference_mode():
+        passes.passes._results[0].fill_(float("nan"))
     passes.buffers.token_ids[6:] = 13
     assert all(torch.equal(passes.run(*step), old) for step, old in zip(steps, first, strict=True))
     assert torch.equal(passes.backend.keys[:, :-1], before[:, :-1])
@@ -151,7 +201,7 @@ def test_results_stay_where_they_are(config: ModelConfig) -> None:
     with torch.inference_mode():
         batch, token_ids = passes.buffers.padded(execution)
         passes.passes.run(execution, batch, token_ids)
-        addresses = {passes.passes.run(execution, batch, token_ids).data_ptr() for _ in range(3)}
+        addresses = {passes.passes.run(execution, batch, token_ids).hidden.data_ptr() for _ in range(3)}
     assert len(addresses) == 1
 
 

@@ -16,6 +16,7 @@ from quire.attention.states import StateBackend
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.step import TokenValues
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import Column, ColumnValues, Rule
 from quire.worker.input_batch import InputBatch
@@ -42,7 +43,10 @@ class World:
         self.columns = NativeColumns(NUM_ROWS, MAX_MODEL_LEN, self.values, None, self.tables, self.backends(), RUNTIME)
         self.plain = PlainInputs(self.columns, self.tables, self.backends())
         for row in range(NUM_ROWS):
-            self.columns.write_values(row, dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True)))
+            values = dict(zip(self.values.names, rng.integers(0, 200, 4).tolist(), strict=True))
+            names = self.values.names[: row % 3]
+            lists = {name: TokenValues(2 * row, rng.integers(0, 900, 30).tolist()) for name in names}
+            self.columns.write_values(row, values, lists)
             self.columns.write_tokens(row, 0, rng.integers(0, 1000, MAX_MODEL_LEN).tolist())
             sizes = [-(-MAX_MODEL_LEN // group.block_size) for group in groups]
             self.tables.append(row, [rng.integers(1, NUM_BLOCKS, size).tolist() for size in sizes])

@@ -12,7 +12,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan, TokenValues
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.columns import Column, ColumnValues, Rule
 from quire.worker.input_batch import build_input_batch
@@ -58,6 +58,7 @@ class Expected:
     seed: int
     computed: int = 0
     columns: dict[str, int] = field(default_factory=dict)
+    lists: dict[str, TokenValues] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,11 +106,15 @@ class World:
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         blocks = [[self.block() for _ in range(num_blocks)] for _ in range(NUM_GROUPS)]
         columns = {column.name: self.rng.randrange(20) for column in TABLE if self.rng.random() < 0.7}
-        seq_id = self._add(Expected(tokens, self.rng.randint(1, len(tokens)), blocks, self.token(), columns=columns))
+        listed = TABLE if self.rng.random() < 0.5 else []
+        lists = {
+            column.name: TokenValues(self.rng.randrange(5), [self.token() for _ in tokens[: self.rng.randint(1, 20)]])
+            for column in listed
+        }
+        num_prompt = self.rng.randint(1, len(tokens))
+        seq_id = self._add(Expected(tokens, num_prompt, blocks, self.token(), columns=columns, lists=lists))
         sampling = sampling_of(GREEDY.params, self.sequences[seq_id].seed)
-        new = NewSequence(
-            seq_id, list(tokens), self.sequences[seq_id].num_prompt, list(map(list, blocks)), sampling, columns
-        )
+        new = NewSequence(seq_id, list(tokens), num_prompt, list(map(list, blocks)), sampling, columns, lists)
         plan.new_sequences.append(new)
 
     def _add(self, sequence: Expected) -> int:
@@ -120,7 +125,9 @@ class World:
     def _child(self, parent: Expected, tokens: list[int]) -> int:
         blocks = [list(table) for table in parent.blocks]
         computed = min(parent.computed, len(tokens))
-        return self._add(Expected(tokens, parent.num_prompt, blocks, self.token(), computed, parent.columns))
+        return self._add(
+            Expected(tokens, parent.num_prompt, blocks, self.token(), computed, parent.columns, parent.lists)
+        )
 
     def _branch(self, plan: StepPlan, parent: int) -> None:
         child = self._child(self.sequences[parent], list(self.sequences[parent].tokens))
@@ -190,7 +197,7 @@ class Rows:
         self.upload.begin()
         self.writes.add_to(self.upload)
         columns = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, self.requests)
-        sections = add_columns(columns, self.upload)
+        sections = add_columns(columns, self.upload, self.columns.values)
         self.upload.send()
         self.writes.apply(self.upload, self.arena.words)
         on_device = StepColumns(*map(self.upload.view, sections))
@@ -232,7 +239,7 @@ def test_random_plans(seed: int, device: torch.device) -> None:
     }
     for step in range(30):
         plan = world.plan(step)
-        columns, (batch, (token_ids, others)) = rows.run(plan)
+        columns, (batch, (token_ids, others, *_)) = rows.run(plan)
         for name in seen:
             seen[name] += len(getattr(plan, name))
         places = [
@@ -244,10 +251,18 @@ def test_random_plans(seed: int, device: torch.device) -> None:
         assert batch.slot_positions.tolist() == [*(at for _, at in places), 0, 0, 0]
         for name, found in others.items():
             rule = Rule[name]
-            values = [world.sequences[s].columns.get(name, 0) for s, _ in places]
+            lists = [world.sequences[s].lists.get(name, TokenValues(0, [])) for s, _ in places]
+            values = [
+                world.sequences[s].columns.get(name, 0) if at >= own.end else 0
+                for own, (s, at) in zip(lists, places, strict=True)
+            ]
             wanted = [
                 value if rule == Rule.ROW else at + value if rule == Rule.SHIFTED else int(0 < value <= at)
                 for value, (_, at) in zip(values, places, strict=True)
+            ]
+            listed = zip(lists, wanted, places, strict=True)
+            wanted = [
+                own.values[at - own.start] if own.start <= at < own.end else value for own, value, (_, at) in listed
             ]
             assert found.tolist() == [*wanted, 0, 0, 0], name
         for group in range(NUM_GROUPS):
@@ -275,7 +290,7 @@ def test_what_graphs_read_stays_where_it_is_and_is_no_upload(device: torch.devic
     plans += [StepPlan(step, [5], [step], [1], [], []) for step in (1, 2)]
     addresses, uploads = [], set()
     for plan in plans:
-        _, (batch, (token_ids, others)) = rows.run(plan)
+        _, (batch, (token_ids, others, *_)) = rows.run(plan)
         inputs = [batch.rows, batch.query_start, batch.seq_lens, batch.slot_positions, *batch.slot_mapping, token_ids]
         inputs += others.values()
         addresses.append([tensor.data_ptr() for tensor in (*inputs, *batch.block_tables)])
@@ -291,7 +306,7 @@ def test_a_plain_decode_step_sends_no_writes(device: torch.device) -> None:
     blocks = [[1], [2]]
     rows.run(StepPlan(0, [5], [0], [2], [5], [0], new_sequences=[NewSequence(5, [1, 2], 2, blocks, GREEDY)]))
     rows.sample(StepPlan(0, [5], [0], [2], [5], [0]), [3])
-    _, (_, (token_ids, _)) = rows.run(StepPlan(1, [5], [2], [1], [5], [0]))
+    _, (_, (token_ids, *_)) = rows.run(StepPlan(1, [5], [2], [1], [5], [0]))
     assert [(s.destinations, s.values, s.copies) for s in rows.writes._sections] == [(None, None, None)]
     assert token_ids[0] == 3
 

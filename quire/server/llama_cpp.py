@@ -1,0 +1,291 @@
+"""llama.cpp's door (docs/doors.md): its completions and infilling as completions of this server, and what its clients
+ask of a server before that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from quire.errors import UserError
+from quire.pooling_params import PoolingParams
+from quire.server.auth import public
+from quire.server.body import parse_fields, report_ignored
+from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
+from quire.server.disconnect import run_until_disconnect
+from quire.server.errors import ApiError, unavailable
+from quire.server.generation import render_chat
+from quire.server.health import Health
+from quire.server.json_bodies import any_type
+from quire.server.pooling import add_pooling_route, run_texts
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.llama_cpp import (
+    NAMES,
+    SAMPLING,
+    LlamaCompletionRequest,
+    LlamaEmbedding,
+    LlamaEmbeddingRequest,
+    LlamaFields,
+    LlamaGenerationSettings,
+    LlamaInfillRequest,
+    LlamaPrompt,
+    LlamaProps,
+    LlamaResponse,
+    LlamaSlot,
+    LlamaTimings,
+)
+from quire.server.query import truth
+from quire.server.reading import read_request
+from quire.server.responses import json_response
+from quire.server.streaming import EventStream
+from quire.server.turn import Event, Step, Turn, begin_completion
+from quire.tokenization.infill import infill
+
+SNIPPET = "\n\n--- snippet ---\n\n"
+"""Stands before each text of `input_extra`, for tokenizers without a token for files."""
+FILE_MARK = "<|file_sep|>"
+
+_encoder = msgspec.json.Encoder()
+
+
+def add_llama_cpp_routes(app: FastAPI, context: ServerContext) -> None:
+    """A client that hangs up ends its request, be it streaming or not."""
+
+    @app.post("/completion")
+    @app.post("/completions")
+    @any_type
+    async def completion(request: Request) -> Response:
+        body = await read_request(request, context, LlamaCompletionRequest)
+        return await _answer(request, context, body, body.prompt)
+
+    @app.post("/infill")
+    @any_type
+    async def infilling(request: Request) -> Response:
+        body = await read_request(request, context, LlamaInfillRequest)
+        return await _answer(request, context, body, await _infill_prompt(context, body))
+
+    add_pooling_route(app, context, ("/embedding",), "embed", LlamaEmbeddingRequest, _embed, any_type)
+
+    @app.post("/apply-template")
+    @any_type
+    async def apply_template(request: Request) -> Response:
+        body = await read_request(request, context, ChatRequest)
+        context.served_name(body.model)
+        tools = context.formats.answer(body.with_tools).template_tools
+        rendered = await render_chat(context, body, tools, body.template_inputs)
+        return json_response(LlamaPrompt(rendered.text or ""))
+
+    _add_state_routes(app, context)
+
+
+def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
+    engine = context.engine
+
+    @app.get("/v1/health")
+    @public
+    async def health() -> Response:
+        context.check_alive()
+        return json_response(Health("ok"))
+
+    @app.get("/props")
+    async def props() -> Response:
+        defaults = {**SAMPLING, **engine.model_config.sampling_defaults}
+        special = context.tokenizer.special_tokens
+        shows_template = context.settings.enable_tokenizer_info_endpoint
+        return json_response(
+            LlamaProps(
+                default_generation_settings=LlamaGenerationSettings(engine.ready.max_model_len, defaults),
+                total_slots=engine.max_num_seqs,
+                model_alias=context.model_names[0],
+                chat_template=(context.tokenizer.chat_template or "") if shows_template else "",
+                modalities={"vision": False, "audio": False},
+                bos_token=special.get("bos_token", ""),
+                eos_token=special.get("eos_token", ""),
+                build_info=SYSTEM_FINGERPRINT,
+                is_sleeping=await engine.is_sleeping(),
+            )
+        )
+
+    @app.get("/slots")
+    async def slots(fail_on_no_slot: str = "false") -> Response:
+        num_running = (await engine.stats()).num_running
+        if truth("fail_on_no_slot", fail_on_no_slot) and num_running >= engine.max_num_seqs:
+            raise unavailable("no slot available")
+        length = engine.ready.max_model_len
+        found = [LlamaSlot(index, length, index < num_running) for index in range(engine.max_num_seqs)]
+        return Response(_encoder.encode(found), media_type="application/json")
+
+
+async def _infill_prompt(context: ServerContext, body: LlamaInfillRequest) -> list[int]:
+    """The tokens of an infilling: other files, the texts around the place, and the beginning of the answer."""
+    tokenizer, inputs = context.tokenizer, context.engine.input_processor
+    has_mark = tokenizer.token_to_id(FILE_MARK) is not None
+    extra = "".join(
+        f"{FILE_MARK}{each.filename}\n{each.text}" if has_mark else SNIPPET + each.text for each in body.input_extra
+    )
+    texts = {
+        "input_extra": extra,
+        "input_prefix": body.input_prefix,
+        "input_suffix": body.input_suffix,
+        "prompt": body.prompt,
+    }
+    for name, text in texts.items():
+        inputs.check_text_length(text, name)
+
+    def work() -> list[int]:
+        for name, text in texts.items():
+            inputs.check_num_tokens(text, name)
+        try:
+            found = infill(tokenizer, body.input_prefix, body.input_suffix, add_special_tokens=not extra)
+        except UserError as error:
+            raise error.named(NAMES) from None
+        before = tokenizer.encode(extra, add_special_tokens=True) if extra else []
+        behind = tokenizer.encode(body.prompt, add_special_tokens=False) if body.prompt else []
+        return before + found + behind
+
+    return await context.engine.texts.off_loop(sum(map(len, texts.values())), work)
+
+
+async def _answer(request: Request, context: ServerContext, body: LlamaFields, prompt: str | list[int]) -> Response:
+    name = context.served_name(body.model)
+    report_ignored(request, context, body.noted)
+    defaults, longest = context.engine.model_config.sampling_defaults, context.engine.ready.max_model_len
+    try:
+        completion = parse_fields(body.to_completion(prompt, defaults, longest), CompletionRequest)[0]
+    except (ApiError, UserError) as error:
+        raise error.named(NAMES) from None
+    turn = begin_completion(context, request, completion, NAMES, ends_with_context=True)
+    answer = _LlamaAnswer(body, turn, name)
+    headers = {"X-Request-Id": turn.response_id}
+    if body.stream:
+        return EventStream(answer.stream(), headers)
+    await run_until_disconnect(request.receive, answer.run())
+    return Response(answer.whole(), headers=headers, media_type="application/json")
+
+
+class _LlamaAnswer:
+    """A completion in llama.cpp's words. It ends at its first line behind `t_max_predict_ms`."""
+
+    def __init__(self, body: LlamaFields, turn: Turn, model: str) -> None:
+        self._body, self._turn, self._model = body, turn, model
+        self._is_silent = body.n_predict == 0
+        self._text: list[str] = []
+        self._num_told = 0
+        self._first = 0.0
+        self._is_late = False
+
+    async def run(self) -> None:
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if event.step is Step.GROW and not self._is_silent:
+                    yield b"data: %b\n\n" % self._told(self._piece(event.piece))
+        yield b"data: %b\n\n" % self._told(self._last(""))
+
+    def whole(self) -> bytes:
+        return self._told(self._last("".join(self._text)))
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        limit = self._body.t_max_predict_ms
+        async with aclosing(self._turn.events()) as events:
+            async for event in events:
+                if event.step is Step.GROW:
+                    self._first = self._first or time.monotonic()
+                    self._text.append("" if self._is_silent else event.piece)
+                yield event
+                if limit and self._first and "\n" in "".join(self._text[-1:]):
+                    self._is_late = 1000 * (time.monotonic() - self._first) > limit
+                    if self._is_late:
+                        return
+
+    def _piece(self, text: str) -> LlamaResponse:
+        usage = self._turn.usage
+        return LlamaResponse(
+            content=text,
+            tokens=self._new_tokens(),
+            stop=False,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+        )
+
+    def _last(self, text: str) -> LlamaResponse:
+        turn, usage = self._turn, self._turn.usage
+        num_predicted = 0 if self._is_silent else usage.completion_tokens
+        stop_type = {"stop": "eos", "length": "limit"}.get(turn.finish_reason, "limit" if self._is_late else "none")
+        return LlamaResponse(
+            content=text,
+            tokens=self._new_tokens(),
+            stop=True,
+            model=self._model,
+            tokens_predicted=num_predicted,
+            tokens_evaluated=usage.prompt_tokens,
+            has_new_line="\n" in "".join(self._text),
+            truncated=False,
+            stop_type="word" if turn.stop_string is not None else stop_type,
+            stopping_word=turn.stop_string or "",
+            tokens_cached=usage.num_cached,
+            timings=self._timings(num_predicted),
+        )
+
+    def _new_tokens(self) -> list[int]:
+        """Ids of the tokens that were not told yet, where the request asks for them."""
+        found = self._turn.token_ids[self._num_told :] if self._body.return_tokens and not self._is_silent else []
+        self._num_told += len(found)
+        return found
+
+    def _timings(self, num_predicted: int) -> LlamaTimings:
+        usage, times = self._turn.usage, self._turn.times
+        num_prompt = usage.prompt_tokens - usage.num_cached
+        prompt_ms, predicted_ms = times.time_to_first_token_ms or 0.0, times.generation_time_ms or 0.0
+        return LlamaTimings(
+            usage.num_cached,
+            num_prompt,
+            prompt_ms,
+            *_rates(num_prompt, prompt_ms),
+            num_predicted,
+            predicted_ms,
+            *_rates(num_predicted, predicted_ms),
+        )
+
+    def _told(self, answer: LlamaResponse) -> bytes:
+        """The fields that the request asks for; all without such a wish, and in pieces before the last."""
+        wanted = self._body.response_fields
+        if wanted is None or not answer.stop:
+            return _encoder.encode(answer)
+        fields = msgspec.to_builtins(answer)
+        found = {path: value for path in wanted if (value := _at(fields, path)) is not None}
+        return _encoder.encode(found)
+
+
+def _at(fields: dict[str, Any], path: str) -> Any:
+    """The value at a path such as `timings/prompt_n`; None: there is none."""
+    value: Any = fields
+    for name in path.split("/"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _rates(count: int, milliseconds: float) -> tuple[float, float]:
+    """(milliseconds a token, tokens a second); 0 where there were none."""
+    if not count or not milliseconds:
+        return 0.0, 0.0
+    return milliseconds / count, 1000 * count / milliseconds
+
+
+async def _embed(context: ServerContext, body: LlamaEmbeddingRequest) -> Response:
+    params = PoolingParams(normalize=False if body.embd_normalize == -1 else None)
+    texts = body.texts
+    outputs = await run_texts(context, body, params, [(text, None) for text in texts], ["content"] * len(texts))
+    found = [
+        LlamaEmbedding(index, [context.engine.pooling.vector(output, params)]) for index, output in enumerate(outputs)
+    ]
+    return Response(_encoder.encode(found), media_type="application/json")

@@ -1,0 +1,260 @@
+"""llama.cpp's API: its requests, the completions that they mean, and its answers (docs/doors.md: all fields)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire.errors import UserError
+from quire.server.protocol.common import Int32, RequestStruct, ShortString, TokenId
+from quire.server.protocol.pooling import MAX_INPUTS, PooledFields
+
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's defaults, for requests and models that say nothing."""
+NAMES = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "structured_outputs": "json_schema",
+    "response_format": "json_schema",
+    "suffix": "input_suffix",
+}
+"""Our names of fields -> llama.cpp's, for errors."""
+MAX_EXTRA = 1024
+"""Texts of `input_extra`."""
+MAX_RESPONSE_FIELDS = 64
+CHANGES_ANSWER: dict[str, tuple[object, ...]] = {
+    "adaptive_target": (-1.0, -1),
+    "dry_multiplier": (0.0, 0),
+    "dynatemp_range": (0.0, 0),
+    "grammar": ("",),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0, 0.0),
+    "multimodal_data": ([],),
+    "n_cmpl": (1,),
+    "n_probs": (0,),
+    "penalize_nl": (False,),
+    "tfs_z": (1.0, 1),
+    "top_n_sigma": (-1.0, -1, 0, 0.0),
+    "typ_p": (1.0, 1),
+    "typical_p": (1.0, 1),
+    "xtc_probability": (0.0, 0),
+}
+"""Fields that this server cannot give -> the values that ask for nothing."""
+NOTED = frozenset(
+    {
+        "cache_prompt",
+        "id_slot",
+        "n_cache_reuse",
+        "n_discard",
+        "n_indent",
+        "n_keep",
+        "post_sampling_probs",
+        "return_progress",
+        "samplers",
+        "slot_id",
+        "speculative.n_max",
+        "speculative.n_min",
+        "speculative.p_min",
+        "t_max_prompt_ms",
+        "timings_per_token",
+    }
+)
+"""Fields of slots, of their cache and of the order of samplers."""
+IDLE = frozenset(
+    {
+        "dry_allowed_length",
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
+        "mirostat_eta",
+        "mirostat_tau",
+        "xtc_threshold",
+    }
+)
+"""Parameters of samplers that are off."""
+
+
+class LlamaFields(RequestStruct, kw_only=True, frozen=True):
+    """Fields of completions and infilling. n_predict: most tokens; below 0: as many as the context holds; 0: the prompt
+    is computed and nothing is said. t_max_predict_ms: time after the first token, behind which the answer ends at its
+    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a)."""
+
+    model: str | None = None
+    stream: bool = False
+    n_predict: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Int32 | None = None
+    ignore_eos: bool | None = None
+    json_schema: dict[str, Any] | None = None
+    return_tokens: bool = False
+    t_max_predict_ms: Annotated[int, Meta(ge=0)] | None = None
+    response_fields: Annotated[list[ShortString], Meta(max_length=MAX_RESPONSE_FIELDS)] | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = IDLE
+    NOTED: ClassVar[frozenset[str]] = NOTED
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = CHANGES_ANSWER
+
+    @property
+    def noted(self) -> list[str]:
+        """Fields without effect: a penalty of the last tokens alone is one of all of them."""
+        return ["repeat_last_n"] if (self.repeat_last_n or 0) > 0 else []
+
+    def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """The body of the completion of `prompt`. defaults: of the model; longest: tokens of its context."""
+        names = (
+            *("temperature", "top_k", "top_p", "min_p", "stop"),
+            *("presence_penalty", "frequency_penalty", "ignore_eos"),
+        )
+        found: dict[str, Any] = {name: value for name, value in SAMPLING.items() if name not in defaults}
+        found |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.model is not None:
+            found["model"] = self.model
+        if self.seed is not None and self.seed >= 0:
+            found["seed"] = self.seed
+        if self.repeat_penalty is not None and self.repeat_last_n != 0:
+            found["repetition_penalty"] = self.repeat_penalty
+        if self.json_schema:
+            found["response_format"] = {"type": "json_object", "schema": self.json_schema}
+        limit = -1 if self.n_predict is None else self.n_predict
+        found["max_tokens"] = longest if limit < 0 else max(limit, 1)
+        return found | {"prompt": prompt, "return_token_ids": True}
+
+
+class LlamaCompletionRequest(LlamaFields, kw_only=True, frozen=True):
+    """prompt: a text, or token ids."""
+
+    prompt: str | list[TokenId]
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UserError("prompt must not be empty", param="prompt")
+
+
+class LlamaExtra(msgspec.Struct, frozen=True):
+    """A text of another file, for infilling."""
+
+    text: str
+    filename: str = ""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"time"})
+
+
+class LlamaInfillRequest(LlamaFields, kw_only=True, frozen=True):
+    """What stands between two texts. prompt: the beginning of the answer. input_extra: texts of other files."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[LlamaExtra], Meta(max_length=MAX_EXTRA)] = []  # noqa: RUF012  # msgspec copies it
+    prompt: str = ""
+
+
+class LlamaEmbeddingRequest(PooledFields, kw_only=True, frozen=True):
+    """content: a text, or several. embd_normalize: -1: vectors are not brought to length 1; 2 and by default: as the
+    model has them."""
+
+    content: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    embd_normalize: int = 2
+
+    def __post_init__(self) -> None:
+        if self.embd_normalize not in (-1, 2):
+            raise UserError(f"embd_normalize must be -1 or 2, not {self.embd_normalize}", param="embd_normalize")
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.content] if isinstance(self.content, str) else self.content
+
+
+class LlamaTimings(msgspec.Struct):
+    """Tokens and milliseconds: of the cache, of the prompt, and behind the first token."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class LlamaResponse(msgspec.Struct, kw_only=True):
+    """An answer, or a piece of one that is streamed. stop_type: eos, limit, word or none; tokens_cached: of the prompt;
+    tokens_evaluated: of the prompt; has_new_line: whether the text has one."""
+
+    index: int = 0
+    content: str
+    tokens: list[int]
+    id_slot: int = -1
+    stop: bool
+    model: str | UnsetType = UNSET
+    tokens_predicted: int
+    tokens_evaluated: int
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: str | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    timings: LlamaTimings | UnsetType = UNSET
+
+
+class LlamaEmbedding(msgspec.Struct):
+    index: int
+    embedding: list[list[float]]
+
+
+class LlamaPrompt(msgspec.Struct):
+    prompt: str
+
+
+class LlamaGenerationSettings(msgspec.Struct):
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class LlamaProps(msgspec.Struct, kw_only=True):
+    """chat_template: told where the settings let clients see it; model_path: never."""
+
+    default_generation_settings: LlamaGenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str = ""
+    chat_template: str
+    modalities: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool
+
+
+class LlamaSlot(msgspec.Struct):
+    """A place of the batch, without what runs there."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    speculative: bool = False
+
+
+class LlamaPiece(msgspec.Struct):
+    """A token, and its text."""
+
+    id: int
+    piece: str
+
+
+class LlamaTokens(msgspec.Struct):
+    tokens: list[int] | list[LlamaPiece]

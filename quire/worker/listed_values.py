@@ -1,0 +1,66 @@
+"""Values of step columns that requests list for their tokens, as no rule gives them (positions of an image's patches).
+
+The host keeps them, and a step takes those of the tokens that it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.step import TokenValues
+from quire.worker.input_batch import InputBatch
+
+
+class ListedValues:
+    """By row, the values of its tokens up to the last that a request lists, [C, tokens] int64, in all C columns of the
+    model."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._of_rows: dict[int, np.ndarray] = {}
+        self._counts = np.zeros(num_rows, np.int64)
+        """Tokens of each row up to the last that is listed."""
+
+    def set(
+        self,
+        row: int,
+        lists: Sequence[TokenValues | None],
+        ruled: Callable[[np.ndarray], np.ndarray],
+        values: np.ndarray,
+    ) -> None:
+        """lists: of the columns (None: a column has none). ruled: from the row's values at the first tokens, [tokens,
+        C], the tokens', [C, tokens]. values: the row's, [C], which hold behind the lists."""
+        count = max((own.end for own in lists if own is not None), default=0)
+        self._put(row, None)
+        if count:
+            of_row = np.tile(values, (count, 1))
+            named = [(column, own) for column, own in enumerate(lists) if own is not None]
+            for column, own in named:
+                of_row[: own.end, column] = 0
+            listed = ruled(of_row)
+            for column, own in named:
+                listed[column, own.start : own.end] = own.values
+            self._put(row, listed)
+
+    def copy(self, source: int, destination: int) -> None:
+        self._put(destination, self._of_rows.get(source))
+
+    def of_batch(self, batch: InputBatch) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokens of a batch whose values are listed, [L] int64, and these values, [C, L] int64. None: there are
+        none."""
+        if not self._of_rows:
+            return None
+        found = np.flatnonzero(batch.starts < self._counts[batch.rows])
+        if not len(found):
+            return None
+        starts, ends, first = batch.starts, batch.ends, batch.query_start
+        parts = [self._of_rows[int(batch.rows[s])][:, starts[s] : ends[s]] for s in found]
+        tokens = [np.arange(first[s], first[s] + part.shape[1]) for s, part in zip(found, parts, strict=True)]
+        return np.concatenate(tokens), np.concatenate(parts, axis=1)
+
+    def _put(self, row: int, listed: np.ndarray | None) -> None:
+        self._of_rows.pop(row, None)
+        self._counts[row] = 0 if listed is None else listed.shape[1]
+        if listed is not None:
+            self._of_rows[row] = listed

@@ -1,0 +1,133 @@
+"""Drafts in requests of every kind, over real workers: the text is that without, wherever it stops, and each cell has
+drafts that were accepted and others that were rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.decoding.drafts import WorkerDrafts
+from quire.decoding.sequence import Sequence
+from quire.outputs import RequestOutput
+from tests.e2e.conftest import exact
+from tests.fakes.drafts import RandomDrafts
+from tests.long import all_but_long
+
+NUM_DRAFTS, NUM_TOKENS = 4, 40
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": NUM_DRAFTS,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+OPTIONS: dict[str, Any] = {"num_blocks_override": 200, "num_threads": 1, "block_size": 4, "dtype": "float32"}
+PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "for i in range(10):\n    print(i)\n"]
+
+
+class KnownText(RandomDrafts):
+    """Random drafts for a real worker, by the scheduler alone: the tokens to come are those of a run without drafts."""
+
+    def __init__(self, seed: int, max_drafts: int) -> None:
+        super().__init__(seed, max_drafts, by_worker=0.0)
+        self.executor = self
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+        """By the tokens of a prompt and the number of a sample."""
+        self._asked: Sequence | None = None
+
+    def propose(self, sequence: Sequence, limit: int) -> Any:
+        self._asked = sequence
+        return super().propose(sequence, limit)
+
+    def foresee(self, seq_id: int, count: int) -> list[int]:
+        sequence = self._asked
+        assert sequence is not None
+        text = self.texts[*sequence.request.prompt_token_ids, sequence.index]
+        place = sequence.num_output_tokens
+        return (text[place : place + count] + [0] * count)[:count]
+
+
+class Engines(NamedTuple):
+    """One without drafts, and one with them whose drafter a test chooses."""
+
+    plain: LLM
+    drafting: LLM
+
+    def counts(self) -> tuple[int, int]:
+        """Drafts that were accepted, and all."""
+        stats = self.drafting.stats()
+        return stats["accepted_draft_tokens_total"], stats["draft_tokens_total"]
+
+
+@pytest.fixture(scope="module", params=all_but_long(["native-2", "torch-1", "native-1", "torch-2"], ["native-2"]))
+def engines(request: pytest.FixtureRequest, bundled_model_path: Path) -> Iterator[Engines]:
+    backend, _, depth = request.param.partition("-")
+    options = {"attention_backend": backend, "queue_depth": int(depth), **OPTIONS}
+    with (
+        LLM(str(bundled_model_path), **options) as plain,
+        LLM(str(bundled_model_path), speculative_config=NGRAM, **options) as drafting,
+    ):
+        yield Engines(plain, drafting)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0, **fields})
+
+
+VARIED: dict[str, Any] = {"temperature": 0.7, "seed": 5}
+
+
+def stopping(text: RequestOutput) -> dict[str, Any]:
+    """A stop string that the text has in its second half, across two of its tokens, and not before."""
+    words = text.outputs[0].text
+    places = range(len(words) // 2, len(words) - 4)
+    return {"stop": [next(words[at : at + 4] for at in places if words.index(words[at : at + 4]) == at)], **VARIED}
+
+
+def ending(text: RequestOutput) -> dict[str, Any]:
+    """A stop token that the text has behind its beginning, and not before."""
+    tokens = text.outputs[0].token_ids
+    stop = max(tokens, key=tokens.index)
+    return {"stop_token_ids": [stop], **VARIED}
+
+
+KINDS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
+    "stop strings": stopping,
+    "stop tokens": ending,
+    "penalties": lambda _: {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "samples": lambda _: {"n": 3, "temperature": 0.7, "seed": 1},
+    "a budget": lambda _: {"max_tokens": 17},
+}
+
+
+@pytest.mark.parametrize("drafter", ["found", "random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> None:
+    """Twice: the second time all prompts are in the prefix cache."""
+    plain, drafting = engines
+    usual = plain.generate(PROMPTS, params(**VARIED), use_tqdm=False)
+    asked = [params(**KINDS[kind](text)) for text in usual]
+    expected = plain.generate(PROMPTS, asked, use_tqdm=False)
+    scheduler: Any = drafting._client._core.scheduler  # type: ignore[attr-defined]
+    scheduler._drafter = chosen = WorkerDrafts(NUM_DRAFTS) if drafter == "found" else KnownText(3, NUM_DRAFTS)
+    if isinstance(chosen, KnownText):
+        for output in expected:
+            for sample in output.outputs:
+                chosen.texts[*output.prompt_token_ids, sample.index] = list(sample.token_ids)
+    for _ in range(2):
+        accepted, drafts = engines.counts()
+        hits = drafting.stats()["prefix_cache_hits_total"]
+        found = drafting.generate(PROMPTS, asked, use_tqdm=False)
+        assert exact(found) == exact(expected)
+        assert [[each.text for each in output.outputs] for output in found] == [
+            [each.text for each in output.outputs] for output in expected
+        ]
+        assert [[(each.finish_reason, each.stop_reason) for each in output.outputs] for output in found] == [
+            [(each.finish_reason, each.stop_reason) for each in output.outputs] for output in expected
+        ]
+        now_accepted, now_drafts = engines.counts()
+        assert 0 < now_accepted - accepted < now_drafts - drafts
+    assert drafting.stats()["prefix_cache_hits_total"] > hits

@@ -1,0 +1,242 @@
+"""llama.cpp's door, by requests as its clients send them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.server.protocol.llama_cpp import LlamaCompletionRequest
+from quire.server.settings import ServerSettings
+from tests.server.conftest import Served, serving
+from tests.server.model_directory import write_model
+from tests.server.sse import events
+
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+MARKS = {"[258]": "<|fim_prefix|>", "[259]": "<|fim_suffix|>", "[260]": "<|fim_middle|>", "[261]": "<|file_sep|>"}
+
+
+async def post(served: Served, path: str, status: int = 200, **fields: Any) -> httpx.Response:
+    answer = await served.client.post(path, content=json.dumps(fields), headers=FORM)
+    assert answer.status_code == status, answer.text
+    return answer
+
+
+@pytest.fixture(scope="module")
+def infilling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has the tokens for infilling."""
+    path = write_model(tmp_path_factory.mktemp("models") / "infilling")
+    file = path / "tokenizer.json"
+    text = file.read_text()
+    for filler, mark in MARKS.items():
+        text = text.replace(json.dumps(filler), json.dumps(mark))
+    file.write_text(text)
+    return path
+
+
+class TestCompletion:
+    async def test_a_whole_answer(self, served: Served) -> None:
+        answer = (await post(served, "/completion", prompt="=hello")).json()
+        assert (answer["content"], answer["stop"], answer["stop_type"]) == ("hello", True, "eos")
+        assert (answer["model"], answer["tokens_predicted"], answer["tokens_evaluated"]) == ("tiny", 6, 7)
+        assert (answer["tokens"], answer["truncated"], answer["has_new_line"]) == ([], False, False)
+        timings = answer["timings"]
+        assert timings["cache_n"] + timings["prompt_n"] == 7
+        assert timings["predicted_n"] == 6
+        assert timings["predicted_per_second"] >= 0
+
+    async def test_a_stream(self, served: Served) -> None:
+        text = (await post(served, "/completion", prompt="=abc", stream=True, return_tokens=True)).text
+        assert "[DONE]" not in text
+        *pieces, last = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+        assert "".join(piece["content"] for piece in pieces) == "abc"
+        assert {piece["stop"] for piece in pieces} == {False}
+        assert (last["stop"], last["content"]) == (True, "")
+        assert len([token for piece in [*pieces, last] for token in piece["tokens"]]) == 4
+
+    async def test_ends(self, served: Served) -> None:
+        cut = (await post(served, "/completion", prompt="=abcdef", n_predict=3)).json()
+        assert (cut["content"], cut["stop_type"]) == ("abc", "limit")
+        word = (await post(served, "/completion", prompt="=abcdef", stop=["d"])).json()
+        assert (word["content"], word["stop_type"], word["stopping_word"]) == ("abc", "word", "d")
+        endless = (await post(served, "/completion", prompt="x", n_predict=-1)).json()
+        assert endless["tokens_evaluated"] + endless["tokens_predicted"] == 256
+
+    async def test_only_the_prompt(self, served: Served) -> None:
+        for stream in (False, True):
+            answer = await post(served, "/completion", prompt="=abc", n_predict=0, stream=stream)
+            found = events(answer.text)[-1] if stream else answer.json()
+            assert (found["content"], found["tokens_predicted"], found["tokens_evaluated"]) == ("", 0, 5)
+
+    async def test_token_ids(self, served: Served) -> None:
+        tokens = (await served.client.post("/tokenize", json={"content": "=abc", "add_special": True})).json()["tokens"]
+        answer = (await post(served, "/completion", prompt=tokens, return_tokens=True)).json()
+        assert answer["content"] == "abc"
+        assert len(answer["tokens"]) == answer["tokens_predicted"] == 4
+
+    async def test_a_schema(self, served: Served) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        answer = (await post(served, "/completion", prompt="x", json_schema=schema, n_predict=40)).json()
+        assert answer["content"].startswith("{")
+
+    async def test_fields_that_are_told(self, served: Served) -> None:
+        wanted = ["content", "timings/prompt_n", "truncated", "nothing", "content/x"]
+        answer = await post(served, "/completion", prompt="=abc", response_fields=wanted)
+        assert set(answer.json()) == {"content", "timings/prompt_n", "truncated"}
+
+    async def test_a_time_limit_ends_with_a_line(self, model_path: Path) -> None:
+        async with serving(model_path, executor="slow") as served:
+            answer = (await post(served, "/completion", prompt="=a\nb\nc\nd", t_max_predict_ms=1)).json()
+            assert (answer["content"], answer["stop_type"]) == ("a\n", "limit")
+            await served.until_idle()
+
+    def test_defaults_are_the_models_before_llama_cpps(self) -> None:
+        plain = LlamaCompletionRequest(prompt="a")
+        found = plain.to_completion("a", {"top_k": 20, "min_p": 0.1}, 99)
+        assert {name: found.get(name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")} == {
+            "temperature": 0.8, "top_k": None, "top_p": 0.95, "min_p": None, "max_tokens": 99,
+        }  # fmt: skip
+        given = LlamaCompletionRequest(prompt="a", seed=-1, repeat_penalty=1.1, repeat_last_n=0, temperature=0.0)
+        found = given.to_completion("a", {}, 99)
+        assert found["temperature"] == 0.0
+        assert not {"seed", "repetition_penalty"} & found.keys()
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"grammar": "root ::= x"}, "grammar is not supported"),
+            ({"mirostat": 2}, "mirostat is not supported"),
+            ({"n_probs": 3}, "n_probs is not supported"),
+            ({"prompt": ""}, "prompt must not be empty"),
+            ({"n_predict": "many"}, "n_predict: expected int"),
+            ({"temperature": -1}, "temperature must be"),
+            ({"prompt": "a" * 300}, "256"),
+        ],
+    )
+    async def test_refused(self, served: Served, fields: dict[str, Any], words: str) -> None:
+        error = (await post(served, "/completion", 400, **{"prompt": "a", **fields})).json()["error"]
+        assert words in error["message"]
+        assert (error["code"], error["type"]) == (400, "invalid_request_error")
+
+    async def test_noted(self, served: Served) -> None:
+        answer = await post(served, "/completion", prompt="=a", cache_prompt=True, id_slot=-1, repeat_last_n=64)
+        assert answer.headers["x-quire-ignored"] == "cache_prompt, id_slot, repeat_last_n"
+
+
+class TestInfill:
+    async def test_llama_vim(self, infilling: Path) -> None:
+        """The request of its version 0.1, with other files beside the text."""
+        fields = {
+            "input_prefix": "def f():\n",
+            "input_suffix": "\nend\n",
+            "input_extra": [{"text": "other", "time": 3, "filename": "a.py"}],
+            "prompt": "=abc",
+            "n_predict": 128,
+            "n_indent": 0,
+            "top_k": 40,
+            "top_p": 0.99,
+            "stream": False,
+            "samplers": ["top_k", "top_p", "infill"],
+            "cache_prompt": True,
+            "t_max_prompt_ms": 500,
+            "t_max_predict_ms": 1000,
+            "response_fields": ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"],
+        }
+        async with serving(infilling) as served:
+            answer = await served.client.post("/infill", json=fields)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["content"] == "abc"
+            assert set(answer.json()) == set(fields["response_fields"])  # type: ignore[call-overload]
+            # The marks, and what the tokenizer puts first.
+            whole = (
+                await served.client.post("/infill", json=fields | {"response_fields": None, "n_predict": 0})
+            ).json()
+            texts = "a.py\notherdef f():\n\nend\n=abc"
+            assert whole["tokens_evaluated"] == len(texts) + len(MARKS) + 1
+            assert whole["content"] == ""
+
+    async def test_a_model_that_does_not_infill(self, served: Served) -> None:
+        error = (await post(served, "/infill", 400, input_prefix="a", input_suffix="b")).json()["error"]
+        assert error["message"].startswith("input_suffix needs a model that was trained to infill")
+
+
+class TestState:
+    async def test_props_and_slots_tell_no_paths_and_no_prompts(self, live: Served, model_path: Path) -> None:
+        props = (await live.client.get("/props")).json()
+        assert (props["total_slots"], props["model_path"], props["chat_template"]) == (8, "", "")
+        assert props["default_generation_settings"]["n_ctx"] == 256
+        assert (props["bos_token"], props["eos_token"]) == ("<|start|>", "<|end|>")
+        body = {"prompt": "secret words", "stream": True}
+        async with live.client.stream("POST", "/completion", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                break
+            slots = (await live.client.get("/slots")).json()
+            assert [slot["is_processing"] for slot in slots] == [True] + 7 * [False]
+            assert (await live.client.get("/slots?fail_on_no_slot=1")).status_code == 200
+            assert str(model_path) not in json.dumps([props, slots])
+            assert "secret" not in json.dumps(slots)
+        await live.until_idle()
+
+    async def test_templates_are_told_where_the_settings_say_so(self, model_path: Path) -> None:
+        settings = ServerSettings(served_model_name=["tiny"], enable_tokenizer_info_endpoint=True)
+        async with serving(model_path, settings) as served:
+            assert "add_generation_prompt" in (await served.client.get("/props")).json()["chat_template"]
+
+    async def test_other_routes(self, served: Served) -> None:
+        assert (await served.client.get("/v1/health")).json() == {"status": "ok"}
+        messages = [{"role": "user", "content": "hi"}]
+        found = (await post(served, "/apply-template", messages=messages)).json()
+        assert found == {"prompt": "<|start|>user: hi<|end|><|start|>assistant: "}
+        error = (await post(served, "/embedding", 404, content="a")).json()["error"]
+        assert (error["code"], error["type"]) == (404, "not_found_error")
+
+    async def test_words_of_both_apis(self, served: Served) -> None:
+        tokens = (await served.client.post("/tokenize", json={"content": "ab"})).json()
+        assert set(tokens) == {"tokens"}
+        pieces = (await served.client.post("/tokenize", json={"content": "ab", "with_pieces": True})).json()["tokens"]
+        assert pieces == [{"id": id, "piece": piece} for id, piece in zip(tokens["tokens"], "ab", strict=True)]
+        theirs = (await served.client.post("/tokenize", json={"prompt": "ab"})).json()
+        assert theirs["tokens"][1:] == tokens["tokens"]
+        text = (await served.client.post("/detokenize", json=tokens)).json()
+        assert text == {"prompt": "ab", "content": "ab"}
+        for wrong in ({"content": "a", "prompt": "b"}, {"prompt": "a", "add_special": True}):
+            assert (await served.client.post("/tokenize", json=wrong)).status_code == 400
+
+
+class TestDoor:
+    async def test_it_can_be_closed(self, model_path: Path) -> None:
+        async with serving(model_path, ServerSettings(served_model_name=["tiny"], api="ollama")) as served:
+            for path in ("/completion", "/infill", "/apply-template"):
+                assert (await served.client.post(path, json={"prompt": "a"})).status_code == 404
+            assert (await served.client.get("/api/tags")).status_code == 200
+
+    async def test_keys_pages_and_bad_bodies(self, model_path: Path) -> None:
+        settings = ServerSettings(served_model_name=["tiny"], api_key=["key"])
+        key = {"Authorization": "Bearer key"}
+        async with serving(model_path, settings) as served:
+            for headers, content, status, kind in (
+                ({}, b'{"prompt": "a"}', 401, "authentication_error"),
+                ({**key, "Origin": "https://evil.example"}, b'{"prompt": "a"}', 403, "permission_error"),
+                ({**key, "Origin": "http://quire"}, b'{"prompt": "a"}', 415, "invalid_request_error"),
+                (key, b"{", 400, "invalid_request_error"),
+                (key, b'{"prompt": "a", "model": "other"}', 404, "not_found_error"),
+            ):
+                answer = await served.client.post("/completion", content=content, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+            assert (await served.client.get("/v1/health")).status_code == 200
+            assert (await served.client.get("/props")).status_code == 401
+
+    async def test_an_error_amid_a_stream(self, model_path: Path) -> None:
+        async with serving(model_path, executor="nonfinite") as served:
+            found = events((await post(served, "/completion", prompt="abc?", stream=True)).text)
+            assert found[-1]["error"]["type"] == "server_error"
+            assert "error" not in found[0]
+
+    async def test_leaving_frees_the_blocks(self, live: Served) -> None:
+        async with live.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
+            async for _ in answer.aiter_lines():
+                break
+        await live.until_idle()
