@@ -452,7 +452,7 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             drafts, end = NO_DRAFTS, start + num_tokens
-            if max_drafts and num_tokens == 1 and end == known and (asks_always or sequence.num_found_drafts):
+            if max_drafts and (asks_always or sequence.num_found_drafts) and num_tokens == 1 and end == known:
                 num_free = builder.budget - (len(running) - index) - num_reserved
                 drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
                 end += drafts.num_tokens

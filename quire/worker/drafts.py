@@ -23,6 +23,10 @@ from quire.step import StepPlan, StepResult
 if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
+PATIENCE, STRIDE = 64, 4
+"""After PATIENCE look-ups in a row that found nothing, one step in STRIDE looks up: text that does not repeat
+itself costs less, and text that begins to is found a few tokens later."""
+
 Find = Callable[[np.ndarray, np.ndarray, np.ndarray, int, int, np.ndarray, np.ndarray], int]
 """(token table [num_rows, capacity] int32, rows [R] int64, lengths [R] int64, lookup_min, lookup_max, drafts [num_rows,
 most drafts] int32, counts [num_rows] int64): fills drafts and counts of these rows, and returns how many have any."""
@@ -86,6 +90,8 @@ class HostDrafts:
         self._drafts = np.zeros((num_rows, config.max_drafts), np.int32)
         self._counts = np.zeros(num_rows, np.int64)
         self._placed: dict[int, list[int]] = {}
+        self._num_fruitless = 0
+        """Look-ups that were due since one found something."""
 
     def place(self, plan: StepPlan, requests: RequestState) -> Placed:
         """Write the plan's drafts, or those that were found for it, behind the known tokens of their sequences."""
@@ -123,11 +129,16 @@ class HostDrafts:
             found.append(count)
         return found
 
-    def look_up(self, rows: np.ndarray, lengths: np.ndarray, table: np.ndarray) -> list[int] | None:
-        """Find drafts for rows of `lengths` tokens; how many each has, None where no row has any."""
-        least, most = self._config.lookup_min, self._config.lookup_max
-        if not self._find(table, rows, lengths, least, most, self._drafts, self._counts):
+    def look_up(self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray) -> list[int] | None:
+        """Find drafts for rows of `ends` + 1 tokens; how many each has, None where no row has any, or none was looked
+        for (`PATIENCE`)."""
+        self._num_fruitless = number = self._num_fruitless + 1
+        if number > PATIENCE and number % STRIDE:
             return None
+        least, most = self._config.lookup_min, self._config.lookup_max
+        if not self._find(table, rows, ends + 1, least, most, self._drafts, self._counts):
+            return None
+        self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from quire.config.speculation import SpeculationConfig
 from quire.kernels.cpu import _native
 from quire.sampling.results import SampledTokens
 from quire.step import StepResult, TokenLogprobs
-from quire.worker.drafts import Find, HostDrafts, add_accepted, find_drafts
+from quire.worker.drafts import PATIENCE, STRIDE, Find, HostDrafts, add_accepted, find_drafts
 
 FINDERS = {"numpy": find_drafts, "native": _native.find_drafts}
 
@@ -76,6 +78,25 @@ def test_what_is_accepted(chosen: list[int], count: int) -> None:
     drafts = HostDrafts(2, SpeculationConfig(3), has_states=False)
     drafts._placed = {1: [5, 6, 7]}
     assert drafts.accept([3, *chosen, 2], [0, 1, 2]) == [1, count, 1]
+
+
+def test_text_that_does_not_repeat_itself_is_looked_at_less_often() -> None:
+    """And in every step again, once something was found."""
+    asked = []
+
+    def find(table: np.ndarray, rows: np.ndarray, lengths: np.ndarray, *rest: Any) -> int:
+        asked.append(drafts._num_fruitless)
+        assert lengths.tolist() == [51]
+        return find_drafts(table, rows, lengths, *rest)
+
+    drafts = HostDrafts(2, SpeculationConfig(3, 1, 2), has_states=False, find=find)
+    table, rows = np.arange(200, dtype=np.int32).reshape(2, 100), np.array([1])
+    for _ in range(PATIENCE + 2 * STRIDE):
+        assert drafts.look_up(rows, np.array([50]), table) is None
+    assert asked == [*range(1, PATIENCE + 1), PATIENCE + STRIDE, PATIENCE + 2 * STRIDE]
+    table[1, 50] = table[1, 9]
+    found = [drafts.look_up(rows, np.array([50]), table) for _ in range(STRIDE + 3)]
+    assert found == [None] * (STRIDE - 1) + [[3]] * 4
 
 
 def test_tokens_and_logprobs_of_accepted_rows() -> None:

@@ -13,7 +13,7 @@ from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.results import Deferred, Logprobs, Samples, ready
 from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
-from quire.worker.drafts import Accepted
+from quire.worker.drafts import NOTHING_ACCEPTED, Accepted
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import CpuColumns, StepInputs
@@ -103,17 +103,16 @@ class CpuStep(NamedTuple):
     def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
         drafts, table = self.compute.columns.drafts, self.compute.columns.token_ids
         assert drafts is not None, "accepted where there are drafts"
-        rows, ends = sampled.rows, sampled.lengths + 1
         if sampled.firsts is None:
-            counts = None
-        else:
-            firsts = sampled.firsts[:-1]
-            accepted = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
-            rows, ends, counts = rows[firsts], sampled.lengths[firsts] + accepted, ready(accepted)
-            for seq_id, end in zip(sampled.seq_ids, ends.tolist(), strict=True):
-                requests.lengths[seq_id] = end
-        found = drafts.look_up(rows, ends, table)
-        return Accepted(counts, None if found is None else ready(found))
+            found = drafts.look_up(sampled.rows, sampled.lengths, table)
+            return NOTHING_ACCEPTED if found is None else Accepted(None, ready(found))
+        firsts = sampled.firsts[:-1]
+        accepted = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
+        last = sampled.lengths[firsts] + accepted - 1
+        for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
+            requests.lengths[seq_id] = place + 1
+        found = drafts.look_up(sampled.rows[firsts], last, table)
+        return Accepted(ready(accepted), None if found is None else ready(found))
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))
