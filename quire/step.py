@@ -225,6 +225,9 @@ class SamplingInputs(msgspec.Struct, array_like=True):
     masks: dict[int, bytes]
     """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample that
     has ended meanwhile has none."""
+    discarded: list[int] = []
+    """Indices of samples whose masks come too late: what the result has for them means nothing, and their sequences
+    compute their last known tokens again."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

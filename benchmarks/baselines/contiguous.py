@@ -195,10 +195,12 @@ class ContiguousScheduler(ABC):
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         raise AssertionError("no plan expects any")
 
-    def awaits_matchers(self, plan: StepPlan) -> bool:
+    def awaits_masks(self, plan: StepPlan) -> bool:
         raise AssertionError("no plan expects masks")
 
-    awaits_answers = has_transfers
+    can_discard = has_transfers
+
+    awaits_answers = awaits_others = has_transfers
     """Never: there are no constraints."""
 
     def awaited(self) -> list[Matcher]:
@@ -329,7 +331,7 @@ class ContiguousScheduler(ABC):
         num_blocks = -(-due.num_tokens // self.kv.block_size)
         builder.block_copies += zip(due.source[:num_blocks], own[:num_blocks], strict=True)
 
-    def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
+    def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, give regions back."""
         flight = self._in_flight.pop(result.step_id)
         updates: list[SequenceUpdate] = []

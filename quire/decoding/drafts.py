@@ -114,6 +114,16 @@ def take_back_rejected(
     return trimmed
 
 
+def take_back_token(sequence: Sequence, kv: KVCacheManager) -> dict[int, list[int]]:
+    """Let a sequence, whose sample is discarded, compute its last token again. Returns as `take_back_rejected`."""
+    if sequence.blocks is None:
+        sequence.num_computed_tokens -= sequence.swapped is not None
+        return {}
+    sequence.num_computed_tokens -= 1
+    kept = kv.trim(sequence.blocks, sequence.num_computed_tokens)
+    return {sequence.seq_id: kept} if kept else {}
+
+
 def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
     """Append the tokens of a step with accepted drafts up to the first that ends the sequence, as `max_tokens` or as an
     end token, and offer the blocks that they fill to the prefix index. Returns what was appended."""

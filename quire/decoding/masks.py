@@ -71,11 +71,22 @@ class Matcher(Protocol):
         """It is finished by a token of the text, and not by one that ends a text."""
         ...
 
-    def advance(self, token_ids: SequenceOf[int], num_forced: int) -> None:
+    def advance(self, token_ids: SequenceOf[int], num_forced: int, *, with_mask: bool = False) -> None:
         """Go on by the next tokens of the sequence; `MaskSource.flush` sends them. Only while `is_ready`.
 
-        num_forced: forced tokens that the matcher may accept behind them, at most.
+        num_forced: forced tokens that the matcher may accept behind them, at most. with_mask: the answer may wait for
+        the mask.
         """
+        ...
+
+    def goes_on_behind(self, token_id: int) -> bool:
+        """Where the constraint's sequences had this token before, nothing was forced behind it and it ended none. May
+        be asked at any time."""
+        ...
+
+    @property
+    def has_mask(self) -> bool:
+        """`mask` answers at once. False also while its memory of this is behind: ask again after `MaskSource.wait`."""
         ...
 
     def mask(self) -> bytes | None:

@@ -67,6 +67,7 @@ class Sequence:
         "finish_reason",
         "first_step_id",
         "foreseen",
+        "goes_ahead",
         "index",
         "matcher",
         "max_total_tokens",
@@ -121,7 +122,9 @@ class Sequence:
         """Follows the known tokens under the request's constraint, from its first mask until its end."""
         self.awaits_matcher = False
         """The matcher has not yet said whether the last token ends the sequence, and what is forced behind it: no step
-        computes the token, and nothing of it is reported."""
+        computes the token, unless the sequence `goes_ahead`, and nothing of it is reported."""
+        self.goes_ahead = False
+        """A step may compute the last token before the matcher has answered for it, and is sampled when it has."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -87,7 +87,7 @@ class BudgetMatcher:
     def ends_in_text(self) -> bool:
         return self._inner is not None and self._inner.ends_in_text
 
-    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
         self._follow_inner()
         self._num_asked, self._own, self._num_followed = len(token_ids), [], 0
         for token_id in token_ids:
@@ -98,7 +98,7 @@ class BudgetMatcher:
         if self._inner is not None:
             # Thoughts are counted one by one: the budget may end within what the inner constraint forces.
             num_left = 0 if self._is_thinking else num_forced - len(self._own)
-            self._inner.advance([*token_ids, *self._own], num_left)
+            self._inner.advance([*token_ids, *self._own], num_left, with_mask=with_mask)
 
     def follow(self, token_id: int) -> None:
         """Go on by a token, as far as the budget is concerned."""
@@ -118,6 +118,13 @@ class BudgetMatcher:
         elif self._ends_with(self._budget.start):
             self._is_thinking, self._num_thought = True, 0
             self._check()
+
+    def goes_on_behind(self, token_id: int) -> bool:
+        return self._inner is None or self._inner.goes_on_behind(token_id)
+
+    @property
+    def has_mask(self) -> bool:
+        return self._inner is None or self._inner.has_mask
 
     def mask(self) -> bytes | None:
         self._follow_inner()

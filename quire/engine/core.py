@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +52,12 @@ FIRST_REPORTS = 50
 BLOCKED_SECONDS = 0.005
 """How long the driver of a core sleeps while it `is_blocked`, unless a message comes."""
 PATIENCE = 0.001
-"""Seconds that a step waits for quick matchers."""
+"""Seconds for which a step is not planned, so that quick matchers may answer."""
+LATE_SECONDS = 0.005
+"""Seconds that a step which is computed waits for masks."""
+BRIEF_SECONDS = 0.005
+"""Behind a step that took no longer, the next one is computed while quick matchers answer, which takes 0.1 ms. The
+tokens that they answer for are reported with that step."""
 ANSWER_SECONDS = 0.002
 """Seconds that a step without anything to compute waits for a matcher."""
 LAST_TRANSFERS = 100
@@ -150,9 +156,10 @@ class EngineCore:
         A time limit needs no wake-up of its own: while a request lives, waiting or running, there is work.
         """
         self._is_stepping = True
-        updates, self._ended = self._ended + self.scheduler.expire(self._clock.now()), []
+        began = self._clock.now()
+        updates, self._ended = self._ended + self.scheduler.expire(began), []
         outputs = EngineOutputs(updates=updates)
-        if self.scheduler.awaits_answers:
+        if self.scheduler.awaits_others:
             self._settle(outputs)
         self._start_steps(outputs)
         if not self._in_flight and self.scheduler.awaits_answers:
@@ -163,9 +170,13 @@ class EngineCore:
         self.is_blocked = not self._in_flight and self.scheduler.has_requests and not self.scheduler.awaits_answers
         if self._in_flight:
             result = self._in_flight.popleft().result()
-            outputs.updates += self.scheduler.update(result, self._clock.now())
-            if self.scheduler.awaits_answers:
+            now = self._clock.now()
+            may_go_ahead = not self._in_flight and now - began <= BRIEF_SECONDS
+            outputs.updates += self.scheduler.update(result, now, may_go_ahead=may_go_ahead)
+            if self.scheduler.awaits_others:
                 self._settle(outputs)
+            elif self.scheduler.awaits_answers:
+                self._masks.flush()
             if self._unsent is not None:
                 self._send_sampling_inputs(outputs)
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
@@ -262,13 +273,15 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send what the last plan lacks, unless it depends on the result of an earlier one. A plan that was made ahead
-        waits here for the matchers of its sequences; those that are slow are not planned ahead."""
+        """Send what the last plan lacks, unless it depends on the result of an earlier one. Masks are waited for here,
+        at most for LATE_SECONDS: samples without one are discarded. Sequences whose masks take long are not planned
+        ahead."""
         if self._unsent is not None and len(self._in_flight) == 1:
             plan, self._unsent = self._unsent, None
-            while self.scheduler.awaits_matchers(plan):
+            deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
+            while self.scheduler.awaits_masks(plan) and self._clock.now() < deadline:
                 self._masks.wait_answer(ANSWER_SECONDS)
-                self._settle(outputs)
+                self._take_answers(outputs)
             inputs = self.scheduler.sampling_inputs(plan)
             for observer in self._observers:
                 observer.sends(inputs)
@@ -281,13 +294,17 @@ class EngineCore:
         while True:
             self._masks.flush()
             self._masks.wait(asked, PATIENCE)
-            updates, refused = self.scheduler.settle(self._clock.now())
-            outputs.updates += updates
-            for request_id, error in refused:
-                self._rejections.append(RequestRejected(request_id, error.message, error.param))
+            self._take_answers(outputs)
             asked = [matcher for matcher in self.scheduler.awaited() if matcher not in asked]
             if not asked:
                 return  # else the answers for a beam search have led to further questions
+
+    def _take_answers(self, outputs: EngineOutputs) -> None:
+        """Go on with what matchers have answered."""
+        updates, refused = self.scheduler.settle(self._clock.now())
+        outputs.updates += updates
+        for request_id, error in refused:
+            self._rejections.append(RequestRejected(request_id, error.message, error.param))
 
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""

@@ -33,20 +33,27 @@ class InFlight(msgspec.Struct, frozen=True):
     """Sequences that fork after this plan's forward pass, and their children."""
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
+    discarded: list[Sequence]
+    """Sequences among `samples` that get no token from this plan, since their masks come too late."""
 
     @property
-    def awaits_matchers(self) -> bool:
-        """A mask that the plan expects depends on a token that its matcher has not followed yet."""
-        return any(self.samples[index].awaits_matcher for index in self.plan.expects_sampling_inputs)
+    def awaits_masks(self) -> bool:
+        """A mask that the plan expects is still to come."""
+        return any(_awaits_mask(self.samples[index]) for index in self.plan.expects_sampling_inputs)
 
     def sampling_inputs(self) -> tuple[SamplingInputs, list[tuple[Sequence, UserError]]]:
         """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
-        all earlier plans are known."""
+        all earlier plans are known. Samples whose masks are still to come are `discarded`, and pending no more."""
         masks: dict[int, bytes] = {}
-        failed = []
+        failed, discarded = [], []
         for index in self.plan.expects_sampling_inputs:
             sequence = self.samples[index]
             if sequence.finish_reason is not None:
+                continue
+            if _awaits_mask(sequence):
+                discarded.append(index)
+                self.discarded.append(sequence)
+                sequence.num_pending_tokens -= 1
                 continue
             try:
                 mask = _next_mask(sequence) if sequence.foreseen is None else sequence.foreseen.mask
@@ -55,7 +62,7 @@ class InFlight(msgspec.Struct, frozen=True):
                 continue
             if mask is not None:
                 masks[index] = mask
-        return SamplingInputs(self.plan.step_id, masks), failed
+        return SamplingInputs(self.plan.step_id, masks, discarded), failed
 
     def commit(self, kv: KVCacheManager) -> None:
         """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
@@ -67,6 +74,17 @@ class InFlight(msgspec.Struct, frozen=True):
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def _awaits_mask(sequence: Sequence) -> bool:
+    """The sequence's mask is still to come. That of its first token is waited for in any case: other sequences may
+    share the tokens that would be computed again. So is a beam's."""
+    if sequence.finish_reason is not None or sequence.foreseen is not None:
+        return False
+    if sequence.awaits_matcher:
+        return True
+    can_wait = sequence.num_output_tokens and sequence.request.beam_search is None
+    return bool(can_wait) and not matcher_of(sequence).has_mask
 
 
 def _next_mask(sequence: Sequence) -> bytes | None:

@@ -100,8 +100,13 @@ class EngineScheduler(Protocol):
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
         ...
 
-    def awaits_matchers(self, plan: StepPlan) -> bool:
-        """`sampling_inputs` of a plan in flight must wait for matchers, and `settle`."""
+    def awaits_masks(self, plan: StepPlan) -> bool:
+        """Masks that a plan in flight expects are still to come; `settle` is due when something has come."""
+        ...
+
+    @property
+    def can_discard(self) -> bool:
+        """`sampling_inputs` may be asked for while masks are still to come: the workers discard those samples."""
         ...
 
     @property
@@ -109,16 +114,22 @@ class EngineScheduler(Protocol):
         """Matchers have yet to answer."""
         ...
 
+    @property
+    def awaits_others(self) -> bool:
+        """Matchers have yet to answer of which no step goes ahead."""
+        ...
+
     def awaited(self) -> list[Matcher]:
-        """The matchers whose answers a step waits for, briefly."""
+        """The matchers whose answers a step waits for, briefly, before it is planned."""
         ...
 
     def settle(self, now: float) -> tuple[list[SequenceUpdate], list[tuple[str, UserError]]]:
         """Go on with what matchers have answered: updates, and the requests that are refused, with the reasons."""
         ...
 
-    def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take the result of the oldest plan in flight."""
+    def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
+        """Take the result of the oldest plan in flight. may_go_ahead: the next plan may compute new tokens before
+        matchers have answered for them."""
         ...
 
     def unregister_prefix(self, name: str) -> int:

@@ -29,6 +29,8 @@ class Matching:
         self._starting: list[Request] = []
         self._new: list[Matcher] = []
         self._asked: list[Asked] = []
+        self._late: list[Sequence] = []
+        """Sequences whose matchers have answered, but not told the mask in time."""
 
     def begin(self, request: Request) -> None:
         """Make the matchers that a new request starts with: one without tokens, and those of sequences that bring
@@ -46,15 +48,41 @@ class Matching:
         self._starting.append(request)
         self._new += first_matchers(request)
 
-    def ask(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Ask a sequence's matcher about its new last tokens."""
-        assert sequence.matcher is not None
+    def ask(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
+    ) -> None:
+        """Ask a sequence's matcher about its new last tokens. may_go_ahead: the next step may compute them meanwhile,
+        where in all likelihood the sequence goes on behind them: a list of forced tokens takes one step more then."""
+        matcher, request = sequence.matcher, sequence.request
+        assert matcher is not None
         sequence.awaits_matcher = True
-        sequence.matcher.advance(token_ids, num_forceable(sequence))
+        sequence.goes_ahead = (
+            may_go_ahead
+            and request.max_pending_tokens > 0
+            and not sequence.num_pending_tokens
+            and len(sequence.token_ids) < sequence.max_total_tokens
+            and matcher.goes_on_behind(token_ids[-1])
+            and token_ids[-1] not in request.end_token_ids
+        )
+        matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead)
         self._asked.append(Asked(sequence, token_ids, logprobs))
+
+    def note_late(self, sequence: Sequence) -> None:
+        """A sample of the sequence was discarded: it stays out of steps until its mask is there."""
+        sequence.goes_ahead = False
+        if not sequence.awaits_matcher:
+            sequence.awaits_matcher = True
+            self._late.append(sequence)
 
     def take_answered(self) -> list[Asked]:
         """The tokens whose matchers have answered since the last call, in the order of the questions."""
+        if self._late:
+            late, self._late = self._late, []
+            for sequence in late:
+                if sequence.matcher is None or sequence.matcher.has_mask:
+                    sequence.awaits_matcher = False
+                else:
+                    self._late.append(sequence)
         answered = [each for each in self._asked if _is_answered(each.sequence)]
         if answered:
             self._asked = [each for each in self._asked if not _is_answered(each.sequence)]
@@ -80,13 +108,18 @@ class Matching:
     @property
     def is_waiting(self) -> bool:
         """An answer would change something."""
-        return bool(self._asked or self._starting)
+        return bool(self._asked or self._starting or self._late)
+
+    @property
+    def is_held_up(self) -> bool:
+        """An answer would change what the next step computes."""
+        return bool(self._starting or self._late) or not all(each.sequence.goes_ahead for each in self._asked)
 
     def awaited(self) -> list[Matcher]:
         """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that
-        have got a token, and once those of each new request."""
+        have got a token and do not go ahead, and once those of each new request."""
         new, self._new = self._new, []
-        asked = [each.sequence.matcher for each in self._asked]
+        asked = [each.sequence.matcher for each in self._asked if not each.sequence.goes_ahead]
         return new + [matcher for matcher in asked if matcher is not None and not matcher.is_slow]
 
 

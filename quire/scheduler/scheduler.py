@@ -22,6 +22,7 @@ from quire.decoding.drafts import (
     propose_drafts,
     take_accepted,
     take_back_rejected,
+    take_back_token,
 )
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
@@ -81,6 +82,9 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
+        self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
+        """The workers can compute a sequence's last token again: not where it has changed a state, and not with drafts,
+        whose number the workers keep."""
         self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
@@ -231,7 +235,7 @@ class Scheduler:
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
         self._in_flight[plan.step_id] = InFlight(
-            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed
+            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed, []
         )
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
@@ -239,17 +243,21 @@ class Scheduler:
             count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
-    def awaits_matchers(self, plan: StepPlan) -> bool:
-        """`sampling_inputs` of a plan in flight must wait for matchers, and `settle`."""
-        return self._in_flight[plan.step_id].awaits_matchers
+    def awaits_masks(self, plan: StepPlan) -> bool:
+        """Masks that a plan in flight expects are still to come; `settle` is due when something has come."""
+        return self._in_flight[plan.step_id].awaits_masks
 
     def sampling_inputs(self, plan: StepPlan) -> SamplingInputs:
         """The second message of a plan in flight that expects one, when the results of all earlier plans are known.
 
         A sequence that cannot go on under its constraint ends here; the plan's `update` reports it. So does a beam, of
-        which the search knows.
+        which the search knows. A sample whose mask is still to come is discarded.
         """
-        inputs, failed = self._in_flight[plan.step_id].sampling_inputs()
+        in_flight = self._in_flight[plan.step_id]
+        inputs, failed = in_flight.sampling_inputs()
+        for sequence in in_flight.discarded:
+            self.matching.note_late(sequence)
+            self._changes.trimmed |= take_back_token(sequence, self.kv)
         for sequence, error in failed:
             if sequence.request.beam_search is not None:
                 sequence.request.beam_search.give_up(sequence, error.message)
@@ -257,8 +265,11 @@ class Scheduler:
                 self._ends.end_unmatched(sequence, error.message)
         return inputs
 
-    def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
+    def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
+        """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free.
+
+        may_go_ahead: the next plan may compute new tokens before matchers have answered for them.
+        """
         in_flight = self._in_flight.pop(result.step_id)
         plan, samples, ends = in_flight.plan, in_flight.samples, self._ends
         assert len(samples) == len(result.token_ids), "a result without a sample, or the other way round"
@@ -284,7 +295,7 @@ class Scheduler:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            sampled = self._ask_matchers(sampled)
+            sampled = self._ask_matchers(sampled, in_flight.discarded, may_go_ahead=may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -327,12 +338,16 @@ class Scheduler:
         if any_finished:
             self._running.drop_finished()
 
-    def _ask_matchers(self, sampled: Iterable[Sampled]) -> list[Sampled]:
+    def _ask_matchers(
+        self, sampled: Iterable[Sampled], discarded: list[Sequence], *, may_go_ahead: bool
+    ) -> list[Sampled]:
         """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
         when they answer. Returns the other samples. Sequences under a constraint have no drafts."""
         others = []
         for sample in sampled:
             sequence, new_ids, token_logprobs = sample
+            if discarded and sequence in discarded:
+                continue
             if sequence.foreseen is not None:
                 self._ends.take_foreseen(sequence, new_ids)
             elif sequence.matcher is None or not new_ids:
@@ -340,13 +355,18 @@ class Scheduler:
             else:
                 sequence.num_pending_tokens -= 1
                 sequence.token_ids += new_ids
-                self.matching.ask(sequence, new_ids, token_logprobs)
+                self.matching.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
         return others
 
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
         return self.matching.is_waiting or bool(self._changes.beam_reorder.awaited)
+
+    @property
+    def awaits_others(self) -> bool:
+        """Matchers have yet to answer for sequences that do not go ahead."""
+        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited)
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -417,7 +437,7 @@ class Scheduler:
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
             num_tokens = known - start
-            if num_tokens <= 0 or sequence.awaits_matcher:
+            if num_tokens <= 0 or (sequence.awaits_matcher and not sequence.goes_ahead):
                 continue
             if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue

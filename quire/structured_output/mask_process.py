@@ -1,9 +1,10 @@
 """The mask process: a fork of the fork server that compiles grammars which were rehearsed, and makes the masks of all
 sequences of one engine.
 
-The engine core sends one message a step (`Work`), and gets answers in two stages (`Done`): first what became of the
-tokens, then the masks, which lie in shared memory. Its threads are equal: the one that reads a message does its work,
-and another one joins in where that takes long. Sequences whose masks take long are worked on by one thread at a time.
+The engine core sends one message a step (`Work`), and gets answers (`Done`): what became of the tokens, and where it
+waits for that, the masks later, which lie in shared memory. One thread, which leads, reads messages and does their
+work; another one takes over where one piece takes long. Sequences whose masks take long are left to a thread of their
+own.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NUM_THREADS = 3
+SLOW_THREAD = 2
+"""Its number: it works for slow sequences. One of the others leads."""
+SLOW_NICE = 5
+"""Niceness of that thread, beside which the engine computes."""
 STACK = 2
 """Times the stack of a rehearsal, for each thread."""
 MEMORY = 2
@@ -55,11 +60,11 @@ SLOW_TOKENS = 4
 """Quick ones in a row until it is no longer."""
 MAX_BRIEF = 8
 BRIEF_SECONDS = 0.0001
-"""Masks, and processor time for them in all, up to which answers wait for them."""
+"""Tasks of a message, and processor time for their masks in all, up to which answers wait for masks."""
 PATIENCE = 0.004
-"""Seconds until a thread that waits looks whether another one is held up."""
+"""Seconds that one piece of work may take until another thread leads."""
 IDLE_SECONDS = 0.05
-"""Without a message, until threads that wait look no more."""
+"""Without a message, until the thread that stands by looks no more."""
 SWITCH_SECONDS = 0.0005
 """`sys.setswitchinterval`: a long list of tokens is made by steps of the interpreter."""
 
@@ -134,9 +139,10 @@ class Compiled:
 
 
 class Task:
-    """Work for one slot: tokens and their answer, or its mask. is_slow: done by the one thread that does such work."""
+    """Work for one slot: tokens and their answer, or its mask. is_slow: done by the thread that does such work.
+    with_mask: the answer comes with the mask."""
 
-    __slots__ = ("compiled", "is_slow", "mask_serial", "slot", "work")
+    __slots__ = ("compiled", "is_slow", "mask_serial", "slot", "with_mask", "work")
 
     def __init__(
         self, slot: Slot, work: New | Advance | None, compiled: Compiled | None = None, mask_serial: int = 0
@@ -146,6 +152,7 @@ class Task:
         self.compiled = compiled
         self.mask_serial = mask_serial
         self.is_slow = slot.is_slow or (compiled is not None and compiled.is_slow)
+        self.with_mask = self.is_slow or (isinstance(work, Advance) and work.with_mask)
 
 
 class SlowTasks:
@@ -153,23 +160,18 @@ class SlowTasks:
 
     def __init__(self) -> None:
         self._charges: OrderedDict[int, deque[Task]] = OrderedDict()
-        self.is_running = False
-
-    def __bool__(self) -> bool:
-        return self.is_running or bool(self._charges)
 
     def add(self, task: Task) -> None:
         self._charges.setdefault(task.slot.charge, deque()).append(task)
 
     def take(self) -> Task | None:
-        """The next one, unless one is being done."""
-        if self.is_running or not self._charges:
+        """The next one."""
+        if not self._charges:
             return None
         charge, tasks = self._charges.popitem(last=False)
         task = tasks.popleft()
         if tasks:
             self._charges[charge] = tasks
-        self.is_running = True
         return task
 
 
@@ -196,17 +198,24 @@ class MaskProcess:
         self._decoder = msgspec.msgpack.Decoder(Work)
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        self._work_came = threading.Condition(self._lock)
-        self._is_read = False
-        """A thread waits for the next message."""
+        self._message_came = threading.Condition(self._lock)
+        self._slow_came = threading.Condition(self._lock)
+        self._leader = 0
+        """The thread that reads messages and does quick work."""
+        self._began = 0.0
+        """When it began its piece of work, by time.monotonic(); 0.0: it reads."""
         self._last_message = 0.0
-        self._num_asleep = 0
-        """Threads that wait without looking."""
+        self._is_asleep = False
+        """The thread that stands by waits for a message, without looking."""
         self._firsts: deque[Task] = deque()
+        """Answers without masks: the engine core waits for them."""
         self._masks: deque[Task] = deque()
+        """Masks, and answers with masks."""
         self._slow = SlowTasks()
         self._answers: list[Answer] = []
         self._masked: list[Masked] = []
+        self._whole: list[Answer] = []
+        """Answers that are sent when no mask is left to make."""
         self._slots: dict[int, Slot] = {}
         self._grammars: dict[int, Compiled] = {}
         self._consume_apart = ConsumeApart(vocabulary)
@@ -215,59 +224,71 @@ class MaskProcess:
         """Do tasks and read messages until the engine core is gone. thread: number of the thread that calls this."""
         try:
             scratch = Scratch(self._shape.num_written)
+            turn = self._turn
+            if thread == SLOW_THREAD:
+                turn = self._slow_turn
+                be_nice(threading.get_native_id())
             while True:
-                self._turn(thread, scratch)
+                turn(thread, scratch)
         except BaseException:  # the engine core starts another process
             traceback.print_exc()
         finally:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: Scratch) -> None:
-        """Do one task, read a message, or wait for either."""
+        """Do one task or read a message, as the thread that leads; else stand by."""
         with self._lock:
-            task = self._next_task()
-            if task is None and self._is_read:
-                self._wait()
+            if self._leader != thread:
+                self._stand_by(thread)
                 return
-            if task is None:
-                self._is_read = True
+            tasks = self._firsts or self._masks
+            task = tasks.popleft() if tasks else None
+            self._began = now = 0.0 if task is None else time.monotonic()
         if task is None:
             self._read()
             return
-        self._memory.note_work(thread, task.slot.number, time.monotonic())
+        self._memory.note_work(thread, task.slot.number, now)
         self._perform(task, scratch)
         self._memory.note_work(thread, -1, 0.0)
         self._send_what_is_done()
 
-    def _next_task(self) -> Task | None:
-        """Take a task. Called under the lock."""
-        if self._firsts:
-            return self._firsts.popleft()
-        if self._masks:
-            return self._masks.popleft()
-        return self._slow.take()
+    def _stand_by(self, thread: int) -> None:
+        """Wait, and lead where the other thread is held up. Called under the lock."""
+        now = time.monotonic()
+        if self._began and now - self._began > PATIENCE:
+            self._leader, self._began = thread, 0.0
+        elif self._began or now - self._last_message < IDLE_SECONDS:
+            self._message_came.wait(PATIENCE)
+        else:
+            self._is_asleep = True
+            self._message_came.wait()
+            self._is_asleep = False
 
-    def _wait(self) -> None:
-        """Wait until there may be something to do. Called under the lock."""
-        if time.monotonic() - self._last_message < IDLE_SECONDS:
-            self._work_came.wait(PATIENCE)
-            return
-        self._num_asleep += 1
-        self._work_came.wait()
-        self._num_asleep -= 1
+    def _slow_turn(self, thread: int, scratch: Scratch) -> None:
+        """Do one task of a slow sequence, or wait for one."""
+        with self._lock:
+            task = self._slow.take()
+            if task is None:
+                self._slow_came.wait()
+                return
+        self._memory.note_work(thread, task.slot.number, time.monotonic())
+        self._perform(task, scratch)
+        self._memory.note_work(thread, -1, 0.0)
+        self._send_what_is_done()
 
     def _read(self) -> None:
         frames = self._reader.read()
         if not frames:
             os._exit(0)  # the engine core is gone
         tasks = [task for frame in frames for task in self._take(self._decoder.decode(frame))]
+        is_brief = len(tasks) <= MAX_BRIEF and sum(task.slot.mask_seconds for task in tasks) < BRIEF_SECONDS
         with self._lock:
-            self._is_read = False
             self._last_message = time.monotonic()
             for task in tasks:
+                task.with_mask |= is_brief
                 self._add(task)
-            if self._num_asleep == NUM_THREADS - 1 or (self._num_asleep and self._slow):
-                self._work_came.notify()
+            if self._is_asleep:
+                self._message_came.notify()
 
     def _take(self, work: Work) -> list[Task]:
         """Note what a message asks for; returns the tasks. Called by the thread that reads: no other one changes the
@@ -293,7 +314,8 @@ class MaskProcess:
         """Add a task. Called under the lock."""
         if task.is_slow:
             self._slow.add(task)
-        elif task.work is None:
+            self._slow_came.notify()
+        elif task.work is None or task.with_mask:
             self._masks.append(task)
         else:
             self._firsts.append(task)
@@ -311,31 +333,25 @@ class MaskProcess:
 
     def _perform(self, task: Task, scratch: Scratch) -> None:
         slot, work = task.slot, task.work
-        try:
-            with slot.lock:
-                if slot.is_ended:
-                    return
-                if work is None:
-                    masked = self._masked_of(slot, scratch) if task.mask_serial == slot.serial else None
-                    with self._lock:
-                        self._masked += [masked] if masked is not None else []
-                    return
-                answer = self._answer(task, work)
-                needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
-                if task.is_slow and needs_mask:
-                    masked = self._masked_of(slot, scratch)
-                    answer.seconds += masked.seconds
-                    answer.is_slow, answer.is_masked = slot.is_slow, True
-                    answer.mask_error, answer.mask_param = masked.error, masked.param
-                    needs_mask = False
-            with self._lock:
-                self._answers.append(answer)
-                if needs_mask:
-                    self._add(Task(slot, None, mask_serial=slot.serial))
-        finally:
-            if task.is_slow:
+        with slot.lock:
+            if slot.is_ended:
+                return
+            if work is None:
+                masked = self._masked_of(slot, scratch) if task.mask_serial == slot.serial else None
                 with self._lock:
-                    self._slow.is_running = False
+                    self._masked += [masked] if masked is not None else []
+                return
+            answer = self._answer(task, work)
+            needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
+            if task.with_mask and needs_mask:
+                masked = self._masked_of(slot, scratch)
+                answer.seconds += masked.seconds
+                answer.is_slow, answer.is_masked = slot.is_slow, True
+                answer.mask_error, answer.mask_param = masked.error, masked.param
+        with self._lock:
+            (self._whole if task.with_mask and not task.is_slow else self._answers).append(answer)
+            if needs_mask and not task.with_mask:
+                self._add(Task(slot, None, mask_serial=slot.serial))
 
     def _answer(self, task: Task, work: New | Advance) -> Answer:
         """Follow the tokens."""
@@ -394,18 +410,16 @@ class MaskProcess:
         slot.note_mask(masked.seconds)
         return masked
 
-    def _are_masks_brief(self) -> bool:
-        """There are masks to make, and that takes less than to send two messages. Called under the lock."""
-        return 0 < len(self._masks) <= MAX_BRIEF and sum(each.slot.mask_seconds for each in self._masks) < BRIEF_SECONDS
-
     def _send_what_is_done(self) -> None:
-        """Answers go together, once no quick one is missing; so do masks, with the answers where that takes moments."""
+        """Answers go together, once no quick one is missing; so do masks."""
         with self._lock:
-            answers, masked = [], []
-            if self._answers and not self._firsts and not self._are_masks_brief():
-                answers, self._answers = self._answers, []
-            if self._masked and not self._masks and not self._answers:
-                masked, self._masked = self._masked, []
+            if self._firsts or (self._masks and not self._answers):
+                return
+            answers, self._answers = self._answers, []
+            masked: list[Masked] = []
+            if not self._masks:
+                answers += self._whole
+                masked, self._masked, self._whole = self._masked, [], []
             if not answers and not masked:
                 return
             self._sending.acquire()  # in this order they are sent
@@ -438,7 +452,9 @@ class ConsumeApart:
         """It takes no token. The library uses its thread for two matchers, not for one."""
         self(self._other.deep_copy(), 0)
         found = set(threads_of_process()) - before
-        self._clock = thread_clock(found.pop()) if len(found) == 1 else None
+        self._clock = thread_clock(min(found)) if len(found) == 1 else None
+        for each in found:
+            be_nice(each)
 
     def __call__(self, state: LLMatcher, token_id: int) -> bool:
         return self._executor.consume_token_par([(state, token_id), (self._other, 0)])[0]
@@ -446,6 +462,19 @@ class ConsumeApart:
     def seconds(self) -> float:
         """Processor time of that thread."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+
+def wake_politely() -> None:
+    """Let this process interrupt no other one on a processor when it wakes up: the engine computes beside it, and its
+    threads wait for one another."""
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def be_nice(thread: int) -> None:
+    """Let a thread of this process, on Linux, work while others do not need the processors."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, thread, SLOW_NICE)
 
 
 def threads_of_process() -> list[int]:
@@ -471,6 +500,7 @@ def serve_masks(
 ) -> None:
     """The work of the fork."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    wake_politely()
     shape = MaskShape.of(vocab_size, end_ids)
     process = MaskProcess(connection, MaskMemory(memory, vocab_size), vocabulary, shape)
     threading.stack_size(STACK * limits.stack)

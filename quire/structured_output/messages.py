@@ -115,12 +115,14 @@ class Copy(msgspec.Struct, array_like=True):
 
 
 class Advance(msgspec.Struct, array_like=True):
-    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer."""
+    """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer. with_mask: the
+    answer may wait for the mask."""
 
     slot: int
     serial: int
     tokens: Sequence[int]
     num_forced: int
+    with_mask: bool
 
 
 class Grammar(msgspec.Struct, array_like=True):

@@ -18,6 +18,8 @@ WORK_SECONDS = 5.0
 TOKEN_SECONDS = 0.001
 """Processor time that one request's tokens and masks may take in all: so much, and so much for each token."""
 NO_SLOT = -1
+NUM_PLACES = 1024
+UNKNOWN, GOES_ON, STOPS = range(3)
 
 
 class ConstraintText:
@@ -30,6 +32,17 @@ class ConstraintText:
         """None: it is not rehearsed yet."""
         self.job = 0
         """Number of its rehearsal; 0: none has begun."""
+        self._behind = bytearray(NUM_PLACES)
+        """What was seen behind tokens, by their ids modulo NUM_PLACES: STOPS where one of them ended a sequence or
+        forced others, even once; GOES_ON where they did not."""
+
+    def note(self, token_id: int, *, stops: bool) -> None:
+        """A sequence had this token. stops: it ended there, or others were forced behind it."""
+        place = token_id % NUM_PLACES
+        self._behind[place] = max(self._behind[place], STOPS if stops else GOES_ON)
+
+    def goes_on_behind(self, token_id: int) -> bool:
+        return self._behind[token_id % NUM_PLACES] == GOES_ON
 
     def __del__(self) -> None:
         if self.job and self.outcome is None:
@@ -79,7 +92,7 @@ class RemoteMatcher:
         """The mask process does not know it yet."""
         self.tokens = list(token_ids)
         """All tokens that it has followed, as far as it has answered."""
-        self.unanswered: tuple[Sequence[int], int] | None = None
+        self.unanswered: tuple[Sequence[int], int, bool] | None = None
         """Arguments of the last `advance`, until they are answered."""
         self._is_answered = False
         self._is_masked = self._is_free = False
@@ -97,15 +110,18 @@ class RemoteMatcher:
         if self.slot != NO_SLOT:
             self._masks.ended_slots.append(self.slot)
 
-    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
         self.serial = self._masks.next_serial()
-        self.unanswered = (list(token_ids), num_forced)
+        self.unanswered = (token_ids, num_forced, with_mask)
         self.is_ready = self._is_answered = False
         self._forget_mask()
         self._masks.advance(self)
 
+    def goes_on_behind(self, token_id: int) -> bool:
+        return self.constraint.text.goes_on_behind(token_id)
+
     def mask(self) -> bytes | None:
-        if not (self._is_free or self._only != NO_TOKEN or self.has_mask):
+        if not self.has_mask:
             self._masks.await_mask(self)
         error = self.error or self._mask_error
         if error is not None:
@@ -134,15 +150,18 @@ class RemoteMatcher:
 
     @property
     def has_mask(self) -> bool:
-        """`mask` need not wait for its memory, or raises."""
-        return self._is_masked or self.error is not None or self._mask_error is not None
+        return (
+            self._is_masked
+            or self._is_free
+            or self._only != NO_TOKEN
+            or self.error is not None
+            or self._mask_error is not None
+        )
 
     @property
     def has_all(self) -> bool:
         """Nothing is missing."""
-        return self.error is not None or (
-            self._is_answered and (self._is_free or self._only != NO_TOKEN or self.has_mask)
-        )
+        return self.error is not None or (self._is_answered and self.has_mask)
 
     def settle(self) -> None:
         """Be ready, if enough has come."""
@@ -176,9 +195,12 @@ class RemoteMatcher:
             self.num_accepted, self.forced = answer.num_accepted, answer.forced
             self.is_finished, self.ends_in_text = answer.is_finished, answer.ends_in_text
             if self.unanswered is not None:
-                self.tokens += self.unanswered[0][: answer.num_accepted]
+                asked = self.unanswered[0]
+                self.tokens += asked[: answer.num_accepted]
                 self.tokens += answer.forced
                 self.unanswered = None
+                stops = bool(answer.forced) or answer.is_finished or bool(answer.error)
+                self.constraint.text.note(asked[-1], stops=stops)
         self._is_free, self._only = answer.is_free, answer.only
         self.is_slow = answer.is_slow
         self.constraint.note_work(answer.seconds, answer.num_accepted + len(answer.forced))

@@ -16,7 +16,7 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,7 +48,7 @@ MAX_OUTCOMES = 1024
 MAX_OUTCOME_CHARACTERS = 2**24
 """Characters of the texts whose outcomes are kept."""
 SPIN_SECONDS = 0.00005
-"""Time for which `wait` looks again and again: a quick answer comes sooner than a thread wakes up."""
+"""Time for which a wait looks again and again: a quick answer comes sooner than a thread wakes up."""
 MAX_STARTS = 3
 """Starts of the fork server in a row, without a message from it, until all that wait for it fail."""
 
@@ -115,10 +115,16 @@ class ConstraintService:
 
     def wait(self, matchers: Iterable[Matcher], seconds: float) -> None:
         asked = list(matchers)
+        self._wait(lambda: all(matcher.is_ready for matcher in asked), seconds)
+
+    def wait_answer(self, seconds: float) -> None:
+        self._wait(lambda: self.masks.num_settled > 0, seconds)
+
+    def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         began = time.monotonic()
         while True:
             self._receive()
-            if all(matcher.is_ready for matcher in asked):
+            if is_over():
                 return
             waited = time.monotonic() - began
             if waited >= seconds:
@@ -127,12 +133,6 @@ class ConstraintService:
                 os.sched_yield()
             else:
                 self._poll(min(seconds - waited, 1.0))
-
-    def wait_answer(self, seconds: float) -> None:
-        self._receive()
-        if not self.masks.num_settled:
-            self._poll(seconds)
-            self._receive()
 
     def idle(self) -> None:
         if self._process is None and not self._is_closed:

@@ -166,7 +166,10 @@ class ModelRunner:
         computed, self._unsampled = self._unsampled, None
         assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
         try:
-            self._finish(computed, read_masks(inputs, computed.launched.plan, self._vocab_size))
+            plan = computed.launched.plan
+            self._finish(computed, read_masks(inputs, plan, self._vocab_size))
+            for index in inputs.discarded:
+                self._requests.lengths[plan.sample_seq_ids[index]] -= 1
         except BaseException as error:
             computed.launched.error = error
             if is_interrupt(error):

@@ -82,7 +82,7 @@ class Fixed:
     def matcher(self, spec: ConstraintSpec, token_ids: list[int]) -> Fixed:
         return self
 
-    def advance(self, token_ids: list[int], num_forced: int) -> None:
+    def advance(self, token_ids: list[int], num_forced: int, *, with_mask: bool = False) -> None:
         self.asked.append([*token_ids, num_forced])
         self.num_accepted = len([token for token in token_ids if token in self.accepts])
         self.forced = self.forces[:num_forced]

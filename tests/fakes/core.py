@@ -128,7 +128,7 @@ class CoreClient:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.clock = VirtualClock()
-        self.masks = AllowedByPosition(config.model.vocab_size)
+        self.masks = AllowedByPosition(config.model.vocab_size, self.clock)
         self.core = EngineCore(config, executor, self.clock, make_scheduler, self.masks, observers)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
@@ -258,6 +258,7 @@ class CoreDriver(CoreClient):
 
     def step(self) -> None:
         super().step()
+        self.ledger.has_drafts |= self.executor.num_discarded > 0  # a plan does not say which samples are discarded
         self.ledger.check(self.scheduler)
 
     def abort(self, request_id: str, index: int | None = None) -> None:

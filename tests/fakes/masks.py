@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.clock import VirtualClock
 from quire.decoding.masks import ConstraintSpec, Matcher, mask_of
 from quire.errors import UserError
 from quire.step import Candidates, SamplingInputs, SequenceSampling, StepPlan, StepResult
@@ -25,8 +26,10 @@ class AllowedByPosition:
     """A MaskSource. A constraint is a number: at place p, behind token t, every token of which 31 p p + 17 t + token is
     one of its multiples is allowed."""
 
-    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE, clock: VirtualClock | None = None) -> None:
+        """clock: of the engine."""
         self.vocab_size = vocab_size
+        self._clock = clock or VirtualClock()
         self.num_masks = 0
         self.is_prepared = False
         self.tells_forced = True
@@ -35,6 +38,12 @@ class AllowedByPosition:
         """How often the engine waits before a new matcher answers for the first time."""
         self.answer_waits: Iterator[int] = itertools.repeat(0)
         """The same for each answer behind that."""
+        self.mask_waits: Iterator[int] = itertools.repeat(0)
+        """The same for each mask behind an answer."""
+        self.takes_time = False
+        """Whether the clock goes on while the engine waits."""
+        self.goes_on = False
+        """Whether sequences go ahead of answers, behind tokens that are no multiple of 3."""
         self.is_slow = False
         self.max_tokens: int | None = None
         """Tokens behind which a constraint allows nothing."""
@@ -63,8 +72,13 @@ class AllowedByPosition:
 
     def wait_answer(self, seconds: float) -> None:
         for matcher in self._sent:
-            matcher.num_waits -= 1
-        self._sent = [matcher for matcher in self._sent if matcher.num_waits >= 0]
+            if matcher.num_waits >= 0:
+                matcher.num_waits -= 1
+            else:
+                matcher.num_mask_waits -= 1
+        self._sent = [matcher for matcher in self._sent if not matcher.has_mask]
+        if self._sent and self.takes_time:
+            self._clock.advance(seconds)
 
     def idle(self) -> None:
         self.is_prepared = True
@@ -108,6 +122,7 @@ class NumberMatcher:
     def __init__(self, source: AllowedByPosition, text: str, spec: ConstraintSpec, token_ids: list[int]) -> None:
         self.spec = spec
         self.num_waits = source.compile_waits
+        self.num_mask_waits = -1
         self._source = source
         self._text = text
         self._token_ids = token_ids
@@ -122,6 +137,13 @@ class NumberMatcher:
     @property
     def is_slow(self) -> bool:
         return self._source.is_slow
+
+    @property
+    def has_mask(self) -> bool:
+        return self.num_waits < 0 and self.num_mask_waits < 0
+
+    def goes_on_behind(self, token_id: int) -> bool:
+        return self._source.goes_on and token_id % 3 > 0
 
     @property
     def error(self) -> UserError | None:
@@ -149,7 +171,7 @@ class NumberMatcher:
     def ends_in_text(self) -> bool:
         return self.is_finished
 
-    def advance(self, token_ids: Sequence[int], num_forced: int) -> None:
+    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
         assert self.is_ready
         self._num_accepted, self._forced = 0, []
         for token_id in token_ids:
@@ -163,7 +185,7 @@ class NumberMatcher:
                 break
             self._forced.append(int(allowed[0]))
             self._token_ids.append(int(allowed[0]))
-        self.num_waits = next(self._source.answer_waits)
+        self.num_waits, self.num_mask_waits = next(self._source.answer_waits), next(self._source.mask_waits) - 1
         self._source.ask(self)
 
     def mask(self) -> bytes:
@@ -190,6 +212,7 @@ class MaskingExecutor(FakeExecutor):
         self._vocab_size = vocab_size
         self._unsent: tuple[StepPlan, Future[StepResult]] | None = None
         self._masks: dict[int, bytes] = {}
+        self.num_discarded = 0
         self.ignores_masks = False
         self.num_late_masks = 0
         """Plans whose inputs came after another result was taken."""
@@ -221,6 +244,13 @@ class MaskingExecutor(FakeExecutor):
         except Exception as error:
             future.set_exception(error)
         self._masks = {}
+        for index in inputs.discarded:
+            row = self._row(plan.sample_seq_ids[index])
+            row.token_ids.pop()
+            row.num_computed = len(row.token_ids) - 1
+            del row.chain[row.num_computed :]
+            row.rejected.append((self.num_steps, 1))
+            self.num_discarded += 1
 
     def _candidates(self, index: int, sampling: SequenceSampling, num_generated: int, state: int) -> Candidates:
         mask = self._masks.get(index)

@@ -46,6 +46,9 @@ def test_the_same_tokens(config: dict[str, Any], queue_depth: int, seed: int) ->
     driver.masks.compile_waits = seed
     driver.masks.answer_waits = late(seed, 4)
     driver.masks.is_slow = seed % 2 == 1
+    driver.masks.mask_waits = late(seed + 1, 0 if driver.masks.is_slow else 8)
+    driver.masks.goes_on = seed > 1
+    driver.masks.takes_time = True
     for name, request in REQUESTS.items():
         driver.add(name, **request)
     driver.run()
@@ -53,6 +56,7 @@ def test_the_same_tokens(config: dict[str, Any], queue_depth: int, seed: int) ->
         found = [driver.tokens[name, index] for index in range(request.get("n", 1))]
         assert found == generate_alone(**request), name
     assert (driver.core.stats().preemptions_total > 0) == ("num_blocks" in config)
+    assert (driver.executor.num_discarded > 0) == (not driver.masks.is_slow)
     assert driver.core.stats().generation_tokens_total == sum(map(len, driver.tokens.values()))
     driver.assert_all_free()
 
@@ -69,6 +73,35 @@ def test_other_requests_do_not_wait_for_a_slow_matcher() -> None:
     driver.abort("bound")
     driver.run()
     driver.assert_all_free()
+
+
+def observed(answer_waits: list[int], mask_waits: list[int]) -> CoreDriver:
+    """One request that goes ahead, with these waits for its answers and masks, is over; `plans` has its steps."""
+    driver = CoreDriver(make_config(), record=True)
+    driver.masks.goes_on = driver.masks.takes_time = True
+    driver.masks.answer_waits = iter([*answer_waits, *[0] * 100])
+    driver.masks.mask_waits = iter([*mask_waits, *[0] * 100])
+    driver.add("bound", prompt(9), max_tokens=12, constraint="5")
+    driver.run()
+    assert driver.tokens["bound", 0] == generate_alone(prompt(9), max_tokens=12, constraint="5")[0]
+    return driver
+
+
+def test_the_next_step_is_computed_while_a_matcher_answers() -> None:
+    """Behind a token that nothing has followed by force, the step that computes it begins before the answer: no step
+    is without the sequence, and none is lost."""
+    driver = observed([1] * 12, [])
+    assert len(driver.executor.plans) == 12
+    assert driver.executor.num_discarded == 0
+
+
+@pytest.mark.parametrize(("answer_waits", "mask_waits"), [([0, 0, 0, 20], []), ([], [0, 0, 0, 20])])
+def test_a_late_mask_costs_one_sample(answer_waits: list[int], mask_waits: list[int]) -> None:
+    """The step waits for LATE_SECONDS, its sample is discarded, and the sequence stays out of steps until its mask is
+    there. Other sequences go on."""
+    driver = observed(answer_waits, mask_waits)
+    assert driver.executor.num_discarded == 1
+    assert len(driver.executor.plans) == 13
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])

@@ -416,7 +416,7 @@ def test_prompt_logprobs_come_from_the_next_leader_when_the_first_is_aborted(que
     driver.abort("r", 0)
     updates = []
     original = driver.core.scheduler.update
-    driver.core.scheduler.update = lambda *args: updates.extend(found := original(*args)) or found  # type: ignore[method-assign]
+    driver.core.scheduler.update = lambda *args, **options: updates.extend(found := original(*args, **options)) or found  # type: ignore[method-assign]
     driver.run()
     assert {update.index for update in updates} == {1}, "nothing more is said of the completion that was aborted"
     assert reported == list(range(1, 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def follow(client: CoreClient, executor: LocalExecutor) -> list[tuple[str, int]]
     return events
 
 
-def _note(events: list[tuple[str, int]], what: str, call: Any, first: Any, *rest: Any) -> Any:
+def _note(events: list[tuple[str, int]], what: str, call: Any, first: Any, *rest: Any, **options: Any) -> Any:
     events.append((what, first.step_id))
-    return call(first, *rest)
+    return call(first, *rest, **options)
 
 
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("device", marks=pytest.mark.long)], indirect=True)
@@ -101,6 +102,28 @@ def test_at_queue_depth_2_as_at_depth_1(
         assert len(late) > 15 if depth == 2 else not late
     assert not source.follows("5", alone["free", 0][0])
     assert [alone["thinking", index][0][6:9] for index in range(2)] == 2 * [[92, 93, 94]]
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_samples_whose_masks_come_late_are_discarded(
+    make_client: Any, executors: list[LocalExecutor], queue_depth: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sequences compute the last token again: the same tokens and log-probabilities."""
+    expected = run(make_client(queue_depth=queue_depth), FREE | BOUND)
+    monkeypatch.setattr("quire.engine.core.LATE_SECONDS", 0.0)
+    client = make_client(queue_depth=queue_depth)
+    client.masks.goes_on, client.masks.mask_waits = True, itertools.cycle([0, 3, 0, 0, 1])
+    num_discarded, send = 0, executors[-1].send_sampling_inputs
+
+    def count(inputs: SamplingInputs) -> None:
+        nonlocal num_discarded
+        num_discarded += len(inputs.discarded)
+        send(inputs)
+
+    executors[-1].send_sampling_inputs = count  # type: ignore[method-assign]
+    assert run(client, FREE | BOUND) == expected
+    assert num_discarded > 3
 
 
 @ON_A_CPU
