@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import TokenValues
 
@@ -61,6 +62,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_columns: dict[str, TokenValues] = {}
     """Name of a step column -> values of tokens of the prompt: the positions of an image's patches. Before them the
     request's value is 0, behind them it is that of `columns`."""
+    images: list[PromptImage] = []
+    """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

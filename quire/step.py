@@ -40,6 +40,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams
 
 BlockKey: TypeAlias = tuple[int, bytes]
@@ -129,6 +130,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     """Name of a step column -> the sequence's value, 32 bits; 0 for a column that is not here."""
     token_columns: dict[str, TokenValues] = {}
     """As that of EngineRequest."""
+    images: list[PromptImage] = []
+    """Images in the prompt."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import outputs, request, step
+from quire import outputs, prompt_image, request, step
 from quire.engine import messages
 from quire.engine.messages import (
     Abort,
@@ -30,6 +30,7 @@ from quire.engine.messages import (
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
+from quire.prompt_image import PromptImage
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
@@ -55,7 +56,10 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES})
+IMAGE = PromptImage(3, (1, 2, 2), b"key", b"pixels", (8, 4))
+NEW_SEQUENCE = NewSequence(
+    8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
+)
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1, num_listed=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
@@ -78,6 +82,7 @@ UPDATE = SequenceUpdate(
 NUMBERS = [name for name in EngineStats.__struct_fields__ if name != "expert_counts"]
 STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, expert_counts={3: [4, 5]})
 REQUEST = EngineRequest(
+    images=[IMAGE],
     request_id="r-1",
     prompt_token_ids=[1, 2, 3],
     params=PARAMS,
@@ -136,6 +141,7 @@ EXAMPLES: list[msgspec.Struct] = [
     REPORT,
     NEW_SEQUENCE,
     SAMPLING,
+    IMAGE,
     TOKEN_VALUES,
     FORK,
     StepPlan(
@@ -217,7 +223,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (step, outputs, stats, request, messages, snapshot)
+    modules = (prompt_image, step, outputs, stats, request, messages, snapshot)
     for_users = {outputs.RequestOutput, outputs.CompletionOutput, outputs.RequestMetrics, outputs.Logprob}
     wanted = set().union(*map(structs, modules)) - for_users
     assert wanted == {type(example) for example in EXAMPLES}

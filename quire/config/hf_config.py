@@ -123,6 +123,7 @@ def load_model_config(
         pooling=pooling,
         is_multimodal=bool(key),
         vision=_object(whole, VISION_CONFIG),
+        image_token_id=_token_id(whole, "image_token_id"),
         impl=impl,
         sampling_defaults=sampling_defaults(generation),
     )
@@ -193,6 +194,12 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     """The object under a key; None where there is none, whatever else stands there."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else None
+
+
+def _token_id(config: Mapping[str, Any], key: str) -> int | None:
+    """The token id under a key; None where there is none, whatever else stands there."""
+    value = config.get(key)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _where(path: Path) -> str:

@@ -50,6 +50,7 @@ class ModelConfig:
     sampling_defaults: what requests get that do not say otherwise, by field of SamplingParams (generation_config.json).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     vision: what config.json says of the vision tower beside it, read-only, as it stands there; None: nothing.
+    image_token_id: of the placeholders of images; None: config.json names none.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ModelConfig:
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
     vision: Mapping[str, Any] | None = None
+    image_token_id: int | None = None
     impl: str = "quire"
     expands_prompts: bool = False
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class RopeDefaults:
     that has it outside of them (""): none. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which
     layers are not rotated. settings: all of them, where config.json has none. types: those that the family knows;
     renamed: what else config.json may call them. is_stretched: `max_position_embeddings` counts the positions of the
-    stretched model.
+    stretched model. mrope_section: as RopeConfig has it; mrope_interleaved: always, whatever config.json says.
     """
 
     theta: float = 10_000.0
@@ -40,6 +40,8 @@ class RopeDefaults:
     types: tuple[str, ...] = ROPE_TYPES
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_stretched: bool = False
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     def rotated_layers(self, config: Fields, num_layers: int) -> tuple[bool, ...]:
         """Which layers are rotated. Raises ModelLoadError for a list that does not say it of each."""
@@ -144,8 +146,8 @@ def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults, kind: str =
         high_freq_factor=rope.number("high_freq_factor") if is_llama3 else 1.0,
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
-        mrope_section=_mrope_section(rope, rotary_dim),
-        mrope_interleaved=rope.boolean("mrope_interleaved", False),
+        mrope_section=_mrope_section(rope, rotary_dim, defaults),
+        mrope_interleaved=_mrope_interleaved(rope, defaults),
     )
 
 
@@ -175,14 +177,18 @@ def read_lengths(
     return ropes[0].longest, min(usual)
 
 
-def _mrope_section(rope: Fields, rotary_dim: int) -> tuple[int, ...]:
+def _mrope_interleaved(rope: Fields, defaults: RopeDefaults) -> bool:
+    return defaults.mrope_interleaved or rope.boolean("mrope_interleaved", False)
+
+
+def _mrope_section(rope: Fields, rotary_dim: int, defaults: RopeDefaults) -> tuple[int, ...]:
     section = rope.values.get("mrope_section")
     if section is None:
-        return ()
+        return defaults.mrope_section
     is_list = (
         isinstance(section, list) and len(section) == 3 and all(type(each) is int and each >= 0 for each in section)
     )
-    if not is_list or (2 * sum(section) != rotary_dim and not rope.boolean("mrope_interleaved", False)):
+    if not is_list or (2 * sum(section) != rotary_dim and not _mrope_interleaved(rope, defaults)):
         raise rope.error(f"mrope_section must be three numbers of elements, {rotary_dim // 2} together")
     return tuple(section)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
+from quire.multimodal.positions import image_keys
 from quire.request import EngineRequest, FinishReason
 from quire.step import SequenceSampling
 
@@ -158,6 +159,7 @@ class Request:
         "first_matcher",
         "first_scheduled_time",
         "fork_position",
+        "images",
         "max_pending_tokens",
         "max_tokens",
         "num_cached_tokens",
@@ -204,6 +206,7 @@ class Request:
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
         self.columns, self.token_columns = request.columns, request.token_columns
+        self.images = request.images
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -243,7 +246,7 @@ class Request:
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
         counts from the block on in which it is first read."""
-        if not self.columns and not self.token_columns:
+        if not self.columns and not self.token_columns and not self.images:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
         for name, value in sorted(self.columns.items()):
@@ -254,6 +257,8 @@ class Request:
                 start = max(block * block_size, listed.start)
                 own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
                 keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
+        for block, key in image_keys(self.images, block_size):
+            keys[block] += (key,)
         return keys
 
     @property

@@ -17,6 +17,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import UserError
 from quire.logging import get_logger
+from quire.multimodal.inputs import image_inputs
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.helpers import LONG_TEXT_CHARACTERS, UNKNOWN_PATTERN_CHARACTERS, Helpers
 from quire.tokenization.jobs import TokenizerSource, packed
@@ -82,6 +83,7 @@ class FrontEnd:
                     pools=self.config.model.pooling is not None,
                 )
                 self._input_processor.chat_template = self._chat_template
+                self._input_processor.images = image_inputs(self.config)
                 self._input_processor.grammars.config = self.config.structured_outputs
                 self._input_processor.reports_logits = self.config.logprobs_mode.endswith("logits")
             return self._input_processor

@@ -16,8 +16,10 @@ import msgspec
 
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
+from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
+from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.writer import GrammarWriter
@@ -45,6 +47,8 @@ MASK_63 = 2**63 - 1
 class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
+    """`image`: one or a list, each a Pillow image, an array of uint8, or the bytes of a file."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -52,11 +56,15 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
     """The text the tokens came from; only reported back."""
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
+    """As those of TextPrompt."""
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
-MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
-"""Keys of vLLM's prompts for images, sound and video: taken where they are empty."""
+IMAGE_KEY = "multi_modal_data"
+MEDIA_KEYS = (IMAGE_KEY, "mm_processor_kwargs", "multi_modal_uuids")
+"""Keys of vLLM's prompts for images, sound and video: taken where they are empty, and the first where the model takes
+images."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -81,6 +89,7 @@ class InputProcessor:
     turn it off, and it is an error. `max_new_tokens`: what bounds every request, None: nothing; servers set it to the
     model's own (generation_config.json). `reasoning`: how the model writes its thoughts, as its chat template shows;
     servers set it to the parser that they were told of. `chat_template`: front ends set one whose helpers tokenise.
+    `images`: how the model takes images; front ends set what its checkpoint says.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class InputProcessor:
         self.clips_max_tokens = True
         self.reports_logits = False
         self.max_new_tokens: int | None = None
+        self.images: ImageInputs | NoImages = NoImages()
         self._request_numbers = itertools.count()  # next() is atomic
         self.chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
         self.reasoning = None if tokenizer is None else detected_reasoning(tokenizer)
@@ -139,11 +149,14 @@ class InputProcessor:
         if self.reports_logits and params.ranks_samples:
             raise UserError("best_of compares log-probabilities, and this engine gives logits", param="best_of")
         self.check_priority(priority)
-        content, cache_salt = split_prompt(prompt, cache_salt)
+        content, cache_salt = split_prompt(prompt, cache_salt, takes_images=True)
         if params.skip_reading_prefix_cache:
             cache_salt += uuid.uuid4().hex  # no other request computed blocks under it
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
+        images: list[PromptImage] = []
+        if isinstance(prompt, Mapping) and (given := prompt.get("multi_modal_data")):
+            token_ids, images = self._place_images(token_ids, given, params)
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise UserError(
@@ -178,6 +191,7 @@ class InputProcessor:
             constraint=constraint,
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
+            images=images,
         )
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
@@ -280,13 +294,28 @@ class InputProcessor:
             if keep == -1:
                 keep = max(1, self.max_model_len - (params.max_tokens or 1))
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
+        self._check_room(token_ids)
+        return token_ids
+
+    def _place_images(
+        self, token_ids: list[int], given: object, params: SamplingParams
+    ) -> tuple[list[int], list[PromptImage]]:
+        """As ImageInputs.place. given: a prompt's `multi_modal_data`. Raises PromptTooLongError, too."""
+        if params.truncate_prompt_tokens is not None:
+            raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
+        if isinstance(self.images, NoImages):
+            raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
+        token_ids, placed = self.images.place(token_ids, images_of(given), IMAGES)
+        self._check_room(token_ids)
+        return token_ids, placed
+
+    def _check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"{longest(self.max_model_len)}, prompt and at least one new token together, but the prompt has "
                 f"{len(token_ids)} tokens",
                 param="prompt",
             )
-        return token_ids
 
     def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
         """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
@@ -425,15 +454,13 @@ def mix_seed(seed: int, number: int) -> int:
     return (value ^ (value >> 31)) & MASK_63
 
 
-def split_prompt(prompt: Prompt, cache_salt: str) -> tuple[str | Sequence[int], str]:
-    """(text or token ids, cache salt) of a prompt in any of its forms."""
+def split_prompt(prompt: Prompt, cache_salt: str, *, takes_images: bool = False) -> tuple[str | Sequence[int], str]:
+    """(text or token ids, cache salt) of a prompt in any of its forms. takes_images: it may have some."""
     content: Any = prompt
     if isinstance(prompt, Mapping):
         for name in MEDIA_KEYS:
-            if prompt.get(name):
-                raise UserError(
-                    f"{name} is not supported: prompts are text, without images, sound or video", param=name
-                )
+            if prompt.get(name) and not (takes_images and name == IMAGE_KEY):
+                raise UserError(f"{name} is not supported: {TEXT_ALONE}", param=name)
         known = (name for name in map(str, prompt) if name not in MEDIA_KEYS)
         reject_unknown(known, PROMPT_KEYS, "key in the prompt")
         cache_salt = prompt.get("cache_salt", cache_salt)

@@ -12,10 +12,9 @@ from quire.attention.device_batch import StepStates
 from quire.attention.interface import PlannedStep
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.overlay import NO_ROWS, Overlay, ValueT
+from quire.multimodal.positions import GRID_POSITIONS, ROTARY_POSITIONS
 
 NO_COLUMNS: Mapping[str, torch.Tensor] = MappingProxyType({})
-ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
-"""Columns of positions for rotations alone; the last two are rows and columns in the grid of an image's patches."""
 
 
 class ForwardBatch(NamedTuple):

@@ -30,6 +30,7 @@ from quire.models.registry import build_model
 from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
+from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from quire.quantization.device import DeviceLinear
     from quire.quantization.packed_device import PackedDeviceLinear
 
-VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
-"""Language models whose vision towers run."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -120,6 +119,11 @@ def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | 
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
     context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
+    if len(vision.deepstack_layers) >= config.num_layers:
+        raise ModelLoadError(
+            f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
+            f"the last one is none of them: the language model has {config.num_layers} layers"
+        )
     tower = VisionTower(vision, context)
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))

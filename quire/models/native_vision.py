@@ -38,8 +38,10 @@ class NativeVision:
         with torch.inference_mode():
             return self._encode(patches, grids)
 
+    def weight_bytes(self) -> int:
+        return self._tower.weight_bytes()
+
     def release_workspaces(self) -> None:
-        """Free working memory, which the next call allocates again."""
         self._programs.clear()
         self._arena.release()
         self._scratch.release()
@@ -100,4 +102,4 @@ class NativeVision:
         *inputs, out = (recorder.external(width, width) for width in widths)
         result = cast("Buffer", record(*inputs))
         recorder.redirect(result, out)
-        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows), self._scratch, self._arena)
+        return recorder.finish_program(result, self._runtime, rounded_rows(num_rows), self._scratch, arena=self._arena)

@@ -44,6 +44,14 @@ class VisionEncoder(Protocol):
 
     config: VisionConfig
 
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters as they are stored."""
+        ...
+
+    def release_workspaces(self) -> None:
+        """Free working memory, which the next call allocates again."""
+        ...
+
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """patches: [T, patch_values] float32, of the images of these grids one behind the other, in the order of their
         tokens. Returns of each image [tokens, feature_size] float32: what stands in for the embeddings of its
@@ -184,6 +192,12 @@ class TorchVision:
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
         self.config = tower.config
+
+    def weight_bytes(self) -> int:
+        return self._tower.weight_bytes()
+
+    def release_workspaces(self) -> None:
+        """None is kept."""
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         tower, dtype = self._tower, self._tower.context.dtype

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from quire.config.hf_json import Fields, read_optional_json, shown
 from quire.errors import ModelLoadError, UserError
 from quire.multimodal.decoding import Pixels
+from quire.utils.model_files import file_bytes
 
 Patches = npt.NDArray[np.float32]
 """[patches, values of a patch], in one piece."""
@@ -70,6 +71,11 @@ class Normalisation:
 class ImageProcessor(Protocol):
     """The processor of one checkpoint: a value, which any process may hold."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Placeholders of the largest picture, about: for estimates."""
+        ...
+
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
         """Height and width that a picture is resized to. where: the field's path, for errors. Raises UserError for a
         picture that the processor does not take."""
@@ -97,6 +103,12 @@ class QwenProcessor:
     resample: int
     resizes: bool
     normalisation: Normalisation
+
+    @property
+    def max_tokens(self) -> int:
+        # The longest line of tokens, where one row has more than its share of the pixels.
+        side = self.patch_size * self.merge_size
+        return max(self.max_pixels // side**2, math.ceil(math.sqrt(self.max_pixels * LARGEST_RATIO) / side)) + 1
 
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
         side = self.patch_size * self.merge_size
@@ -151,6 +163,10 @@ class SquareProcessor:
     resample: int
     normalisation: Normalisation
 
+    @property
+    def max_tokens(self) -> int:
+        return self.num_tokens
+
     def target_size(self, height: int, width: int, where: str) -> tuple[int, int]:
         return self.height, self.width
 
@@ -188,6 +204,11 @@ def content_key(pixels: Pixels, grid: Sequence[int], options: object) -> bytes:
     digest = hashlib.sha256(_KEY_LABEL + len(described).to_bytes(4, "little") + described)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.digest()
+
+
+def has_settings(directory: Path) -> bool:
+    """Whether a checkpoint says how it takes images."""
+    return file_bytes(directory / _FILE) is not None or _IMAGES in read_optional_json(directory / _JOINT_FILE)
 
 
 def read_qwen_processor(directory: Path) -> QwenProcessor:

@@ -114,7 +114,8 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
         needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
-    return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
+    keys = request.extra_keys(kv.block_size)
+    return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids, keys)
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:

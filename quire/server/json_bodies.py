@@ -113,16 +113,22 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _objection(scope: Scope) -> ApiError | None:
+    types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
+    is_json = len(types) == 1 and _is_json(types[0])
+    is_compressed = any(
+        name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]
+    )
+    if is_json and not is_compressed:
+        return None  # without a look at the routes, of which there are many
     app: Starlette | None = scope.get("app")
     found = [] if app is None else [route for route in app.routes if route.matches(scope)[0] is not Match.NONE]
     if app is not None and not found:
         return None  # no route reads the body: the answer is 404
     takes_any = any(getattr(getattr(route, "endpoint", None), _ANY_TYPE_MARK, False) for route in found)
     is_page = any(name == b"origin" for name, _ in scope["headers"])
-    types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
-    if not (takes_any and not is_page) and (len(types) != 1 or not _is_json(types[0])):
+    if not is_json and not (takes_any and not is_page):
         message = "a request body must be JSON, with the header 'Content-Type: application/json'"
-    elif any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
+    elif is_compressed:
         message = "a request body must not be compressed (Content-Encoding)"
     else:
         return None

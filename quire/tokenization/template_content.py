@@ -12,6 +12,13 @@ from typing import Any
 
 from jinja2 import nodes
 
+IMAGE = "image"
+"""Type of a part that stands for an image."""
+
+
+class ImagesRefusedError(Exception):
+    """The template takes the content of messages as one string."""
+
 
 def wants_parts(tree: nodes.Template) -> bool:
     """Whether the template loops over the parts of a message's content."""
@@ -32,11 +39,18 @@ def knows_role(tree: nodes.Template, role: str) -> bool:
 
 def adapt_message(message: dict[str, Any], *, as_parts: bool, knows_developer: bool) -> dict[str, Any]:
     """A message (conversation.py) for one template. Its content, a list of text parts or None, becomes a string (texts
-    are joined by line feeds), or with `as_parts` a list of parts; of a tool's message always a string. A developer's
-    message is the system's where the template does not know developers."""
+    are joined by line feeds), or with `as_parts` a list of parts; of a tool's message a string, unless it has images. A
+    developer's message is the system's where the template does not know developers. Raises ImagesRefusedError for
+    images in what becomes a string."""
     parts = message["content"] or []
-    role = message["role"]
-    content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts)
+    role, has_images = message["role"], any(part["type"] == IMAGE for part in parts)
+    content: Any
+    if as_parts and (role != "tool" or has_images):
+        content = [{"type": IMAGE} if part["type"] == IMAGE else part for part in parts]
+    elif has_images:
+        raise ImagesRefusedError("it takes text alone, and a message has an image")
+    else:
+        content = "\n".join(part["text"] for part in parts)
     adapted = {"role": role, "content": content, **message["fields"]}
     if role == "developer" and not knows_developer:
         adapted["role"] = "system"

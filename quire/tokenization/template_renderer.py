@@ -17,7 +17,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.tokenization.jobs import Failed, Render, Rendered, Setup
-from quire.tokenization.template_content import adapt_message, knows_role, wants_parts
+from quire.tokenization.template_content import ImagesRefusedError, adapt_message, knows_role, wants_parts
 
 MAX_REASON_CHARACTERS = 1_000
 CONTINUE_MARK = "MODEL_CONTINUES_THIS_HERE_ "
@@ -79,6 +79,8 @@ class TemplateRenderer:
             return Failed("memory")
         except ChatTemplateError as error:
             return Failed("refused", _describe(error, named=False))
+        except ImagesRefusedError as error:
+            return Failed("refused", str(error))
         except ContinuationError as error:
             return Failed("continued", str(error))
         except Exception as error:  # what the bugs of a template raise cannot be listed

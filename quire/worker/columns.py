@@ -20,7 +20,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from quire.layers.batch import NO_COLUMNS, ROTARY_COLUMNS
+from quire.layers.batch import NO_COLUMNS
+from quire.multimodal.positions import ROTARY_COLUMNS
 from quire.step import TokenValues
 from quire.worker.input_batch import InputBatch
 from quire.worker.listed_values import ListedValues

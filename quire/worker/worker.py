@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.sizes import format_bytes
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import STEP_COLUMNS, Column, ColumnValues
+from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_directory import require_writable
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_connector.offload import offload_worker
@@ -68,6 +70,7 @@ class Worker:
         """columns: the table of those that a model may read. overlays: finds what is put over tokens' embeddings."""
         self.platform = platform
         self._overlays = overlays
+        self._images: ImageOverlays | None = None
         self._columns = columns
         self._config = config
         self._model: CausalLM | None = None
@@ -90,6 +93,9 @@ class Worker:
             require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
+        images = self.platform.load_images()
+        if images is not None:
+            self._overlays = self._images = images
         return self._model.cache_specs()
 
     @_computes
@@ -104,7 +110,11 @@ class Worker:
             longest,
             self._config.speculation.max_drafts,
         )
-        return measure_memory(self._model, self._config.model, limits, self.platform.meter())
+        profile = measure_memory(self._model, self._config.model, limits, self.platform.meter())
+        if self._images is None:
+            return profile
+        kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()
+        return replace(profile, activations=profile.activations + kept, weights=profile.weights + weights)
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
@@ -212,8 +222,11 @@ class Worker:
         self._last = None
         self._release_pools()
         self._model.release_workspaces()
+        if self._images is not None:
+            self._images.release_workspaces()
         if level == 2:
-            self._model = None
+            self._model = self._images = None
+            self._overlays = NO_OVERLAYS
             self._drop_offloaded()
         gc.collect()  # objects in reference cycles would keep their memory mapped
         self.platform.release_reserve()

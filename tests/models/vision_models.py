@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from quire.models.vision_grid import Grid
 from tests.models.families import SMALL
@@ -22,11 +28,31 @@ VISION = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 PATCH_VALUES = 3 * 2 * 4 * 4
+IMAGE_TOKEN = 90
+"""Id of placeholders."""
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 64, "longest_edge": 1600},
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""What preprocessor_config.json says."""
 
 
 def qwen3_vl(**vision: object) -> PreTrainedModel:
     text = {**SMALL, "head_dim": 16, "rope_parameters": ROPE}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config={**VISION, **vision}))
+    config = Qwen3VLConfig(text_config=text, vision_config={**VISION, **vision}, image_token_id=IMAGE_TOKEN)
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def qwen3_vl_moe() -> PreTrainedModel:
+    text = {**SMALL, "head_dim": 16, "rope_parameters": ROPE, "moe_intermediate_size": 20, "num_experts": 4}
+    text |= {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=VISION, image_token_id=IMAGE_TOKEN)
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def random_patches(grids: Sequence[Grid], seed: int = 0, values: int = PATCH_VALUES) -> torch.Tensor:

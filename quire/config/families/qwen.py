@@ -21,7 +21,7 @@ _VALUES = LLAMA_VALUES | {
 _MIXTURE_VALUES = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 _EXPERT_VALUES = _MIXTURE_VALUES | {"norm_topk_prob": False}
 _VISION_VALUES = {"attention_bias": False}
-_VISION_ROPE = RopeDefaults(theta=500_000.0)
+_VISION_ROPE = RopeDefaults(theta=500_000.0, mrope_section=(24, 20, 20), mrope_interleaved=True)
 FAMILIES = (
     Family(
         "qwen2",

@@ -20,8 +20,9 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.experts import ExpertCounters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
+from quire.models.loader import load_model, load_vision
 from quire.models.weight_files import Progress
+from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.sampling.kernels import SamplingKernels
@@ -31,6 +32,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.columns import ColumnValues
 from quire.worker.drafts import HostDrafts
+from quire.worker.images import ImageOverlays
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import (
     STORED_DTYPES,
@@ -124,6 +126,13 @@ class CpuPlatform:
             self._runtime,
             expert_counts=self.expert_counts,
         )
+
+    def load_images(self) -> ImageOverlays | None:
+        found = image_inputs(self._config)
+        if isinstance(found, NoImages):
+            return None
+        encoder = load_vision(self._config.model, self._config.load, self._runtime)
+        return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None

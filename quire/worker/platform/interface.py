@@ -32,6 +32,7 @@ from quire.worker.sample_rows import SampleRows
 
 if TYPE_CHECKING:
     from quire.worker.drafts import Accepted, Placed
+    from quire.worker.images import ImageOverlays
     from quire.worker.platform.weight_offload import DeviceWeights
     from quire.worker.request_state import RequestState
 
@@ -243,6 +244,10 @@ class Platform(Protocol):
 
     def load_model(self, progress: Progress) -> CausalLM:
         """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
+        ...
+
+    def load_images(self) -> ImageOverlays | None:
+        """What encodes the images of prompts; None for a model that is given none. Raises as `load_model`."""
         ...
 
     def meter(self) -> MemoryMeter: ...

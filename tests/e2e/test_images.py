@@ -1,0 +1,359 @@
+"""Images in prompts: tokens are Transformers', whatever the chunks, the caches and the requests beside them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from quire.errors import UserError
+from quire.llm import LLM
+from quire.sampling_params import SamplingParams
+from quire.worker.images import ImageOverlays
+from tests.models.harness import randomize, save
+from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl, qwen3_vl_moe
+from tests.multimodal.pictures import draw, encoded
+
+NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+WIDE, TALL, SMALL = (draw(seed, size=size) for seed, size in ((1, (48, 24)), (2, (16, 40)), (3, (8, 8))))
+START, END = 80, 81
+
+
+def prompt(*parts: int | Image.Image) -> dict[str, Any]:
+    """A prompt of tokens and images."""
+    token_ids: list[int] = []
+    for part in parts:
+        token_ids += [part] if isinstance(part, int) else [START, IMAGE_TOKEN, END]
+    images = [part for part in parts if not isinstance(part, int)]
+    return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
+
+
+PROMPTS = [
+    prompt(5, 6, 7, WIDE, 8, 9),
+    prompt(WIDE, 8, TALL, TALL, 5),
+    prompt(5, 6, 7, TALL, 8, 9),
+    {"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11]},
+    prompt(*range(10, 40), SMALL, 3, WIDE),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return randomize(qwen3_vl())
+
+
+@pytest.fixture(scope="module")
+def directory(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save(model, tmp_path_factory.mktemp("qwen3-vl"))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    """Transformers' greedy tokens."""
+    found = [generated(model, each) for each in PROMPTS]
+    assert found[0] != found[2], "the image matters"
+    return found
+
+
+def generated(model: PreTrainedModel, given: dict[str, Any]) -> list[int]:
+    images = given.get("multi_modal_data", {}).get("image", [])
+    token_ids, options = given["prompt_token_ids"], {}
+    if images:
+        features = Qwen2VLImageProcessorPil(**PROCESSOR)(images=images, return_tensors="pt")
+        counts = iter((features["image_grid_thw"].prod(-1) // 4).tolist())
+        token_ids = [
+            token for each in token_ids for token in ([each] * next(counts) if each == IMAGE_TOKEN else [each])
+        ]
+        types = torch.tensor([[int(token == IMAGE_TOKEN) for token in token_ids]])
+        options = {**features, "mm_token_type_ids": types}
+    ids = torch.tensor([token_ids])
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, **options
+        )
+    return output[0, len(token_ids) :].tolist()
+
+
+def engine(directory: Path, **options: Any) -> LLM:
+    settings = {"max_num_seqs": 4, "num_blocks_override": 120, "block_size": 4, "skip_tokenizer_init": True}
+    return LLM(str(directory), **{**settings, "dtype": "float32", "matmul_precision": "float32", **options})
+
+
+def tokens(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(list(prompts), params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
+    with engine(directory, attention_backend=request.param, max_num_batched_tokens=16) as opened:
+        yield opened
+
+
+def test_tokens_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -> None:
+    """In chunks that end inside images, beside other prompts; then from the prefix cache; then each alone."""
+    assert tokens(llm, PROMPTS) == expected
+    assert tokens(llm, PROMPTS) == expected
+    llm.reset_prefix_cache()
+    assert [tokens(llm, [each])[0] for each in PROMPTS] == expected
+
+
+def test_preempted_and_swapped_prompts(directory: Path, expected: list[list[int]]) -> None:
+    """Too few blocks for all: prompts are computed again, or come back from the host."""
+    for swap in (0, 2**20):
+        with engine(directory, num_blocks_override=24, max_num_batched_tokens=16, swap_space=swap) as llm:
+            assert tokens(llm, PROMPTS[:4] * 2) == expected[:4] * 2
+            assert llm.stats()["preemptions_total"] > 0
+
+
+def test_features_that_are_dropped_are_made_again(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for none: every chunk of an image encodes it again."""
+    monkeypatch.setattr(ImageOverlays.__init__, "__defaults__", (0,))
+    with engine(directory, max_num_batched_tokens=8) as llm:
+        assert tokens(llm, PROMPTS) == expected
+        assert overlays(llm).num_encoded > sum(
+            len(each.get("multi_modal_data", {}).get("image", [])) for each in PROMPTS
+        )
+
+
+def test_equal_images_are_encoded_once_and_hits_encode_none(directory: Path) -> None:
+    with engine(directory) as llm:
+        tokens(llm, [PROMPTS[1]])
+        assert overlays(llm).num_encoded == 2, "two of the three are one"
+        tokens(llm, [PROMPTS[1]])
+        tokens(llm, [prompt(7, TALL)])
+        assert overlays(llm).num_encoded == 2
+        assert llm.stats()["prefix_cache_hits_total"] > 0
+
+
+def test_images_of_equal_size_share_what_is_before_them_alone(directory: Path, model: PreTrainedModel) -> None:
+    """The same tokens, and other pictures: in the first, in the second, in their order."""
+    other = draw(9, size=WIDE.size)
+    before = range(10, 21)
+    given = [prompt(*before, *images, 5) for images in ((WIDE, WIDE), (WIDE, other), (other, WIDE), (other, other))]
+    with engine(directory) as llm:
+        assert [tokens(llm, [each])[0] for each in given] == [generated(model, each) for each in given]
+        hits = llm.stats()["prefix_cache_hits_total"]
+        assert hits >= 3 * 8 + 8, "the text before, and the first picture of an earlier prompt"
+
+
+def test_a_chat_that_grows_by_a_picture(directory: Path, model: PreTrainedModel) -> None:
+    """What was cached before is found, although the positions behind all pictures are others."""
+    parts: list[Any] = [*range(10, 16)]
+    with engine(directory) as llm:
+        num_cached = 0
+        for turn in range(3):
+            parts += [(WIDE, TALL, SMALL)[turn], 20 + turn, 30 + turn]
+            before = llm.stats()["prefix_cache_hits_total"]
+            (output,) = llm.generate([prompt(*parts)], GREEDY, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == generated(model, prompt(*parts))
+            assert llm.stats()["prefix_cache_hits_total"] - before >= num_cached
+            num_cached = len(output.prompt_token_ids or ()) // 4 * 4
+        assert num_cached > 40
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    model = randomize(qwen3_vl_moe())
+    save(model, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    with engine(tmp_path, max_num_batched_tokens=16) as llm:
+        assert tokens(llm, PROMPTS[:2]) == [generated(model, each) for each in PROMPTS[:2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queue_depth": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+        {"quantization": "w8a8", "dtype": "bfloat16", "matmul_precision": "auto"},
+    ],
+    ids=["two steps in flight", "drafts", "quantised"],
+)
+def test_tokens_do_not_depend_on_chunks_and_neighbours(directory: Path, options: dict[str, Any]) -> None:
+    with engine(directory, max_num_batched_tokens=16, **options) as llm:
+        beside = tokens(llm, PROMPTS)
+        assert tokens(llm, PROMPTS) == beside
+    with engine(directory, enable_prefix_caching=False, **options) as llm:
+        assert [tokens(llm, [each])[0] for each in PROMPTS] == beside
+
+
+def test_blocks_come_back_from_disk(directory: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """They are found by the pictures' content, in another engine, whose tower then has nothing to do."""
+    options = {"kv_offload_dir": str(tmp_path), "swap_space": 2**22, "num_blocks_override": 40}
+    with engine(directory, **options) as llm:
+        assert tokens(llm, PROMPTS) == expected
+    with engine(directory, **options) as llm:
+        assert tokens(llm, [PROMPTS[2]]) == [expected[2]]
+        assert tokens(llm, [PROMPTS[0]]) == [expected[0]]
+
+
+def test_several_samples_and_scored_prompts(llm: LLM, expected: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, n=2, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
+    (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    assert [list(each.token_ids) for each in output.outputs] == [expected[1]] * 2
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids or ())
+    beams = SamplingParams(temperature=0, n=2, use_beam_search=True, max_tokens=3)
+    alone = [each.token_ids for each in llm.generate([PROMPTS[1]], beams, use_tqdm=False)[0].outputs]
+    beside = llm.generate([PROMPTS[0], PROMPTS[1]], beams, use_tqdm=False)[1].outputs
+    assert [each.token_ids for each in beside] == alone
+
+
+def test_placeholders_may_be_written_out(llm: LLM, expected: list[list[int]]) -> None:
+    written = prompt(5, 6, 7, WIDE, 8, 9)
+    token_ids = written["prompt_token_ids"]
+    place = token_ids.index(IMAGE_TOKEN)
+    written["prompt_token_ids"] = [*token_ids[:place], *[IMAGE_TOKEN] * 18, *token_ids[place + 1 :]]
+    assert tokens(llm, [written]) == expected[:1]
+
+
+def test_forms_of_a_picture(llm: LLM, expected: list[list[int]]) -> None:
+    forms: list[Any] = [np.asarray(WIDE), torch.from_numpy(np.asarray(WIDE).copy()), encoded(WIDE)]
+    forms.append(f"data:image/png;base64,{base64.b64encode(encoded(WIDE)).decode()}")
+    for form in forms:
+        given = prompt(5, 6, 7, WIDE, 8, 9)
+        given["multi_modal_data"]["image"] = form  # not in a list
+        assert tokens(llm, [given]) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        (
+            {"multi_modal_data": {"image": [WIDE, WIDE]}},
+            "1 placeholders .token 90., and 2 images",
+            "multi_modal_data.image",
+        ),
+        ({"multi_modal_data": {"image": ["x"]}}, "must be data:image", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"image": [b"x"]}}, "damaged", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"image": draw(1, size=(900, 2))}}, "200 times", "multi_modal_data.image[0]"),
+        ({"multi_modal_data": {"video": [1]}}, "multi_modal_data.video is not supported", "multi_modal_data.video"),
+        ({"multi_modal_data": [WIDE]}, "must be an object", "multi_modal_data"),
+        ({"mm_processor_kwargs": {"max_pixels": 5}}, "mm_processor_kwargs is not supported", "mm_processor_kwargs"),
+        ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids is not supported", "multi_modal_uuids"),
+        ({"prompt_token_ids": [5] * 245 + [IMAGE_TOKEN]}, "the prompt has 263 tokens", "prompt"),
+    ],
+)
+def test_errors_name_the_field(llm: LLM, change: dict[str, Any], message: str, param: str) -> None:
+    given = prompt(5, WIDE) | change
+    with pytest.raises(UserError, match=message) as caught:
+        tokens(llm, [given], SamplingParams(max_tokens=1))
+    assert caught.value.param == param
+
+
+def test_a_model_without_settings_of_images_is_one_of_text(
+    directory: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(directory / name)
+    with engine(tmp_path) as llm:
+        assert tokens(llm, [PROMPTS[3]]) == [expected[3]]
+        with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
+            tokens(llm, [PROMPTS[0]])
+        with pytest.raises(UserError, match="multi_modal_data is not supported"):
+            llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
+    "{% endif %} {% endfor %}{% endif %} {% endfor %}w8"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The same model with a tokenizer, whose words are w0, w1 and so on, and a template."""
+    path = tmp_path_factory.mktemp("qwen3-vl-chat")
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        (path / name).symlink_to(directory / name)
+    words = {f"w{number}": number for number in range(97)}
+    words |= {"<s>": START, "</s>": END, "<image>": IMAGE_TOKEN}
+    numbers = {number: word for word, number in words.items()}
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in numbers.items()}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+    )
+    with engine(path, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+def picture(image: Image.Image) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_text_with_placeholders(chatting: LLM, expected: list[list[int]]) -> None:
+    given = {"prompt": "w5 w6 w7 <s> <image> </s> w8 w9", "multi_modal_data": {"image": WIDE}}
+    assert tokens(chatting, [given]) == expected[:1]
+
+
+def test_a_chat_with_pictures(chatting: LLM, model: PreTrainedModel) -> None:
+    """In several messages, also in what a tool returns, in every form of a part."""
+    text = {"type": "text", "text": "w5"}
+    messages = [
+        {"role": "user", "content": [text, picture(WIDE), {"type": "image_pil", "image_pil": TALL}]},
+        {"role": "assistant", "content": "w6"},
+        {"role": "tool", "content": [{"type": "image", "image": np.asarray(SMALL)}, text]},
+    ]
+    (output,) = chatting.chat(messages, GREEDY, use_tqdm=False)
+    same = prompt(5, WIDE, TALL, 6, SMALL, 5, 8)
+    assert list(output.outputs[0].token_ids) == generated(model, same)
+    assert len(output.prompt_token_ids or ()) == 4 + 3 * 2 + 18 + 10 + 1
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}},
+            r"image\[0\]: a data URL of an image",
+        ),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, r"image\[0\]: a data URL of an image"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+            r"image\[0\]: the image is damaged",
+        ),
+        ({"type": "image_url"}, r"messages\[0\]\.content\[0\]: .* needs a image_url"),
+        (
+            {"type": "image_url", "image_url": {"url": "x", "detail": "low"}},
+            r"content\[0\]\.image_url: 'detail' is not",
+        ),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "content parts of type 'video_url' are not supported"),
+    ],
+)
+def test_parts_that_are_refused(chatting: LLM, part: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chatting.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_a_template_that_takes_text_alone_refuses_pictures(chatting: LLM) -> None:
+    with pytest.raises(UserError, match="refuses these messages: it takes text alone"):
+        chatting.chat(
+            [{"role": "user", "content": [picture(WIDE)]}],
+            GREEDY,
+            use_tqdm=False,
+            chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+        )
+
+
+def overlays(llm: LLM) -> ImageOverlays:
+    found = llm._client._core._executor._live_worker()._images  # type: ignore[attr-defined]
+    assert isinstance(found, ImageOverlays)
+    return found
