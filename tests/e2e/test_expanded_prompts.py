@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from quire import LLM
+from quire.attention.device_batch import NO_PROMPTS, HostColumns
 from quire.attention.expanded import Prompt
 from quire.attention.latent import LatentExpansion, LatentShape
+from quire.attention.triton_expanded import DeviceExpansion
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
+from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.outputs import RequestOutput
 from tests.e2e.device_models import OPTIONS, continuation, greedy, run
 from tests.long import all_but_long
@@ -155,3 +159,16 @@ def test_by_itself_only_where_bits_may_depend_on_the_batch(models: dict[str, tup
     assert resolve(device).model.expands_prompts
     invariant = EngineOptions.from_keywords({"model": directory, **OPTIONS, "batch_invariant": True})
     assert not resolve(invariant).model.expands_prompts
+
+
+def test_sequences_with_drafts_are_not_expanded() -> None:
+    """On a device, where the host knows an upper bound of their start; a graph serves steps with any prompts."""
+    expansion: Any = SimpleNamespace(rule=lambda _: SimpleNamespace(pays=lambda counts, starts: counts > 0))
+    step: Any = SimpleNamespace(max_query_len=9)
+    places = np.array([0, 9, 18, 27]), np.array([0, 3, 5])
+    for host, expected in ((HostColumns(*places, np.array([0, 8, 0])), [0, 2]), (HostColumns(*places), [0, 1, 2])):
+        step.host = host
+        found = DeviceExpansion(64, DeviceLimits())._prompts(None, expansion, step)  # type: ignore[arg-type]
+        assert [each.sequence for each in found] == expected
+    step.host = NO_PROMPTS
+    assert DeviceExpansion(64, DeviceLimits())._prompts(None, expansion, step) == []  # type: ignore[arg-type]
