@@ -131,7 +131,6 @@ class NewSequence(msgspec.Struct, array_like=True):
     token_columns: dict[str, TokenValues] = {}
     """As that of EngineRequest."""
     images: list[PromptImage] = []
-    """Images in the prompt."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_table import BlockTable
-from quire.multimodal.positions import image_keys
+from quire.multimodal.positions import add_image_keys
 from quire.request import EngineRequest, FinishReason
 from quire.step import SequenceSampling
 
@@ -260,8 +260,7 @@ class Request:
                 start = max(block * block_size, listed.start)
                 own = listed.values[start - listed.start : (block + 1) * block_size - listed.start]
                 keys[block] += (f"{name}@{start}=".encode() + struct.pack(f"<{len(own)}i", *own),)
-        for block, key in image_keys(self.images, block_size):
-            keys[block] += (key,)
+        add_image_keys(keys, self.images, block_size)
         return keys
 
     @property

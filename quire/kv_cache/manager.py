@@ -423,17 +423,13 @@ class KVCacheManager:
         never empty."""
         return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
-    def num_always_shared(
-        self, salt: str, token_ids: Sequence[int], extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS
-    ) -> int:
-        """Blocks that a prompt need never allocate, because it starts with all of a registered prefix. extra_keys: as
-        for `HashChain`.
+    def num_always_shared(self, chain: HashChain, token_ids: Sequence[int]) -> int:
+        """Blocks that a prompt need never allocate, because it starts with all of a registered prefix. chain: new.
 
         Only layers that keep every block count: a window leaves the shared ones behind.
         """
         if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
-        chain = HashChain(self.block_size, salt, extra_keys)
         max_tokens = min(len(token_ids) - 1, self._registered.most_tokens)
         chain.extend(token_ids, max_tokens // self.block_size)
         prefix = self._registered.longest(chain, token_ids, max_tokens)

@@ -8,7 +8,8 @@ cache's slots, moved by one number, the sequence's shift.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,14 @@ def image_keys(images: Sequence[PromptImage], block_size: int) -> Iterator[tuple
             yield block, b"image" + struct.pack("<q", image.start - block * block_size) + image.key
 
 
+def add_image_keys(
+    keys: MutableMapping[int, tuple[bytes, ...]], images: Sequence[PromptImage], block_size: int
+) -> None:
+    """Add `image_keys` to the other keys of the blocks."""
+    for block, key in image_keys(images, block_size):
+        keys[block] = (*keys.get(block, ()), key)
+
+
 def rotary_shift(images: Sequence[PromptImage]) -> int:
     """How far positions are moved behind all images; at most 0 for images of one frame."""
     return sum(max(image.grid[1:]) - image.num_tokens for image in images)
@@ -43,6 +52,20 @@ def with_positions(
         return dict(columns), dict(token_columns)
     shift = dict.fromkeys(ROTARY_COLUMNS, rotary_shift(images))
     return {**columns, **shift}, {**token_columns, **rotary_values(images)}
+
+
+class Placed(Protocol):
+    """A request, as far as its row's values follow from it."""
+
+    images: list[PromptImage]
+    columns: dict[str, int]
+    token_columns: dict[str, TokenValues]
+
+
+def row_fields(request: Placed) -> dict[str, Any]:
+    """The fields of NewSequence with the images and the values of step columns that a sequence's row has."""
+    columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
+    return {"columns": columns, "token_columns": token_columns, "images": request.images}
 
 
 def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from quire.decoding.parallel import num_shared_tokens
 from quire.decoding.sequence import Request
 from quire.errors import PromptTooLongError, UserError
+from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.manager import KVCacheManager
 
 WATERMARK = 0.01
@@ -114,8 +115,8 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
         needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
-    keys = request.extra_keys(kv.block_size)
-    return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids, keys)
+    chain = HashChain(kv.block_size, request.cache_salt, request.extra_keys(kv.block_size))
+    return needed - kv.num_always_shared(chain, request.prompt_token_ids)
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:

@@ -7,7 +7,7 @@ from quire.decoding.parallel import fork_siblings
 from quire.decoding.sequence import Request, Sequence
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
-from quire.multimodal.positions import with_positions
+from quire.multimodal.positions import row_fields
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
 
@@ -78,17 +78,13 @@ class PlanBuilder:
     def add_row(self, sequence: Sequence) -> None:
         """Give a sequence a request slot on the workers, with its blocks as they are now."""
         assert sequence.blocks is not None
-        request = sequence.request
-        columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
         self.new_sequences[sequence.seq_id] = NewSequence(
             seq_id=sequence.seq_id,
             token_ids=list(sequence.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=sequence.request.num_prompt_tokens,
             block_ids=[list(table) for table in sequence.blocks.tables],
             sampling=sequence.sampling,
-            columns=columns,
-            token_columns=token_columns,
-            images=request.images,
+            **row_fields(sequence.request),
         )
 
     @property

@@ -47,7 +47,7 @@ def models(draw: st.DrawFn) -> tuple[Model, Buffer]:
 def test_every_input_is_intact_when_it_is_read(case: tuple[Model, Buffer]) -> None:
     model, result = case
     calls = model.recorder.calls
-    size = place_buffers(calls, result)
+    size = place_buffers(calls, (result,))
     owner: list[Buffer | None] = [None] * size
     for call in calls:
         for buffer in call.buffers.values():
@@ -71,7 +71,7 @@ def test_a_decoder_needs_few_places() -> None:
             normed = recorder.call("norm", 64, buffers={"x": x})
             wide = recorder.call("linear", inner, buffers={"x": normed, "residual": None})
             x = recorder.call("linear", 64, over=x, buffers={"x": wide, "residual": x})
-    assert place_buffers(recorder.calls, x) == 64 + 64 + 256
+    assert place_buffers(recorder.calls, (x,)) == 64 + 64 + 256
 
 
 def _chain(*, result_is_norm: bool = False, reads_twice: bool = False, over_input: bool = False) -> list[str]:
@@ -85,7 +85,7 @@ def _chain(*, result_is_norm: bool = False, reads_twice: bool = False, over_inpu
     )
     if reads_twice:
         recorder.call("elementwise", 64, buffers={"x": out, "y": normed})
-    calls = fuse_norms(recorder.calls, normed if result_is_norm else out)
+    calls = fuse_norms(recorder.calls, (normed if result_is_norm else out,))
     assert all(call.buffers["x"] is x for call in calls if "norm" in call.constants)
     return [call.kernel for call in calls]
 
@@ -107,7 +107,7 @@ def test_a_linear_layer_that_only_the_next_one_reads_says_so() -> None:
     last = recorder.call("linear", 64, buffers={"x": result, "residual": None})
 
     def feeding(result: Buffer) -> list[Buffer]:
-        return [call.out for call in hand_over_rows(recorder.calls, result) if "feeds_next" in call.constants]
+        return [call.out for call in hand_over_rows(recorder.calls, (result,)) if "feeds_next" in call.constants]
 
     assert feeding(last) == [inner, twice, result]
     assert feeding(result) == [inner, twice]
@@ -118,7 +118,7 @@ def test_a_result_may_be_older_than_the_last_call() -> None:
     first = recorder.call("source", 16)
     second = recorder.call("kernel", 16, buffers={"x": first})
     recorder.call("kernel", 16, buffers={"x": second})
-    place_buffers(recorder.calls, first)
+    place_buffers(recorder.calls, (first,))
     offsets = [call.out.offset for call in recorder.calls]
     assert len(set(offsets)) == 3
 
@@ -129,7 +129,7 @@ def test_what_is_changed_in_place_must_not_be_needed_later() -> None:
     recorder.call("embed", 16, over=table, in_place=True)
     recorder.call("norm", 16, buffers={"x": table})
     with pytest.raises(AssertionError, match="still needed"):
-        place_buffers(recorder.calls, table)
+        place_buffers(recorder.calls, (table,))
 
 
 def test_memory_that_the_caller_brings_is_not_placed() -> None:
@@ -137,7 +137,7 @@ def test_memory_that_the_caller_brings_is_not_placed() -> None:
     hidden = recorder.external(24, 24)
     logits = recorder.call("linear", 100, buffers={"x": hidden, "residual": None})
     recorder.redirect(logits, recorder.external(100, 100))
-    assert place_buffers(recorder.calls, logits) == 0
+    assert place_buffers(recorder.calls, (logits,)) == 0
     assert (hidden.area, logits.area, logits.stride) == (ARENA + 1, ARENA + 2, 100)
 
 
@@ -147,7 +147,7 @@ def test_a_chain_over_one_result_goes_where_its_last_call_goes() -> None:
     logits = recorder.call("linear", 100, buffers={"x": hidden, "residual": None})
     capped = operations.soft_cap(operations.scale(logits, 0.5), 3.0)
     recorder.redirect(capped, recorder.external(100, 112))
-    assert place_buffers(recorder.calls, capped) == 0
+    assert place_buffers(recorder.calls, (capped,)) == 0
     assert all((call.out.area, call.out.stride) == (ARENA + 2, 112) for call in recorder.calls)
 
 
