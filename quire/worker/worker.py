@@ -226,8 +226,9 @@ class Worker:
         if self._images is not None:
             self._images.release_workspaces()
         if level == 2:
-            self._model = self._images = None
-            self._overlays = NO_OVERLAYS
+            if self._images is not None:
+                self._images = self._overlays = None
+            self._model = None
             self._drop_offloaded()
         gc.collect()  # objects in reference cycles would keep their memory mapped
         self.platform.release_reserve()
