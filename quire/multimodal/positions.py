@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.prompt_image import PromptImage
 from quire.step import TokenValues
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ROTARY_COLUMNS = ROTARY_POSITIONS, *GRID_POSITIONS = "rotary_positions", "rotary_heights", "rotary_widths"
 """Columns of positions for rotations alone. The last two: rows and columns in the grid of an image's patches, which
@@ -80,6 +81,8 @@ def rotary_values(images: Sequence[PromptImage]) -> Mapping[str, TokenValues]:
 
 def rotary_positions(images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
     """[3, tokens up to the end of the last image]."""
+    import numpy as np  # the control plane, which hashes images, loads none
+
     end = images[-1].end
     found = np.repeat(np.arange(end)[None], 3, axis=0)
     shift = 0

@@ -45,6 +45,7 @@ from quire.server.protocol.llama_cpp import (
     LlamaProps,
     LlamaResponse,
     LlamaSlot,
+    LlamaTokens,
 )
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.protocol.ollama import (
@@ -167,7 +168,8 @@ class Operation(NamedTuple):
     """One method of one path. response: None for an answer without a body. request: None for a route that reads no
     body. parameters: name -> what it says, of the
     query, and of the path where the path has it. is_public: it needs no key. is_admins: it needs an admin's.
-    is_queued: its requests wait for a place in the batch. names_model: it is 404 for models that are not served."""
+    is_queued: its requests wait for a place in the batch. names_model: it is 404 for models that are not served.
+    is_list: the answer is a list of `response`. or_response: another shape of the answer (None: there is one)."""
 
     summary: str
     response: type[msgspec.Struct] | None
@@ -177,6 +179,8 @@ class Operation(NamedTuple):
     is_admins: bool = False
     is_queued: bool = False
     names_model: bool = False
+    is_list: bool = False
+    or_response: type[msgspec.Struct] | None = None
 
 
 def _generating(summary: str, request: type[msgspec.Struct], response: type[msgspec.Struct]) -> Operation:
@@ -256,7 +260,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "One model", ModelCard, parameters={"name": "the model's name"}, names_model=True
     ),
     ("post", "/tokenize"): Operation(
-        "Text or a conversation to token ids", TokenizeResponse, TokenizeRequest, names_model=True
+        "Text or a conversation to token ids",
+        TokenizeResponse,
+        TokenizeRequest,
+        names_model=True,
+        or_response=LlamaTokens,
     ),
     ("post", "/detokenize"): Operation("Token ids to text", DetokenizeResponse, DetokenizeRequest, names_model=True),
     ("get", "/tokenizer_info"): Operation("The tokenizer's configuration and chat template", TokenizerInfo),
@@ -332,8 +340,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/infill"): _generating(
         "Write what stands between two texts, in llama.cpp's words", LlamaInfillRequest, LlamaResponse
     ),
-    ("post", "/embedding"): _generating(
-        "Vectors of texts, in llama.cpp's words: a list of these", LlamaEmbeddingRequest, LlamaEmbedding
+    ("post", "/embedding"): Operation(
+        "Vectors of texts, in llama.cpp's words: a list of these",
+        LlamaEmbedding,
+        LlamaEmbeddingRequest,
+        is_queued=True,
+        names_model=True,
+        is_list=True,
     ),
     ("post", "/apply-template"): Operation(
         "A conversation as the chat template writes it", LlamaPrompt, ChatRequest, names_model=True
@@ -343,6 +356,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Places of the batch: a list of these",
         LlamaSlot,
         parameters={"fail_on_no_slot": "503 where all are taken"},
+        is_list=True,
     ),
     ("get", "/v1/health"): _HEALTH,
 }
@@ -376,7 +390,12 @@ def api_description(
     """The OpenAPI 3.1 document of the routes with these methods and paths; None: of all. keys: what the server accepts;
     None: no key is asked for. model: the name in examples."""
     operations = {key: each for key, each in OPERATIONS.items() if existing is None or key in existing}
-    structs = [struct for each in operations.values() for struct in (each.request, each.response) if struct is not None]
+    structs = [
+        struct
+        for each in operations.values()
+        for struct in (each.request, each.response, each.or_response)
+        if struct is not None
+    ]
     structs = list(dict.fromkeys([*structs, ChatChunk, ErrorBody, MessagesErrorBody, OllamaErrorBody, LlamaErrorBody]))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(structs, references, strict=True))
@@ -384,7 +403,12 @@ def api_description(
     for (method, path), each in operations.items():
         answer: dict[str, Any] = {"200": {"description": "OK"}}
         if each.response is not None:
-            answer["200"]["content"] = _json(schemas[each.response])
+            shape = schemas[each.response]
+            if each.is_list:
+                shape = {"type": "array", "items": shape}
+            if each.or_response is not None:
+                shape = {"anyOf": [shape, schemas[each.or_response]]}
+            answer["200"]["content"] = _json(shape)
         if each.request is not None and "stream" in each.request.__struct_fields__:
             is_ollama = path.startswith(OLLAMA_PREFIX)
             answer["200"]["content"]["application/x-ndjson" if is_ollama else "text/event-stream"] = {}

@@ -236,14 +236,17 @@ class MaskProcess:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: Scratch) -> None:
-        """Do one task or read a message, as the thread that leads; else stand by."""
+        """Do one task or read a message, as the thread that leads; else stand by. While the other thread leads and reads,
+        what is left of this one's work is done here: else it would lie there until the next message."""
         with self._lock:
-            if self._leader != thread:
+            tasks, leads = self._firsts or self._masks, self._leader == thread
+            if not leads and (self._began or not tasks):
                 self._stand_by(thread)
                 return
-            tasks = self._firsts or self._masks
             task = tasks.popleft() if tasks else None
-            self._began = now = 0.0 if task is None else time.monotonic()
+            now = 0.0 if task is None else time.monotonic()
+            if leads:
+                self._began = now
         if task is None:
             self._read()
             return

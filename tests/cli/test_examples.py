@@ -47,6 +47,7 @@ NOT_RUN = {
 PYTHON_NOT_RUN = {
     "docs/adding-a-model.md": "parts of files that a reader writes",
     "docs/disk-tier.md": "a directory of the reader's machine",
+    "docs/images.md": "a model of gigabytes; tests/e2e/test_images.py runs these calls",
     "docs/scheduling.md": "calls without the names that they need",
     "docs/simulator.md": "ten minutes of requests; tests/simulator runs shorter ones",
 }
