@@ -236,8 +236,8 @@ class MaskProcess:
             os._exit(1)
 
     def _turn(self, thread: int, scratch: Scratch) -> None:
-        """Do one task or read a message, as the thread that leads; else stand by. While the other thread leads and reads,
-        what is left of this one's work is done here: else it would lie there until the next message."""
+        """Do one task or read a message, as the thread that leads; else stand by. While the other thread leads and
+        reads, what is left of this one's work is done here: else it would lie there until the next message."""
         with self._lock:
             tasks, leads = self._firsts or self._masks, self._leader == thread
             if not leads and (self._began or not tasks):
