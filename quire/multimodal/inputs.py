@@ -1,18 +1,22 @@
-"""Images of prompts: what a model's checkpoint says of them, and how they take the places of placeholders."""
+"""Images of prompts: what a model's checkpoint says of them, and how they take the places of placeholders.
+
+What decodes and resizes them is imported where a model takes images: a server's processes load no NumPy else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.vision import VisionConfig, read_vision
 from quire.errors import UserError
-from quire.multimodal.decoding import DEFAULT_LIMITS, ImageLimits, decode_image, read_data_url, read_pixels
-from quire.multimodal.processors import QwenProcessor, has_settings, read_qwen_processor
 from quire.prompt_image import PromptImage
+
+if TYPE_CHECKING:
+    from quire.multimodal.processors import QwenProcessor
 
 VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
 """Language models whose vision towers run."""
@@ -35,7 +39,6 @@ class ImageInputs:
     processor: QwenProcessor
     vision: VisionConfig
     token_id: int
-    limits: ImageLimits = DEFAULT_LIMITS
 
     def place(self, token_ids: list[int], images: Sequence[Any], where: str) -> tuple[list[int], list[PromptImage]]:
         """The prompt with a placeholder for each token of each image, and the images in their places. token_ids: with
@@ -75,11 +78,13 @@ class ImageInputs:
         return placed, found
 
     def _pixels(self, image: Any, where: str) -> Any:
+        from quire.multimodal.decoding import decode_image, read_data_url, read_pixels
+
         if isinstance(image, str):
-            image = read_data_url(image, where, self.limits)
+            image = read_data_url(image, where)
         if isinstance(image, bytes):
-            return decode_image(image, where, self.limits)
-        return read_pixels(image, where, self.limits)
+            return decode_image(image, where)
+        return read_pixels(image, where)
 
     def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
         """Where placeholders follow one another, [start, end) each."""
@@ -106,6 +111,8 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
         return NoImages(f"images are computed on a CPU alone so far, and this engine runs on {config.device.device}")
     if config.parallel.devices_per_replica > 1:
         return NoImages("images are computed by one rank alone so far, and this engine has several")
+    from quire.multimodal.processors import has_settings, read_qwen_processor
+
     if not has_settings(model.path):
         return NoImages(f"{model.path} has no preprocessor_config.json, which says how the model takes images")
     vision = read_vision(model.vision, model.hidden_size, str(model.path / CONFIG_FILE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -257,4 +257,4 @@ class LlamaPiece(msgspec.Struct):
 
 
 class LlamaTokens(msgspec.Struct):
-    tokens: list[int] | list[LlamaPiece]
+    tokens: Sequence[int | LlamaPiece]
