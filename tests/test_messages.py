@@ -167,7 +167,7 @@ EXAMPLES: list[msgspec.Struct] = [
         pooled=[0],
         expects_sampling_inputs=[0],
     ),
-    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}),
+    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2]),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,

@@ -4,14 +4,12 @@ depend on how steps, blocks and memory are shared out."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire.attention.device_batch import DeviceStateStep, StepStates
 from quire.clock import SystemClock
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
@@ -19,12 +17,10 @@ from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
-from quire.kernels.arguments import ConvolutionWeights, DeltaRule
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.context import LayerContext, layer_context
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
-from quire.layers.operations import TorchOperations
 from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
 from quire.parallel.single import SINGLE_RANK
@@ -41,7 +37,6 @@ from tests.long import all_but_long
 from tests.models.families import llama
 from tests.models.harness import random_prompts, save
 from tests.models.toy import ToyModel
-from tests.worker.platform.device_states import on_host
 
 INTERVAL = 128
 """Tokens of a block, in each group."""
@@ -86,25 +81,9 @@ class ToyOnDevice(CudaPlatform):
         return filled(device_context())
 
 
-class HostStates(TorchOperations):
-    """Plain torch over the states of a step that lies "on the device"."""
-
-    def short_convolution(
-        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
-    ) -> torch.Tensor:
-        assert isinstance(states, DeviceStateStep)
-        return super().short_convolution(weights, x, on_host(states))
-
-    def gated_delta_rule(
-        self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
-    ) -> torch.Tensor:
-        assert isinstance(states, DeviceStateStep)
-        return super().gated_delta_rule(rule, qkv, gates, on_host(states))
-
-
 class PlainMathOnDevice(HostMathPlatform):
     def load_model(self, progress: object) -> CausalLM:
-        return filled(replace(torch_context(), operations=HostStates()))
+        return filled(torch_context())
 
 
 @pytest.fixture(scope="module")
