@@ -39,17 +39,6 @@ class DeviceStatePlanner:
         return self.backend.plan_on_device(device_batch(batch))
 
 
-def on_host(states: DeviceStateStep) -> StateStep:
-    """The same step without padding for plain operations."""
-    batch = states.batch
-    counts = batch.query_start.diff()
-    num_seqs = int((counts > 0).sum())
-    rows = batch.rows[:num_seqs].long()
-    tables = {layer: table.index_select(0, rows) for layer, table in states.tables.items()}
-    starts = batch.seq_lens[:num_seqs].long() - counts[:num_seqs]
-    return StateStep(batch.query_start[: num_seqs + 1].tolist(), starts, tables, states.interval, states.pages)
-
-
 def on_device(states: StateStep, *, num_seqs: int, num_tokens: int) -> DeviceStateStep:
     """The same step with sequences and tokens of padding behind its own. Rows of tables lie in another order
     than the batch."""
