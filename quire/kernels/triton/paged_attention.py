@@ -26,7 +26,7 @@ from quire.kernels.triton.attention_core import (
 )
 from quire.kernels.triton.attention_tiles import Tiles, padded_dim
 from quire.kernels.triton.float8 import as_pairs
-from quire.kernels.triton.runtime import bind, bound
+from quire.kernels.triton.runtime import BoundKernel, bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
 """Views of one buffer, at any multiple of four bytes: no kernel is compiled anew for another alignment of theirs."""
@@ -181,12 +181,31 @@ def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[s
     }
 
 
+def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped: int) -> None:
+    """Launch a kernel with a program for each tile of a batch's queries and each key head. tokens: of a tile. skipped:
+    sequences with at most that many new tokens are left out."""
+    batch, query, out, tables = work.batch, work.query, work.out, work.tables
+    kernel(
+        (batch.num_tokens // tokens + batch.num_seqs, work.layer.num_kv_heads),
+        query,
+        out,
+        batch.rows,
+        batch.query_start,
+        batch.seq_lens,
+        tables,
+        batch.num_seqs,
+        skipped,
+        query.stride(0),
+        out.stride(0),
+        tables.stride(0),
+    )
+
+
 class VarlenAttention:
     """The kernel for one layer with its pages, and one kind of tiles."""
 
     def __init__(self, layer: LayerAttention, pages: torch.Tensor, sinks: torch.Tensor | None, tiles: Tiles) -> None:
         self._tokens = tiles.tokens(layer.num_heads // layer.num_kv_heads)
-        self._num_kv_heads = layer.num_kv_heads
         scale, cap, window = score_constants(layer)
         self._launch = bind(
             _varlen_kernel,
@@ -210,21 +229,7 @@ class VarlenAttention:
 
     def run(self, work: PagedAttention, skipped: int) -> None:
         """skipped: sequences with at most that many new tokens are left out."""
-        batch, query, out, tables = work.batch, work.query, work.out, work.tables
-        self._launch(
-            (batch.num_tokens // self._tokens + batch.num_seqs, self._num_kv_heads),
-            query,
-            out,
-            batch.rows,
-            batch.query_start,
-            batch.seq_lens,
-            tables,
-            batch.num_seqs,
-            skipped,
-            query.stride(0),
-            out.stride(0),
-            tables.stride(0),
-        )
+        launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import score_constants
 from quire.kernels.triton.attention_tiles import ROWS, Tiles
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, launch_over
 from quire.kernels.triton.runtime import INTERPRETED, bind
 
 GROUP_ROWS = ROWS // 2
@@ -278,7 +278,6 @@ class WarpGroupAttention:
     def __init__(self, layer: LayerAttention, pages: torch.Tensor, tiles: Tiles) -> None:
         group = layer.num_heads // layer.num_kv_heads
         self._tokens = tiles.tokens(group)
-        self._num_kv_heads = layer.num_kv_heads
         scale, _, _ = score_constants(layer)
         self._launch = bind(
             _warp_group_kernel,
@@ -296,18 +295,4 @@ class WarpGroupAttention:
 
     def run(self, work: PagedAttention, skipped: int) -> None:
         """skipped: sequences with at most that many new tokens are left out."""
-        batch, query, out, tables = work.batch, work.query, work.out, work.tables
-        self._launch(
-            (batch.num_tokens // self._tokens + batch.num_seqs, self._num_kv_heads),
-            query,
-            out,
-            batch.rows,
-            batch.query_start,
-            batch.seq_lens,
-            tables,
-            batch.num_seqs,
-            skipped,
-            query.stride(0),
-            out.stride(0),
-            tables.stride(0),
-        )
+        launch_over(self._launch, work, self._tokens, skipped)
