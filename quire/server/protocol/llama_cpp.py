@@ -79,14 +79,10 @@ IDLE = frozenset(
 """Parameters of samplers that are off."""
 
 
-class LlamaFields(RequestStruct, kw_only=True, frozen=True):
-    """Fields of completions and infilling. n_predict: most tokens; below 0: as many as the context holds; 0: the prompt
-    is computed and nothing is said. t_max_predict_ms: time after the first token, behind which the answer ends at its
-    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a)."""
+class SamplerFields(RequestStruct, kw_only=True, frozen=True):
+    """Fields of sampling that llama.cpp and Ollama have under one name. repeat_penalty: of all tokens so far, or of
+    none where repeat_last_n is 0. seed: below 0: a random one."""
 
-    model: str | None = None
-    stream: bool = False
-    n_predict: Int32 | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
@@ -97,6 +93,27 @@ class LlamaFields(RequestStruct, kw_only=True, frozen=True):
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Int32 | None = None
+
+    def sampler_fields(self, usual: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a chat or completion. usual: the API's defaults, where the model's, `defaults`, say nothing."""
+        names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
+        found: dict[str, Any] = {name: value for name, value in usual.items() if name not in defaults}
+        found |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.seed is not None and self.seed >= 0:
+            found["seed"] = self.seed
+        if self.repeat_penalty is not None and self.repeat_last_n != 0:
+            found["repetition_penalty"] = self.repeat_penalty
+        return found
+
+
+class LlamaFields(SamplerFields, kw_only=True, frozen=True):
+    """Fields of completions and infilling. n_predict: most tokens; below 0: as many as the context holds; 0: the prompt
+    is computed and nothing is said. t_max_predict_ms: time after the first token, behind which the answer ends at its
+    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a)."""
+
+    model: str | None = None
+    stream: bool = False
+    n_predict: Int32 | None = None
     ignore_eos: bool | None = None
     json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
@@ -114,18 +131,11 @@ class LlamaFields(RequestStruct, kw_only=True, frozen=True):
 
     def to_completion(self, prompt: str | list[int], defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """The body of the completion of `prompt`. defaults: of the model; longest: tokens of its context."""
-        names = (
-            *("temperature", "top_k", "top_p", "min_p", "stop"),
-            *("presence_penalty", "frequency_penalty", "ignore_eos"),
-        )
-        found: dict[str, Any] = {name: value for name, value in SAMPLING.items() if name not in defaults}
-        found |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        found = self.sampler_fields(SAMPLING, defaults)
+        if self.ignore_eos is not None:
+            found["ignore_eos"] = self.ignore_eos
         if self.model is not None:
             found["model"] = self.model
-        if self.seed is not None and self.seed >= 0:
-            found["seed"] = self.seed
-        if self.repeat_penalty is not None and self.repeat_last_n != 0:
-            found["repetition_penalty"] = self.repeat_penalty
         if self.json_schema:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
         limit = -1 if self.n_predict is None else self.n_predict

@@ -13,6 +13,7 @@ from quire.pooling_params import PoolingParams
 from quire.server.protocol.chat import ChatLogprob
 from quire.server.protocol.common import Int32, RequestStruct, ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
+from quire.server.protocol.llama_cpp import SamplerFields
 from quire.server.protocol.messages import MAX_MESSAGES, check_role
 from quire.server.protocol.pooling import MAX_INPUTS, PooledFields
 from quire.server.protocol.structured import ConstraintText
@@ -69,21 +70,10 @@ NAMES = {
 Think = bool | Literal["low", "medium", "high", "max"]
 
 
-class OllamaOptions(RequestStruct, kw_only=True, frozen=True):
-    """Options of sampling. num_predict: most tokens; none above 0: as many as the context holds. repeat_penalty: of all
-    tokens so far, or of none where repeat_last_n is 0. seed: below 0: a random one."""
+class OllamaOptions(SamplerFields, kw_only=True, frozen=True):
+    """Options of sampling. num_predict: most tokens; none above 0: as many as the context holds."""
 
-    temperature: float | None = None
-    top_k: Int32 | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     num_predict: Int32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: Int32 | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"mirostat_eta", "mirostat_tau"})
     NOTED: ClassVar[frozenset[str]] = LOADING | {"penalize_newline"}
@@ -96,15 +86,8 @@ class OllamaOptions(RequestStruct, kw_only=True, frozen=True):
 
     def sampling(self, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """Fields of a chat or completion. defaults: of the model; longest: tokens of its context."""
-        names = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
-        found: dict[str, Any] = {name: value for name, value in SAMPLING.items() if name not in defaults}
-        found |= {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.seed is not None and self.seed >= 0:
-            found["seed"] = self.seed
-        if self.repeat_penalty is not None and self.repeat_last_n != 0:
-            found["repetition_penalty"] = self.repeat_penalty
-        found["max_tokens"] = self.num_predict if (self.num_predict or 0) > 0 else longest
-        return found
+        limit = self.num_predict if (self.num_predict or 0) > 0 else longest
+        return self.sampler_fields(SAMPLING, defaults) | {"max_tokens": limit}
 
 
 NO_OPTIONS = OllamaOptions()
