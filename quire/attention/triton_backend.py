@@ -62,6 +62,7 @@ class TritonAttention:
         self.layers: dict[int, LayerPages] = {}
         self.scratch: dict[HeadShape, SplitScratch] = {}
         self._limits = limits
+        self._dtype = dtype
         self._batch_invariant = batch_invariant
         self.latents = DeviceLatents(
             num_heads, dtype, max_num_seqs, max_model_len, limits, batch_invariant=batch_invariant
@@ -109,7 +110,7 @@ class TritonAttention:
         bound = self._kernels.get(number)
         if bound is None or bound.heads is not heads:
             layer = self.layers[number]
-            bound = self._kernels[number] = _LayerKernels(heads, layer, self.scratch[layer.shape])
+            bound = self._kernels[number] = _LayerKernels(heads, layer, self.scratch[layer.shape], self._dtype)
         return bound
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
@@ -146,9 +147,11 @@ class LayerPages(NamedTuple):
 class _LayerKernels:
     """The kernels of one layer."""
 
-    def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch) -> None:
+    def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch, dtype: torch.dtype) -> None:
+        """dtype: of queries."""
         self.heads = heads
         self.group, self.shape, self.pages = layer
+        self.warp_groups = can_attend(heads.shape, layer.pages, dtype)
         self.prepare = HeadPreparation(heads, layer.pages).run
         self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).run
         self.write = HeadPreparation(heads, layer.pages, attends=False).run
@@ -265,10 +268,11 @@ class TritonAttentionStep:
         if out is None:
             size = (query.shape[0], shape.num_heads * shape.head_dim)
             out = torch.empty(size, dtype=query.dtype, device=query.device)
-        warp_groups = can_attend(shape, layer.pages, query.dtype)
-        kind = layer.shape, shape.window, warp_groups
+        kind = layer.shape, shape.window, layer.warp_groups
         if kind not in self._kernels:
-            self._kernels[kind] = self._backend.kernels(self._batch, layer.shape, shape.window, warp_groups=warp_groups)
+            self._kernels[kind] = self._backend.kernels(
+                self._batch, layer.shape, shape.window, warp_groups=layer.warp_groups
+            )
         tiles, split = self._kernels[kind]
         work = PagedAttention(query, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
