@@ -30,8 +30,10 @@ KINDS = [
     SamplingParams(temperature=0.0, **FEW),
     SamplingParams(temperature=1.0, seed=1, **FEW),
     SamplingParams(temperature=0.8, seed=2, n=2, presence_penalty=0.3, repetition_penalty=1.2, **FEW),
+    # So hot that seeds alone choose between two tokens: on every processor the same drafts are right and wrong.
+    SamplingParams(temperature=100.0, seed=3, **FEW | {"allowed_token_ids": [5, 6], "max_tokens": 12}),
 ]
-PROMPTS = random_prompts([40, 3, 17] if ON_CARD else [5, 3, 4], 97)
+PROMPTS = random_prompts([40, 3, 17, 2] if ON_CARD else [5, 3, 4, 2], 97)
 FAMILIES = ["llama", "qwen3-window", "deepseek-v3.2", "qwen3.5-small-states"]
 """Layers that attend in full, over windows, over latents that are chosen among, and that keep states."""
 INVARIANT: dict[str, Any] = {"batch_invariant": True, "state_snapshot_interval": 64}
