@@ -8,7 +8,7 @@ import msgspec
 
 from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams, ThinkingBudget
-from quire.step import TokenValues
+from quire.step import AdapterRef, TokenValues
 
 MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""
@@ -64,6 +64,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request's value is 0, behind them it is that of `columns`."""
     images: list[PromptImage] = []
     """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
+    adapter: AdapterRef | None = None
+    """None: the model's own. Prefix-cache entries are shared only between requests with adapters of equal content."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

@@ -116,6 +116,26 @@ class TokenValues(msgspec.Struct, array_like=True, frozen=True):
         return self.start + len(self.values)
 
 
+class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter: where it lies, and what it holds."""
+
+    path: str
+    """A directory in PEFT's layout."""
+    digest: bytes
+    """Of its content (quire/config/peft.py): two of one digest compute the same, wherever they lie."""
+
+
+class AdapterOrders(msgspec.Struct, array_like=True):
+    """What a plan has the workers do with adapters, before anything else."""
+
+    loads: list[tuple[int, AdapterRef]] = []
+    """(slot, adapter): load it into the slot, beside this step and later ones, none of which has rows of the slot until
+    a result says that it is loaded. What the slot held before is dropped when the load ends."""
+    awaits_report: bool = False
+    """Nothing can be computed before a load ends: a plan without tokens, whose result comes when one has, or after a
+    short while."""
+
+
 class NewSequence(msgspec.Struct, array_like=True):
     """A sequence that gets a request slot on the workers: just arrived, or resumed after a preemption."""
 
@@ -196,6 +216,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     samples: a constraint forced them."""
     transfers: Transfers | None = None
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
+
+    adapters: AdapterOrders | None = None
 
     num_drafts: list[int] = []
     """How many of `num_tokens` are drafts at most, the last ones; empty where no sequence has any. Only a sequence that
@@ -279,6 +301,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where they have any."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""
+    adapters: list[tuple[int, str]] = []
+    """(slot, error): loads that have ended; "": the slot holds the adapter now, else it holds none."""
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
     and what they asked for besides is left out, their vector too."""

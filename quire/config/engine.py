@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
@@ -36,4 +37,6 @@ class EngineConfig:
     """The ranks that run the model."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """The drafts that steps compute."""
+    adapters: AdaptersConfig = NO_ADAPTERS
+    """Those that requests may have."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire import envs
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
@@ -153,8 +154,25 @@ def resolve(options: EngineOptions) -> EngineConfig:
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
         speculation=speculation,
+        adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
     )
+
+
+def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> AdaptersConfig:
+    given = options.max_loras, options.max_lora_rank, options.max_cpu_loras, options.lora_dtype
+    found = adapters_config(*given, options.lora_target_modules, model.dtype)
+    if not options.enable_lora:
+        return NO_ADAPTERS
+    reasons = {
+        "models that run through Transformers": model.impl != "quire",
+        "encoders": model.is_encoder,
+        "attention_backend='triton'": backend == "triton",
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"enable_lora is not possible with {what} yet", param="enable_lora")
+    return found
 
 
 def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:

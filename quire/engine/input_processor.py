@@ -22,6 +22,7 @@ from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
+from quire.step import AdapterRef
 from quire.structured_output.writer import GrammarWriter
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.conversation import Conversation
@@ -133,6 +134,7 @@ class InputProcessor:
         cache_salt: str = "",
         priority: int = 0,
         add_special_tokens: bool = True,
+        adapter: AdapterRef | None = None,
     ) -> EngineRequest:
         """Make the request that the engine core runs.
 
@@ -192,6 +194,7 @@ class InputProcessor:
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
             images=images,
+            adapter=adapter,
         )
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:

@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 import torch
 
 from quire.attention.interface import CacheScale
+from quire.layers.adapters import AdapterPlace, Adapters
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import LayerOperations, Operations
 from quire.parallel.interface import ProcessGroup
@@ -29,7 +30,7 @@ class LayerContext:
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
     mixtures of experts count rows (None: they do not). cache_scales: by layer, where those with keys and values put
-    the scales that a checkpoint may bring for an fp8 cache.
+    the scales that a checkpoint may bring for an fp8 cache. adapters: those of the layers (None: the model takes none).
     """
 
     dtype: torch.dtype
@@ -42,6 +43,7 @@ class LayerContext:
     positions: LayerLinear
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
+    adapters: Adapters | None = None
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
@@ -72,7 +74,7 @@ class WeightSlot:
     shape, of any dtype, to where the layer keeps it, or a quantised one of `matrix_shape`; of a FileTensor it reads
     no more than that. nbytes: what the share takes there. dummy_mean,
     dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out]. turned: it may be [in, out] although
-    `shape` is [out, in]; a square one is not.
+    `shape` is [out, in]; a square one is not. adapter: where adapters of the matrix go (None: nowhere).
     """
 
     shape: tuple[int, ...]
@@ -82,6 +84,7 @@ class WeightSlot:
     dummy_std: float = 0.02
     transposed: bool = False
     turned: bool = False
+    adapter: AdapterPlace | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ from quire.attention.native_encoder import NativeEncoder
 from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows
+from quire.layers.adapters import AdapterStack
 from quire.layers.encoder_operations import EncoderHeads
+from quire.layers.native_adapters import record_adapted
 from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
@@ -139,6 +141,9 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
         if group.native is None:
             return x.recorder.call_torch(partial(gather_columns, group, width), width, [x])
         return x.recorder.call("all_gather", width, buffers={"x": x}, ranks=group.native, width=width)
+
+    def add_adapted(self, stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
+        return record_adapted(stack, x, y, slots)
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
         return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])

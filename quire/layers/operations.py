@@ -4,7 +4,7 @@ kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from quire.attention.interface import AttentionStep, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
 from quire.kernels.value import Indices, ReadRows, Value
+from quire.layers.adapters import AdapterStack, StepSlots, add_adapted
 from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
@@ -115,6 +116,11 @@ class Operations(
         of their means is that of the whole. x is used up."""
         ...
 
+    def add_adapted(self, stack: AdapterStack, x: ValueT, y: ValueT, slots: Any) -> ValueT:
+        """y + what the adapters in the slots of x's rows add to the products y of x. slots: `Adapters.step`. y is used
+        up."""
+        ...
+
     def upcast_logits(self, x: ValueT) -> ValueT:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
@@ -156,6 +162,9 @@ class SharedOperations(TorchExpertOperations):
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
         return norm_shares(group, norms, x)
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        return add_adapted(stack, x, y, slots)
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

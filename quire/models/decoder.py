@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from quire.attention.interface import LayerAttention
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
@@ -75,6 +76,9 @@ class Decoder:
         self._is_end = True
         """Whether its last layer is the model's."""
         self._operations = context.operations
+        self._adapters = context.adapters
+        if context.adapters is not None:
+            self.columns = (*self.columns, ADAPTER_SLOTS)
         self._head: OutputHead = head
         self._names = names
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
@@ -111,6 +115,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+        if self._adapters is not None:
+            self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
         positions = batch.rotary_positions, batch.grid_positions

@@ -20,8 +20,9 @@ from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
+from quire.models.adapters import ModelAdapters
 from quire.models.cache_scales import load_cache_scales
-from quire.models.checkpoint_names import language_tensors, vision_tensors
+from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
@@ -58,13 +59,14 @@ def load_model(
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
     expert_counts: ExpertCounters | None = None,
+    adapters: ModelAdapters | None = None,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
     native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
     neither: plain torch operators on `device_type`. expert_counts: where layers with experts count the rows that they
-    compute.
+    compute. adapters: of the model's layers (None: it takes none).
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -86,7 +88,7 @@ def load_model(
         context = _device_context(config, device_layers, group)
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
-    context = replace(context, expert_counts=expert_counts)
+    context = replace(context, expert_counts=expert_counts, adapters=None if adapters is None else adapters.layers)
     model = build_model(config, context, _native_calls(config, context, runtime))
     report = progress or _silent
     if files is None:
@@ -94,6 +96,8 @@ def load_model(
     else:
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere, context.cache_scales)
+    if adapters is not None:
+        adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
         return cast("CausalLM", model)  # which computes tensors
     from quire.models.deepseek import expansion_rule

@@ -9,7 +9,7 @@ from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.multimodal.positions import row_fields
 from quire.scheduler.beam_reorder import BeamReorder
-from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
+from quire.step import AdapterOrders, HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
 
 
 class PlanChanges:
@@ -63,6 +63,7 @@ class PlanBuilder:
         """Sequences that are swapped in, with their blocks, and how many of their tokens are computed."""
         self.transfers: Transfers | None = None
         """The KV connector's."""
+        self.adapters: AdapterOrders | None = None
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -267,6 +268,7 @@ class PlanBuilder:
             token_overrides=token_overrides,
             appended=self.appended,
             transfers=transfers,
+            adapters=self.adapters,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed,

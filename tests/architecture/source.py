@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "beam_search_params",
         "pooling_params",
         "pooling_outputs",
+        "lora_request",
         "prompt_image",
         "request",
         "step",

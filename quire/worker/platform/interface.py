@@ -242,6 +242,9 @@ class Platform(Protocol):
     """Of each layer with experts, by number of an expert, the rows that it has computed: int64, where the model
     computes. None without the option of that name."""
 
+    adapters: ModelAdapters | None
+    """Of the model that was loaded last; None without the option `enable_lora`."""
+
     def load_model(self, progress: Progress) -> CausalLM:
         """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
         ...
