@@ -59,7 +59,8 @@ class LLMEngine(OfflineEngine):
     ) -> str:
         """Queue a request: text with SamplingParams, a vector with PoolingParams. Returns its id.
 
-        prompt, lora_request, priority: as for `LLM.generate`. Raises UserError for a bad prompt, bad parameters and an id in use.
+        prompt, lora_request, priority: as for `LLM.generate`. Raises UserError for a bad prompt, bad
+        parameters and an id in use.
         """
         with self._busy:
             kind, adapter = RequestOutputKind.FINAL_ONLY, self._adapters.resolve(lora_request)

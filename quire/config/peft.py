@@ -61,7 +61,7 @@ class PeftConfig:
     base_model: str | None
 
     def rank_of(self, module: str) -> int:
-        return _matching(self.rank_pattern, module, self.rank)
+        return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """What the product of A and B is multiplied with."""
@@ -74,7 +74,7 @@ class PeftConfig:
         return max([self.rank, *self.rank_pattern.values()])
 
 
-def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -99,8 +99,8 @@ def read_peft_config(directory: Path) -> PeftConfig:
     init = values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         raise fields.error(
-            f"init_lora_weights {shown(init)} is not supported: such an adapter is of another base than the checkpoint; "
-            "PEFT's save_pretrained converts it with path_initial_model_for_weight_conversion"
+            f"init_lora_weights {shown(init)} is not supported: such an adapter is of another base than the "
+            "checkpoint; PEFT's save_pretrained converts it with path_initial_model_for_weight_conversion"
         )
     for key in ("use_rslora", "fan_in_fan_out", "inference_mode"):
         fields.boolean(key, False)

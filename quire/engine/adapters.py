@@ -46,8 +46,8 @@ class KnownAdapters:
             if known is not None and not lora_request.load_inplace:
                 if known[0].lora_path != lora_request.lora_path:
                     raise UserError(
-                        f"lora_int_id {lora_request.lora_int_id} stands for {known[0].lora_path!r}: another adapter has "
-                        "another number, or load_inplace=True",
+                        f"lora_int_id {lora_request.lora_int_id} stands for {known[0].lora_path!r}: another adapter "
+                        "has another number, or load_inplace=True",
                         param="lora_int_id",
                     )
                 return known[1]

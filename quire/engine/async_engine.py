@@ -15,6 +15,7 @@ from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.fleet import open_fleet
@@ -33,6 +34,7 @@ from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -148,6 +150,11 @@ class AsyncLLM:
         return self._front_end.input_processor
 
     @property
+    def adapters(self) -> KnownAdapters:
+        """Those that calls and requests have named."""
+        return self._front_end.adapters
+
+    @property
     def pooling(self) -> PoolingProcessor:
         return self._front_end.pooling_processor
 
@@ -258,9 +265,10 @@ class AsyncLLM:
         until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
         sleeps, and QuireError while draining.
         """
+        lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
-        process = partial(self._process, prompt, sampling_params, cache_salt, priority)
+        process = partial(self._process, prompt, sampling_params, cache_salt, priority, lora_request)
         kind = getattr(
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
@@ -350,18 +358,21 @@ class AsyncLLM:
         priority: int = 0,
         part: RequestPart | None = None,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The last output of a pooled request, with what the model made of the prompt."""
         processor = await asyncio.to_thread(lambda: self.pooling)
+        adapter = self.adapters.resolve(lora_request)
 
         async def process(name: str) -> EngineRequest:
             size = len(prompt_text(prompt) or "") + len(second or "")
-            return await self.texts.off_loop(
+            request = await self.texts.off_loop(
                 size,
                 lambda: processor.request(
                     name, prompt, params, second=second, priority=priority, cache_salt=cache_salt
                 ),
             )
+            return request if adapter is None else msgspec.structs.replace(request, adapter=adapter)
 
         async with contextlib.aclosing(
             self._session.run(process, prompt_text(prompt), request_id, part=part)
@@ -501,10 +512,20 @@ class AsyncLLM:
             self._session.die(EngineDeadError("the engine was shut down"))
 
     async def _process(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str,
+        priority: int,
+        lora_request: Any,
+        request_id: str,
     ) -> EngineRequest:
+        (adapter,) = self.adapters.each(lora_request, 1)
+
         def process() -> EngineRequest:
-            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
+            return self.input_processor.process(
+                request_id, prompt, params, cache_salt=cache_salt, priority=priority, adapter=adapter
+            )
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core

@@ -1,7 +1,7 @@
-"""Adapters of low rank on linear layers: y = x W^T + scale * (x A^T) B^T, with the A and B of the slot that a token names.
+"""Adapters of low rank on linear layers: y = x W^T + scale * (x A^T) B^T, with the A and B of the token's slot.
 
-A model has a number of slots, from 1 on; 0 stands for no adapter. Which slot a token has is a step column of its request
-(ADAPTER_SLOTS). What is in a slot changes between steps, and no step has to be recorded or captured again for it.
+A model has a number of slots, from 1 on; 0 stands for no adapter. Which slot a token has is a step column of its
+request (ADAPTER_SLOTS). What is in a slot changes between steps, and no step has to be recorded or captured again for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PANEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Outputs of a linear layer that come from one matrix of a checkpoint. whole: rows of that matrix; start, local: this
-    rank's share of them."""
+    """Outputs of a linear layer that come from one matrix of a checkpoint. whole: rows of that matrix; start, local:
+    this rank's share of them."""
 
     whole: int
     start: int
@@ -34,9 +34,9 @@ class Part:
 class AdapterStack:
     """The adapters of one linear layer, by slot.
 
-    in_features, in_start: this rank's inputs. in_whole: of all ranks. parts: of its outputs. pieces: the parts that one A
-    and B of an adapter serve together, by the matrices that the checkpoint has. is_interleaved: gate and up take turns of
-    PANEL columns in the product; known when the layer's weights are loaded.
+    in_features, in_start: this rank's inputs. in_whole: of all ranks. parts: of its outputs. pieces: the parts that one
+    A and B of an adapter serve together, by the matrices that the checkpoint has. is_interleaved: gate and up take
+    turns of PANEL columns in the product; known when the layer's weights are loaded.
     """
 
     in_features: int
@@ -142,8 +142,8 @@ class Adapters:
             self.storage.attach(stack)
 
     def begin(self, slots: Indices | None, rows: ReadRows | None) -> None:
-        """Begin a pass. slots: of its tokens, [T] (None: no token has an adapter, and the pass computes nothing more than
-        that of a model without). rows: the tokens that are read."""
+        """Begin a pass. slots: of its tokens, [T] (None: no token has an adapter, and the pass computes nothing more
+        than that of a model without). rows: the tokens that are read."""
         if not isinstance(slots, torch.Tensor):
             self._step = slots
         else:
@@ -186,7 +186,6 @@ class AdapterPlace:
         """(outputs, inputs) of the whole matrix."""
         parts = self.stack.pieces[self.piece]
         return sum(self.stack.parts[part].whole for part in parts), self.stack.in_whole
-
 
     @property
     def local_elements(self) -> int:

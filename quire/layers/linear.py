@@ -101,9 +101,7 @@ class AdaptedProduct:
         if slots is None:
             return self._linear.apply(self._parameters, x, residual)
         products = self._linear.products(self._parameters, x, residual)
-        return self._linear.activate(
-            self._parameters, self._operations.add_adapted(self._stack, x, products, slots)
-        )
+        return self._linear.activate(self._parameters, self._operations.add_adapted(self._stack, x, products, slots))
 
     def place(self, parts: range) -> AdapterPlace | None:
         """Where adapters of the checkpoint's matrix that holds these parts go (None: the model takes none)."""

@@ -61,9 +61,7 @@ def record_adapted(stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedInd
     own: NativeStack = stack.stored
     x.recorder.keep.append(own)
     width = len(stack.pieces) * own.table.max_rank
-    inner = x.recorder.call(
-        "adapter_shrink", width, buffers={"x": x}, table=own.table, column=slots.column
-    )
+    inner = x.recorder.call("adapter_shrink", width, buffers={"x": x}, table=own.table, column=slots.column)
     return x.recorder.call(
         "adapter_expand",
         y.width,

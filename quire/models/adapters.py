@@ -35,6 +35,8 @@ KNOWN_PARTS = {
 
 Matrices = dict[str, dict[str, torch.Tensor]]
 """By the module's name in the file, its "A" and "B"."""
+Placed = tuple[AdapterPlace, dict[str, torch.Tensor]]
+"""Where a module's matrices go, and its "A" and "B"."""
 
 
 class ModelAdapters:
@@ -79,10 +81,10 @@ class ModelAdapters:
             message = error.message if str(directory) in error.message else f"{path}: {error.message}"
             raise ModelLoadError(message) from None
 
-    def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, tuple[AdapterPlace, dict[str, torch.Tensor]]]:
+    def _placed(self, matrices: Matrices, config: PeftConfig) -> dict[str, Placed]:
         """The places of all matrices, by module. Raises ModelLoadError for a module that the model does not have, or
         whose matrices do not fit."""
-        found: dict[str, tuple[AdapterPlace, dict[str, torch.Tensor]]] = {}
+        found: dict[str, Placed] = {}
         taken: dict[str, str] = {}
         for module, pair in matrices.items():
             name, place = self._place(module)
@@ -163,6 +165,6 @@ def _check(module: str, pair: dict[str, torch.Tensor], place: AdapterPlace, conf
     for part, wanted in (("A", (rank, inputs)), ("B", (outputs, rank))):
         if tuple(pair[part].shape) != wanted:
             raise ModelLoadError(
-                f"tensor {shown(f'{module}.lora_{part}.weight')} has shape {list(pair[part].shape)}, where the model and "
-                f"rank {rank} of {config.path.name} ask for {list(wanted)}"
+                f"tensor {shown(f'{module}.lora_{part}.weight')} has shape {list(pair[part].shape)}, where the model "
+                f"and rank {rank} of {config.path.name} ask for {list(wanted)}"
             )

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.prompt_image import PromptImage
 from quire.config.adapters import ADAPTER_SLOTS
+from quire.prompt_image import PromptImage
 from quire.step import TokenValues
 
 if TYPE_CHECKING:

@@ -194,6 +194,7 @@ class ChatAnswer(Answer[ChatRequest]):
             answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
+            adapter=self._adapter,
             names={
                 **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
                 "structured_outputs": self._names.get(self._format.constraint_field, self._format.constraint_field),

@@ -161,6 +161,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             answer_id=self.answer_id,
             cache_salt=body.cache_salt,
             priority=body.priority,
+            adapter=self._adapter,
             names={"prompt_token_ids": "prompt", "structured_outputs": body.constraint_field},
         )
         return spaced(outputs, body.stream_interval if body.stream else None)

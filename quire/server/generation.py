@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import UNSET
 
+from quire.engine.call_options import PoolingOptions
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.limits import CHARGE, Charge, client_salt
@@ -89,6 +91,7 @@ async def generate(
     cache_salt: str | None,
     priority: int,
     names: Mapping[str, str],
+    adapter: LoRARequest | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
@@ -121,8 +124,9 @@ async def generate(
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
         if len(prompts) * size > share:
             part = parts[number]
+        options: PoolingOptions = {} if adapter is None else {"lora_request": adapter}
         return context.engine.generate(
-            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part
+            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part, **options
         )
 
     context.admit()

@@ -246,8 +246,8 @@ class PackedMatrix:
         return rows
 
     def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
-        """What the kernels are given. It holds addresses: the matrix must outlive it. interleaved: a gated matrix as one
-        of `padded_columns` rows that is not gated, whose gate and up rows take turns of 16."""
+        """What the kernels are given. It holds addresses: the matrix must outlive it. interleaved: a gated matrix as
+        one of `padded_columns` rows that is not gated, whose gate and up rows take turns of 16."""
         if not interleaved:
             return self._describe(self.out_features, self.gated, *self._stored())
         return self._describe(self.padded_columns, False, *self._stored())

@@ -17,8 +17,8 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.experts import ExpertCounters
 from quire.layers.adapters import TorchAdapterStorage
+from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM

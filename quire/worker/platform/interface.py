@@ -17,6 +17,7 @@ import torch
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
 from quire.sampling.batch import TokenMasks
