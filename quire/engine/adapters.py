@@ -58,7 +58,7 @@ class KnownAdapters:
 
     def each(self, lora_request: LoRARequests, count: int) -> list[AdapterRef | None]:
         """What each of `count` requests carries. Raises as `resolve`."""
-        if lora_request is None or isinstance(lora_request, LoRARequest) or not isinstance(lora_request, Sequence):
+        if isinstance(lora_request, str) or not isinstance(lora_request, Sequence):
             return [self.resolve(lora_request)] * count
         if len(lora_request) != count:
             raise UserError(f"got {len(lora_request)} lora_requests for {count} prompts", param="lora_request")

@@ -1,7 +1,8 @@
 """Adapters of low rank on linear layers: y = x W^T + scale * (x A^T) B^T, with the A and B of the token's slot.
 
 A model has a number of slots, from 1 on; 0 stands for no adapter. Which slot a token has is a step column of its
-request (ADAPTER_SLOTS). What is in a slot changes between steps, and no step has to be recorded or captured again for it.
+request (ADAPTER_SLOTS). What is in a slot changes between steps, and no step has to be recorded or captured again
+for it.
 """
 
 from __future__ import annotations

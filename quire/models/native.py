@@ -57,8 +57,8 @@ class BoundHead(NamedTuple):
 
 class Variant(NamedTuple):
     """What bodies of one model differ in: the optional records of a ForwardBatch. expands: prompts are expanded.
-    adapts: some tokens have adapters. width: of the hidden states that come in (0: tokens do). overlaid: layers behind which an overlay adds rows (None: there is
-    none). taps: as those of ForwardBatch."""
+    adapts: some tokens have adapters. width: of the hidden states that come in (0: tokens do). overlaid: layers behind
+    which an overlay adds rows (None: there is none). taps: as those of ForwardBatch."""
 
     expands: bool = False
     adapts: bool = False
