@@ -8,20 +8,18 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire import envs
+from quire.cli.config_file import config_words
 from quire.cli.main import run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
 from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
-from quire.errors import ConfigError, UserError
+from quire.errors import UserError
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
-from quire.utils.failures import one_line
-from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
 """vLLM listens on every address unless told otherwise, and its lines count on it."""
@@ -286,21 +284,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def config_arguments(path: str) -> list[str]:
     """The flags that a YAML file holds, as a command line. Raises ConfigError for a file that is none."""
-    import yaml  # a tenth of a second that lines without a file need not wait for
-
-    if Path(path).suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"config: {path} must end in .yaml or .yml", param="config")
-    text = read_text_file(path, param="config")
-    try:
-        content = yaml.safe_load(text)
-        is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
-        arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        # PyYAML raises what its conversions meet: dates, endless numbers, aliases, tags that do not fit the value.
-        raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
-    if arguments is None:
-        raise ConfigError(f"config: {path} must map flags to values", param="config")
-    return arguments
+    return config_words(path, _config_entry, (".yaml", ".yml"))
 
 
 def _config_entry(name: str, value: Any) -> list[str]:
