@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -70,14 +70,15 @@ class LocalAnswers:
         return self._session.stream({"prompt_token_ids": chat.token_ids, "prompt": chat.text}, params, take)
 
 
-class _Delta(msgspec.Struct):
+class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta
+    delta: _Delta = _Delta()
+    text: str = ""
 
 
 class _CachedTokens(msgspec.Struct):
@@ -119,24 +120,39 @@ class ServerAnswers:
 
     def ask(self, messages: Sequence[Message], settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
         body = {"model": self._model, "messages": messages, **settings}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        timing, parser, decoder = Timing(), EventParser(), msgspec.json.Decoder(_Chunk)
-        with self._connection.request("POST", "/v1/chat/completions", body=body) as response:
-            for data in response.iter_raw():
-                for event in parser.feed(data):
-                    if event == b"[DONE]":
-                        return timing
-                    failure = error_message(event)
-                    if failure is not None:
-                        raise ServerGoneError(failure)
-                    _take(decoder.decode(event), timing, write)
-        raise ServerGoneError(f"{self._connection.url} closed the connection amid an answer")
+        timing = Timing()
+        for chunk in _chunks(self._connection, "/v1/chat/completions", body):
+            _take(chunk, timing, write)
+        return timing
+
+    def complete(self, prompt: str, settings: Mapping[str, Any], write: Callable[[Piece], None]) -> Timing:
+        """Write what the model makes of a text as it comes. Arguments and errors are those of `ask`."""
+        timing = Timing()
+        for chunk in _chunks(self._connection, "/v1/completions", {"model": self._model, "prompt": prompt, **settings}):
+            _take(chunk, timing, write)
+        return timing
+
+
+def _chunks(connection: ServerConnection, path: str, body: dict[str, Any]) -> Iterator[_Chunk]:
+    """The pieces of a streamed answer, up to its end."""
+    parser, decoder = EventParser(), msgspec.json.Decoder(_Chunk)
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with connection.request("POST", path, body=body) as response:
+        for data in response.iter_raw():
+            for event in parser.feed(data):
+                if event == b"[DONE]":
+                    return
+                failure = error_message(event)
+                if failure is not None:
+                    raise ServerGoneError(failure)
+                yield decoder.decode(event)
+    raise ServerGoneError(f"{connection.url} closed the connection amid an answer")
 
 
 def _take(chunk: _Chunk, timing: Timing, write: Callable[[Piece], None]) -> None:
     for choice in chunk.choices[:1]:
         thoughts = choice.delta.reasoning_content or choice.delta.reasoning or ""
-        content = choice.delta.content or ""
+        content = choice.delta.content or choice.text
         if thoughts or content:
             timing.count(0)
             write(Piece(thoughts, content))

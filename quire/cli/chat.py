@@ -34,6 +34,7 @@ def build_parser() -> Parser:
     )
     group = parser.add_argument_group("chat options")
     group.add_argument("--system", metavar="TEXT", help="a system message in front of the conversation")
+    group.add_argument("-q", "--question", metavar="TEXT", help="ask this alone, and leave")
     group.add_argument("--stats", action="store_true", help="print tokens and speed after each answer")
     group.add_argument(
         "--reasoning-parser",
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         conversation = Conversation(
             answers, settings, namespace.system, screen=_screens(), note=_note, show_stats=namespace.stats
         )
-        for text in _typed():
+        for text in _typed() if namespace.question is None else [namespace.question]:
             conversation.take(unquoted(text))
             if conversation.is_over:
                 break

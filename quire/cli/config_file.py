@@ -87,4 +87,5 @@ def written(values: Mapping[str, Any]) -> str:
 
     shown = {name.replace("_", "-"): value for name, value in values.items() if name not in SECRETS}
     hidden = [f"# {name.replace('_', '-')} is set, and not shown\n" for name in SECRETS if values.get(name)]
-    return "".join(hidden) + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return "".join(hidden) + text

@@ -31,7 +31,7 @@ Groups: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 class _HelpOfGroup(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         print(parser.format_help() if values is None else parser.format_help_of(values), end="")
         parser.exit()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
+from quire.cli.vllm import main as vllm
 
 ENDLESS = "count"
 WORD = "word "
@@ -52,6 +54,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
+        if self.path == "/v1/completions":
+            self.respond(200)
+            self.event({"choices": [{"index": 0, "text": body["prompt"] + "!"}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
         question = body["messages"][-1]["content"]
         if question == "refuse":
             self.respond(400)
@@ -186,3 +193,19 @@ def test_through_a_pipe(
     assert "9 generated" in captured.err
     assert server.bodies[0]["model"] == "two"
     assert server.bodies[0]["top_k"] == 3
+
+
+def test_one_question(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", server.url, "-q", "one"]) == 0
+    assert capsys.readouterr().out == "**so** one\n\n\x1b[5m!\n"
+    assert server.questions() == [["one"]]
+
+
+def test_completions_by_vllms_command(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    assert vllm(["complete", "--url", server.url + "/v1", "--max-tokens", "3"]) == 0
+    assert vllm(["complete", "--url", server.url + "/v1", "-q", "c"]) == 0
+    assert capsys.readouterr().out == "a!\nb!\nc!\n"
+    assert [body.get("max_tokens") for body in server.bodies] == [3, 3, None]
