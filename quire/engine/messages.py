@@ -34,7 +34,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
     `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
     or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused` (0; 1: "new", 2: "all"),
-    `abort_all`."""
+    `abort_all`; of a fleet `stop_replica`, `start_replica` (`argument`: its number; 1: its engine is up)."""
 
     call_id: int
     method: str
