@@ -105,8 +105,8 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
         total = sum(1 for line in requests if line.strip()) if requests.seekable() else None
         if total is not None:
             requests.seek(0)
-        files = Files(_behind(requests, answered), answers, answered, total)
-        return asyncio.run(_run(options, settings, namespace.max_concurrency, files, listener))
+        work = Files(_behind(requests, answered), answers, answered, total)
+        return asyncio.run(_run(options, settings, namespace.max_concurrency, work, listener))
 
 
 class Files(NamedTuple):
