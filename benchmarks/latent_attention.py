@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
+from quire.kernels.arguments import LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quire.attention import tiles
-from quire.attention.interface import AttentionBatch, CacheScale, LayerAttention, LengthScale
+from quire.attention.interface import AttentionBatch
 from quire.attention.torch_backend import TorchAttention
+from quire.kernels.arguments import CacheScale, LayerAttention, LengthScale
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec

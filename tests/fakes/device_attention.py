@@ -9,8 +9,8 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.arguments import HeadWeights
+from quire.kernels.rotation import Rotation
 from quire.layers.operations import TorchOperations
-from quire.layers.rotation import Rotation
 
 
 class StepOperations(TorchOperations):

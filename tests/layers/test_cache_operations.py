@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention
-from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
+from quire.kernels.arguments import HeadWeights, LayerAttention, NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentShape
+from quire.kernels.rotation import DeviceRotation, Rotation
 from quire.layers.device import DeviceLayers
 from quire.layers.operations import TorchOperations
-from quire.layers.rotation import DeviceRotation, Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK

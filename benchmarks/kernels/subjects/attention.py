@@ -18,11 +18,11 @@ from benchmarks.kernels.subjects.machine import (
     parts,
     relative_error,
 )
-from quire.attention.interface import AttentionBatch, AttentionStep, LayerAttention
+from quire.attention.interface import AttentionBatch, AttentionStep
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels import reference
-from quire.kernels.arguments import HeadWeights, RotaryFrequencies
+from quire.kernels.arguments import HeadWeights, LayerAttention, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import copy_blocks

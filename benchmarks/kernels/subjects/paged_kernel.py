@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch
 from quire.attention.native_backend import NativeAttention
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import block_bytes
 from quire.kernels.cpu.recorder import Recorder

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_core import score_constants
 from quire.kernels.triton.attention_tiles import ROWS, Tiles
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, launch_over

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
 from quire.errors import ConfigError
-from quire.kernels.arguments import RotaryFrequencies
+from quire.kernels.arguments import LatentShape, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime

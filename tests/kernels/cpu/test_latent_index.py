@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.native_backend import NativeAttention
 from quire.errors import ConfigError
+from quire.kernels.arguments import IndexShape, LatentShape
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers

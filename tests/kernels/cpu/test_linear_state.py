@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from quire.layers.native_states import NativeStates
 
 from quire.attention.interface import StateStep
 from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
@@ -14,7 +15,6 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.layers.native_states import NativeStates
 from quire.layers.states import TorchStates
 from tests.layers.state_steps import (
     CUTS,
