@@ -49,9 +49,9 @@ class NativeAttention:
         (quire/worker/platform/native_columns.py)."""
         return self._plans.plans
 
-    def plan_beside(self, batch: AttentionBatch) -> NativeAttentionStep:
-        """Some sequences of the step that was planned last as a step of their own; valid until the next call."""
-        return NativeAttentionStep(self, self._plans_beside.set(batch), batch)
+    def plan_beside(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
+        """The plans, by KV group, of some sequences of the step that was planned last; valid until the next call."""
+        return self._plans_beside.set(batch)
 
     @property
     def block_size(self) -> int:
@@ -124,16 +124,14 @@ class NativeAttention:
         }
 
 
-class NativeAttentionStep(AttentionStep):
-    """One step's plans, by KV group, valid until the back end plans again; and operations that record kernels: for any
-    step, because a program is recorded for the memory of one pool, and each run brings its own plans."""
+class RecordedAttention(AttentionStep):
+    """Operations that record kernels over the memory of a back end's pool: for any step of it, since each run of a
+    program brings the step's plans."""
 
-    __slots__ = ("backend", "batch", "plans")
+    __slots__ = ("backend",)
 
-    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
+    def __init__(self, backend: NativeAttention) -> None:
         self.backend = backend
-        self.plans = plans
-        self.batch = batch
 
     def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
         qkv.recorder.keep.append(heads)
@@ -190,3 +188,14 @@ class NativeAttentionStep(AttentionStep):
             buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
             **self.backend.index_constants(shape),
         )
+
+
+class NativeAttentionStep(RecordedAttention):
+    """One step. plans: those of the KV groups, valid until the back end plans again."""
+
+    __slots__ = ("batch", "plans")
+
+    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
+        super().__init__(backend)
+        self.plans = plans
+        self.batch = batch

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from quire.attention.expanded import PIECE_KEYS, Prompt, expanded_prompts, rest_of
 from quire.attention.interface import AttentionBatch, AttentionStep
-from quire.attention.native_backend import Inputs, NativeAttention, NativeAttentionStep
+from quire.attention.native_backend import Inputs, NativeAttention, RecordedAttention
 from quire.config.device import NATIVE_HEAD_MULTIPLE
 from quire.kernels.arguments import ExpansionRule, HeadWeights, LatentExpansion, LatentShape, LayerAttention
 from quire.kernels.cpu import _native
@@ -38,7 +38,7 @@ class ExpandingAttention(AttentionStep):
         """By number of heads: of whole parts, and of the last one."""
         self._prompts: list[Prompt] = []
         self._batch: AttentionBatch | None = None
-        self._rest: tuple[torch.Tensor, NativeAttentionStep] | None = None
+        self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None
 
     def plan(self, batch: AttentionBatch) -> bool:
         """Take up a step; returns whether it has prompts to expand: without any, the ordinary program computes it."""
@@ -63,8 +63,8 @@ class ExpandingAttention(AttentionStep):
         assert self._batch is not None, "plan comes before compute"
         out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
         if self._rest is not None:
-            others, step = self._rest
-            out[others] = self._compute_rest(step, shape, expansion, [each[others] for each in rows])
+            others, plans = self._rest
+            out[others] = self._compute_rest(shape, expansion, [each[others] for each in rows], plans)
         group, pages = self.backend.latent_rows(shape.layer)
         if len(rows) > 4:
             turned_query, turned_key = (_turn(each, shape.rope_dim, rows[4]) for each in (turned_query, turned_key))
@@ -90,14 +90,20 @@ class ExpandingAttention(AttentionStep):
         return out
 
     def _compute_rest(
-        self, step: NativeAttentionStep, shape: LatentShape, expansion: LatentExpansion, rows: list[torch.Tensor]
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        rows: list[torch.Tensor],
+        plans: list[_native.AttentionPlan],
     ) -> torch.Tensor:
+        operations = RecordedAttention(self.backend)
+
         def record(*buffers: Buffer) -> Buffer:
             query, turned_query, latent, turned_key, *rotation = buffers
             inputs = query, turned_query, latent, turned_key
-            return step.attend_expanded(shape, expansion, inputs, rotation[0] if rotation else None)
+            return operations.attend_expanded(shape, expansion, inputs, rotation[0] if rotation else None)
 
-        return self._program(shape.layer, "rest", record)(rows, step.plans)
+        return self._program(shape.layer, "rest", record)(rows, plans)
 
     def _scratch_for(
         self, shape: LatentShape, expansion: LatentExpansion, query: torch.Tensor, num_keys: int
@@ -152,8 +158,8 @@ class _Scratch:
         Returns [T, heads, head_dim]."""
         layer = self._layer
         padded = F.pad(query, (0, layer.head_dim - query.shape[2])).flatten(1)
-        step = self._backend.plan_beside(self._batch(start, len(query)))
-        return self._reads([padded], step.plans).unflatten(1, (layer.num_heads, -1))
+        plans = self._backend.plan_beside(self._batch(start, len(query)))
+        return self._reads([padded], plans).unflatten(1, (layer.num_heads, -1))
 
     def _batch(self, start: int, count: int) -> AttentionBatch:
         positions = torch.arange(start, start + count)

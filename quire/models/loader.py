@@ -32,7 +32,6 @@ from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
@@ -111,20 +110,23 @@ def load_model(
     )
 
 
-def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | None = None) -> VisionEncoder:
+def load_vision(
+    config: ModelConfig, load: LoadConfig, group: ProcessGroup, runtime: NativeRuntime | None = None
+) -> VisionEncoder:
     """The vision tower of a model that takes images, in `config.dtype`, from the tensors `visual.*` of its checkpoint.
-    runtime: the native CPU kernels to compute with; None: plain torch operators. Raises ModelLoadError, naming file and
-    key or tensor, for a model without a tower that is known here, and for a checkpoint that is not its."""
+    group: the ranks, each of which has the whole tower. runtime: the native CPU kernels to compute with; None: plain
+    torch operators. Raises ModelLoadError, naming file and key or tensor, for a model without a tower that is known
+    here, and for a checkpoint that is not its."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
+    context = _torch_context(config, "cpu", group) if runtime is None else _native_context(config, group)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
             f"the last one is none of them: the language model has {config.num_layers} layers"
         )
-    tower = VisionTower(vision, context)
+    tower = VisionTower(vision, context.replicated())
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
     else:

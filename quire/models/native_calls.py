@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from quire.attention.interface import AttentionStep
-from quire.attention.native_backend import NativeAttentionStep
+from quire.attention.native_backend import NativeAttentionStep, RecordedAttention
 from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu.recorder import (
     ROW_ALIGNMENT,
@@ -52,21 +52,21 @@ class NativeCalls:
         return call.run_indices
 
     def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        planned: NativeAttentionStep | None = None
+        recorded: RecordedAttention | None = None
         calls: dict[bool, _RecordedCall] = {}
 
         def record(qkv: Buffer, rotation: Buffer | None = None) -> list[Buffer]:
-            assert planned is not None, "a program is recorded for a step"
-            attended = planned.attend(heads, qkv, rotation)
+            assert recorded is not None, "a program is recorded for a step"
+            attended = recorded.attend(heads, qkv, rotation)
             return [attended, *(cast("Buffer", layer(attended)) for layer in behind)]
 
         def compute(qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> list[torch.Tensor]:
-            nonlocal planned
+            nonlocal recorded
             assert isinstance(step, NativeAttentionStep), "a native model attends natively"
-            if planned is None or planned.backend is not step.backend:
+            if recorded is None or recorded.backend is not step.backend:
+                recorded = RecordedAttention(step.backend)
                 for each in calls.values():
                     each.release()
-            planned = step
             call = calls.get(rotation is not None)
             if call is None:
                 call = calls[rotation is not None] = self._call(record)
