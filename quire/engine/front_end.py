@@ -37,7 +37,7 @@ class FrontEnd:
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
     ) -> None:
-        self.config = config
+        self.config, self.options = config, options
         self.client = client
         self.tokenizer = tokenizer
         self.adapters = KnownAdapters(config.adapters)

@@ -114,7 +114,11 @@ def added(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
         (added(f"{PREFIX}{ATTENTION}.lora_B.bias", 96), {}, "biases are not supported"),
         (added(f"{PREFIX}{ATTENTION}.weight", 96, 48), {}, "no matrix of an adapter"),
         (added(f"{PREFIX}lm_head.modules_to_save.weight", 96, 48), {}, "whole modules beside the matrices"),
-        (lambda tensors: tensors, {"r": 4}, r"has shape \[8, 100\], where the model and rank 4 of .* ask for \[4, 100\]"),
+        (
+            lambda tensors: tensors,
+            {"r": 4},
+            r"has shape \[8, 100\], where the model and rank 4 of .* ask for \[4, 100\]",
+        ),
         (lambda tensors: tensors, {"rank_pattern": {"q_proj": 3}}, r"ask for \[3, 48\]"),
         (lambda tensors: tensors, {"target_modules": ["q_proj", "qkv"]}, "target_modules names 'qkv'"),
         (lambda tensors: {key: each.long() for key, each in tensors.items()}, {}, "not a matrix of floating-point"),
