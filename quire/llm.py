@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.adapters import LoRARequests
@@ -33,7 +34,6 @@ from quire.pooling_outputs import (
 from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.step import AdapterRef
 from quire.tokenization.conversation import ContentFormat, conversation_of
 from quire.utils.progress import MakeBar, ProgressBar
 

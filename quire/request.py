@@ -6,9 +6,10 @@ import enum
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams, ThinkingBudget
-from quire.step import AdapterRef, TokenValues
+from quire.step import TokenValues
 
 MAX_PRIORITY = 100
 """Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""

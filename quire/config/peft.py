@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import Fields, read_json, shown
 from quire.errors import ModelLoadError, UserError
-from quire.step import AdapterRef
 from quire.utils.model_files import file_bytes
 from quire.utils.safetensors_header import read_header
 

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.hub import fetch_adapter, looks_like_a_path
 from quire.config.peft import open_adapter
 from quire.errors import ModelLoadError, UserError, nearest_name
 from quire.lora_request import LoRARequest
-from quire.step import AdapterRef
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """The adapter of all prompts of a call, or one each."""

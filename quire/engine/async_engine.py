@@ -538,7 +538,7 @@ class AsyncLLM:
         lora_request: Any,
         request_id: str,
     ) -> EngineRequest:
-        (adapter,) = self.adapters.each(lora_request, 1)
+        adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
 
         def process() -> EngineRequest:
             return self.input_processor.process(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
@@ -22,7 +23,6 @@ from quire.parsers.registry import detect_reasoning_parser, reasoning_format
 from quire.prompt_image import PromptImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
-from quire.step import AdapterRef
 from quire.structured_output.writer import GrammarWriter
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.conversation import Conversation

@@ -98,13 +98,14 @@ class TorchAdapterStorage:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
-        self._place = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
 
     def attach(self, stack: AdapterStack) -> None:
         stack.stored = {}
 
     def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
-        kept = LowRank(matrices.a.to(**self._place), [b.to(**self._place) for b in matrices.b], matrices.scale)
+        a, *b = (each.to(self._device, self._dtype) for each in (matrices.a, *matrices.b))
+        kept = LowRank(a, b, matrices.scale)
         stack.stored.setdefault(slot, {})[piece] = kept
 
     def clear(self, stack: AdapterStack, slot: int) -> None:

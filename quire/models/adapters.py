@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_json import shown
 from quire.config.peft import PeftConfig, content_digest, read_peft_config, weight_file
@@ -18,7 +19,6 @@ from quire.models.checkpoint_names import CheckpointNames
 from quire.models.safetensors_files import BytesRead, read_safetensors
 from quire.models.torch_files import read_torch
 from quire.quantization.file_tensor import FileTensor
-from quire.step import AdapterRef
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.(?:default|weight))*")
 _PREFIX = re.compile(r"base_model\.model\.")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -49,6 +49,17 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Extras(NamedTuple):
+    """expert_counts: where layers with experts count the rows that they compute (None: they do not). adapters: of the
+    model's layers (None: it takes none)."""
+
+    expert_counts: ExpertCounters | None = None
+    adapters: ModelAdapters | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 def load_model(
     config: ModelConfig,
     load: LoadConfig,
@@ -57,15 +68,14 @@ def load_model(
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
-    expert_counts: ExpertCounters | None = None,
-    adapters: ModelAdapters | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
     native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
-    neither: plain torch operators on `device_type`. expert_counts: where layers with experts count the rows that they
-    compute. adapters: of the model's layers (None: it takes none).
+    neither: plain torch operators on `device_type`. extras: what
+    layers have besides.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -87,7 +97,9 @@ def load_model(
         context = _device_context(config, device_layers, group)
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
-    context = replace(context, expert_counts=expert_counts, adapters=None if adapters is None else adapters.layers)
+    adapters = extras.adapters
+    of_layers = None if adapters is None else adapters.layers
+    context = replace(context, expert_counts=extras.expert_counts, adapters=of_layers)
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:

@@ -1,4 +1,4 @@
-"""Adapters as the scheduler sees them: which one the workers hold in which slot, and who waits for a load.
+"""Adapters as the scheduler sees them: the slot in which the workers hold each, and the requests that wait for a load.
 
 A slot is given to another adapter only while no running request uses it. The worker loads beside steps, so a request
 whose adapter is not held waits (AdapterGate) and others start meanwhile.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.adapter_orders import AdapterOrders, AdapterRef
 from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.decoding.sequence import Deferral, Request
 from quire.errors import UserError
 from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage
 from quire.scheduler.running import RunningSet
-from quire.step import AdapterOrders, AdapterRef
 
 LOADING = "loading adapter"
 """The reason of the deferral."""

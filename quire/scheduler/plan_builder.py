@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.adapter_orders import AdapterOrders
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
 from quire.decoding.sequence import Request, Sequence
@@ -9,7 +10,7 @@ from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.multimodal.positions import row_fields
 from quire.scheduler.beam_reorder import BeamReorder
-from quire.step import AdapterOrders, HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
+from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
 
 
 class PlanChanges:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from quire.engine.call_options import PoolingOptions
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
@@ -81,6 +81,14 @@ async def render_chat(
     )
 
 
+class Terms(NamedTuple):
+    """On which terms the prompts of a request run: those of its fields, and the adapter that its model is."""
+
+    cache_salt: str | None
+    priority: int
+    adapter: LoRARequest | None
+
+
 async def generate(
     context: ServerContext,
     prompts: list[Prompt],
@@ -88,10 +96,8 @@ async def generate(
     request_id: str,
     *,
     answer_id: str,
-    cache_salt: str | None,
-    priority: int,
+    terms: Terms,
     names: Mapping[str, str],
-    adapter: LoRARequest | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
     are many sequences in turns (quire/server/turns.py).
@@ -112,7 +118,7 @@ async def generate(
     size = params.num_sequences
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
-    salt = client_salt(cache_salt)
+    salt = client_salt(terms.cache_salt)
     ids = _part_ids(request_id, len(prompts), per_prompt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -124,10 +130,8 @@ async def generate(
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
         if len(prompts) * size > share:
             part = parts[number]
-        options: PoolingOptions = {} if adapter is None else {"lora_request": adapter}
-        return context.engine.generate(
-            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part, **options
-        )
+        run = partial(context.engine.generate, cache_salt=salt, priority=terms.priority, lora_request=terms.adapter)
+        return run(prompts[index], settings, ids[number], delta=True, part=part)
 
     context.admit()
     charge = CHARGE.get() or Charge(context.metrics)

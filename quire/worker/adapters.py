@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 import torch
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import ADAPTER_SLOTS
 from quire.errors import ModelLoadError
 from quire.models.adapters import ModelAdapters
-from quire.step import AdapterRef, StepPlan
+from quire.step import StepPlan
 
 PATIENCE = 0.05
 """Seconds that a plan without tokens waits for a load to end."""

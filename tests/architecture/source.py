@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pooling_params",
         "pooling_outputs",
         "lora_request",
+        "adapter_orders",
         "prompt_image",
         "request",
         "step",

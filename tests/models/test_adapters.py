@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -20,9 +21,8 @@ from quire.config.peft import content_digest, open_adapter, read_peft_config
 from quire.errors import ModelLoadError, QuireError, UserError
 from quire.layers.adapters import TorchAdapterStorage
 from quire.models.adapters import ModelAdapters, read_matrices
-from quire.models.loader import load_model
+from quire.models.loader import Extras, load_model
 from quire.parallel.single import SINGLE_RANK
-from quire.step import AdapterRef
 from tests.fakes.adapters import PREFIX, Tensors, write, write_adapter
 from tests.models.families import mixtral, qwen3
 from tests.models.harness import randomize, save
@@ -40,7 +40,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> ModelAdapters:
 def adapters_of(directory: Path, limits: AdaptersConfig = LIMITS) -> ModelAdapters:
     config = load_model_config(str(directory), dtype="float32", max_model_len=None, revision=None, config_only=False)
     found = ModelAdapters(limits, TorchAdapterStorage(1, 16, torch.float32, torch.device("cpu")))
-    load_model(config, LoadConfig("auto", 0), SINGLE_RANK, adapters=found)
+    load_model(config, LoadConfig("auto", 0), SINGLE_RANK, extras=Extras(adapters=found))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Slots of adapters in the scheduler: who loads, who waits, and which slot is given away."""
+"""Slots of adapters in the scheduler: which requests wait, which loads are ordered, and into which slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.decoding.parallel import create_sequences
 from quire.decoding.sequence import Request
@@ -13,7 +14,6 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
 from quire.scheduler.running import RunningSet
-from quire.step import AdapterRef
 
 A, B, C = (AdapterRef(f"/{name}", name.encode()) for name in "abc")
 QUOTE: Any = None

@@ -22,7 +22,7 @@ from quire.layers.experts import ExpertCounters
 from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
-from quire.models.loader import TORCH_DTYPES, load_model, load_vision
+from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
@@ -128,8 +128,7 @@ class CpuPlatform:
             config.device.device,
             shown,
             self._runtime,
-            expert_counts=self.expert_counts,
-            adapters=self.adapters,
+            extras=Extras(self.expert_counts, self.adapters),
         )
 
     def _make_adapters(self) -> ModelAdapters | None:
