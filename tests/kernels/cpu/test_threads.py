@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation
 from tests.kernels.cpu.attention_pool import History, NativePool, Setting
