@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from quire import envs
 from quire.cli.main import run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
+from quire.cli.serve import start
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
 from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
@@ -58,9 +59,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     settings = ServerSettings.from_keywords({**IN_VLLMS_PLACE, **line.settings})
     for note in line.notes:
         print(f"quire: note: {note}", file=sys.stderr)
-    from quire.server.run import serve  # after the options are known to be good: it imports the web framework
-
-    return serve(options, settings)
+    return start(options, settings)
 
 
 def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
