@@ -24,11 +24,10 @@ def build_core(
     make_scheduler: SchedulerFactory = paged_scheduler,
     config: EngineConfig | None = None,
 ) -> EngineCore:
-    """Resolve the options, unless `config` is what they resolve to, load the model and size the cache.
+    """Resolve the options (unless `config` is what they resolve to), load the model and size the cache.
 
-    Raises ConfigError, ModelLoadError or InsufficientMemoryError.
-    executor: `"module:attribute"`, imported here, so that a front end in another process never imports torch.
-    make_scheduler: as for EngineCore.
+    Raises ConfigError, ModelLoadError or InsufficientMemoryError. executor: `"module:attribute"`, imported here, so
+    that a front end in another process never imports torch. make_scheduler: as for EngineCore.
     """
     config = resolve(options) if config is None else config
     make_executor = load_target(executor)

@@ -227,7 +227,8 @@ def test_options_of_servers(
     document: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each is taken, or refused in the words that the document shows. No server starts."""
-    monkeypatch.setattr("quire.cli.serve.start", lambda options, settings: 0)
+    for module in ("serve", "vllm"):
+        monkeypatch.setattr(f"quire.cli.{module}.start", lambda options, settings: 0)
     program, *words = shlex.split(command.removeprefix("python -m "), comments=True)
     status = main(words) if program == "quire" else vllm_main(words)
     error = capsys.readouterr().err.strip()
