@@ -109,7 +109,7 @@ class DeviceExpansion:
         kernel = self._kernels.get((layer, tiles))
         if kernel is None:
             kernel = self._kernels[layer, tiles] = VarlenAttention(layer, pages, None, tiles)
-        kernel.run(PagedAttention(rows.flatten(1), pages, attended, batch, 0, layer), skipped=0)
+        kernel.launch(PagedAttention(rows.flatten(1), pages, attended, batch, 0, layer), skipped=0)
         results = attended.unflatten(1, (num_heads, dim))[..., :value_dim].flatten(1)
         columns = slice(first * value_dim, (first + num_heads) * value_dim)
         begin = 0

@@ -217,13 +217,13 @@ class StatePart:
     shape: tuple[int, ...]
 
     @property
-    def end(self) -> int:
+    def end_offset(self) -> int:
         """Bytes of a page up to the part's end."""
         return self.offset + 4 * torch.Size(self.shape).numel()
 
     def blocks(self, states: StateStep) -> torch.Tensor:
         """[num_blocks, *shape], the pool's memory."""
-        return states.pages[self.layer][:, self.offset : self.end].view(torch.float32).unflatten(1, self.shape)
+        return states.pages[self.layer][:, self.offset : self.end_offset].view(torch.float32).unflatten(1, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,23 +279,23 @@ class DeltaRule:
     def updates(self) -> StatePart:
         """Of the tokens behind the border: u of `gated_delta_rule`."""
         shape = (self.num_value_heads, KEPT_ROWS, line_elements(self.value_dim))
-        return StatePart(self.layer, self.state.end, shape)
+        return StatePart(self.layer, self.state.end_offset, shape)
 
     @property
     def keys(self) -> StatePart:
         """Of the tokens behind the border."""
         shape = (self.num_key_heads, KEPT_ROWS, line_elements(self.key_dim))
-        return StatePart(self.layer, self.updates.end, shape)
+        return StatePart(self.layer, self.updates.end_offset, shape)
 
     @property
     def decays(self) -> StatePart:
         """Logarithms, of the tokens behind the border."""
-        return StatePart(self.layer, self.keys.end, (self.num_value_heads, line_elements(KEPT_ROWS)))
+        return StatePart(self.layer, self.keys.end_offset, (self.num_value_heads, line_elements(KEPT_ROWS)))
 
     @property
-    def end(self) -> int:
+    def end_offset(self) -> int:
         """Bytes of a page up to the last that the rule keeps."""
-        return self.decays.end
+        return self.decays.end_offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,7 @@ class _PiecewisePass:
     def replay(self, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None) -> None:
         assert _token_addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
-        others = {"compute_states": states, "put": overlay, "add": overlay}
+        others = {"compute_states": states, "put": overlay, "add_behind": overlay}
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
             getattr(others.get(call.method, step), call.method)(*call.args)
@@ -332,8 +332,8 @@ class _Pieces(AttentionStep):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return self._between("put", (), x)
 
-    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self._between("add", (layer,), x)
+    def add_behind(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self._between("add_behind", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """[T, width] of the shared output, contiguous: layers differ in their widths."""

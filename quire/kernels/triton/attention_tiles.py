@@ -85,7 +85,7 @@ class HeadShape:
 class Tiles:
     """block_m: rows of queries (tokens x heads of a group). block_n: keys. num_warps, num_stages: Triton's.
     fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is not). max_registers: of
-    a thread (0: the compiler chooses). warp_groups: one warp group copies and two of num_warps multiply
+    a thread (0: the compiler chooses). uses_warp_groups: one warp group copies and two of num_warps multiply
     (`prompt_attention`)."""
 
     block_m: int
@@ -94,7 +94,7 @@ class Tiles:
     num_stages: int
     fixed_keys: int = 0
     max_registers: int = 0
-    warp_groups: bool = False
+    uses_warp_groups: bool = False
 
     def tokens(self, group: int) -> int:
         """Tokens in one tile."""
@@ -125,19 +125,22 @@ def padded_dim(head_dim: int) -> int:
 
 
 def varlen_tiles(
-    shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, warp_groups: bool = False
+    shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, allow_warp_groups: bool = False
 ) -> Tiles:
-    """Tiles of prompt attention: no more rows than a sequence has, up to 128, and as many keys as fit. On Hopper, as
-    measured with heads of 128: two programs on a multiprocessor over short contexts, one of three warp groups over
-    longer ones. warp_groups: the layer is one that `prompt_attention.can_attend`."""
+    """Tiles of the kernels for prompts, which compute batches of sequences of various lengths ("varlen"): no more rows
+    than the longest sequence has, up to 128, and as many keys as fit. On Hopper, as measured with heads of 128: two
+    programs on a multiprocessor over short contexts, one of three warp groups over longer ones.
+
+    max_query_len: new tokens of the sequence that has most; max_seq_len: tokens of the longest sequence.
+    allow_warp_groups: `prompt_attention.allows_warp_groups` holds for the layer."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
     rows = max_query_len * shape.group
     if rows > MIDDLE_ROWS and limits.capability[0] == 9 and shape.dim == shape.head_dim == 128 and shape.group <= ROWS:
         if max_seq_len <= SHORT_CONTEXT:
             return Tiles(ROWS, 64, 8, 2, max_registers=128)
-        if warp_groups:
-            return Tiles(ROWS, 128, 4, 2, warp_groups=True)
+        if allow_warp_groups:
+            return Tiles(ROWS, 128, 4, 2, uses_warp_groups=True)
     if rows > MIDDLE_ROWS:
         return _fitted(shape, ROWS, limits, limits.shared_memory)
     block_m = MIDDLE_ROWS if rows > SMALL_ROWS else SMALL_ROWS

@@ -304,7 +304,7 @@ class SplitAttention:
         )
         self._has_merged = False
 
-    def run(self, work: PagedAttention, plan: SplitPlan) -> None:
+    def launch(self, work: PagedAttention, plan: SplitPlan) -> None:
         batch, query, out, tables = work.batch, work.query, work.out, work.tables
         self._split(
             (self._num_kv_heads, batch.num_seqs, plan.num_programs),
@@ -340,4 +340,4 @@ class SplitAttention:
 
 def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
     """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
-    SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).run(work, plan)
+    SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).launch(work, plan)

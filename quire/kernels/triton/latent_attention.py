@@ -414,7 +414,7 @@ class LatentKernels:
         self._attend_selected = bind(_sparse_kernel, reading, TOP=shape.top, **tiled) if shape.top else None
         self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, AHEAD=AHEAD, num_warps=4)
 
-    def run(
+    def launch(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation | None,
@@ -438,7 +438,7 @@ class LatentKernels:
         batch: DeviceBatch,
         group: int,
     ) -> None:
-        """The first half of `run`: turn, and write the tokens' latents."""
+        """The first half of `launch`: turn, and write the tokens' latents."""
         slots = batch.slot_mapping[group]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)

@@ -227,11 +227,11 @@ class VarlenAttention:
             **tiles.settings,
         )
 
-    def run(self, work: PagedAttention, skipped: int) -> None:
+    def launch(self, work: PagedAttention, skipped: int) -> None:
         """skipped: sequences with at most that many new tokens are left out."""
         launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
     """skipped: sequences with at most that many new tokens are left out."""
-    VarlenAttention(work.layer, work.pages, work.sinks, tiles).run(work, skipped)
+    VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)

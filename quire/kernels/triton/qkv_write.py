@@ -178,7 +178,7 @@ class HeadPreparation:
         self._sizes = [count * shape.head_dim for count in (self._num_heads, num_kv_heads, num_kv_heads)]
         self._kernels: dict[int, _WriteKernel] = {}
 
-    def run(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
+    def launch(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
         half = 0 if rotation is None else rotation.cos.shape[1]
         kernel = self._kernels.get(half)
         if kernel is None:
@@ -187,7 +187,7 @@ class HeadPreparation:
             kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale, writes=self._writes)
             self._kernels[half] = kernel
         query, key, value = qkv.split(self._sizes, 1)
-        kernel.run(query, key, value, slots, rotation)
+        kernel.launch(query, key, value, slots, rotation)
 
 
 def prepare_heads(
@@ -199,12 +199,12 @@ def prepare_heads(
     of the T tokens' positions, or None. pages: of the layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], of
     any float dtype, or e4m3 bits. slots: [T] int64, block * block_size + offset; below 0: neither is written.
     """
-    HeadPreparation(heads, pages).run(qkv, rotation, slots)
+    HeadPreparation(heads, pages).launch(qkv, rotation, slots)
 
 
 def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).run(
+    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).launch(
         key.flatten(1), key.flatten(1), value.flatten(1), slots, None
     )
 
@@ -259,7 +259,7 @@ class _WriteKernel:
             num_warps=2,
         )
 
-    def run(
+    def launch(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
