@@ -23,7 +23,7 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 class DeviceExpansion:
     """Owns the scratch, which all layers share: for a sequence of `max_num_keys` keys and a part of the heads,
-    allocated when a prompt is first expanded. limits: of the device."""
+    allocated when a prompt is first expanded. limits: the device's."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
         self._max_num_keys = max_num_keys
@@ -77,8 +77,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """query: of all tokens of the step, the second rotated. kept: [blocks, block_size, width] of the prompts of
-        `work`, whose batch is over the scratch pages."""
+        """query: both parts of the queries of all the step's tokens, the second rotated. kept: [blocks, block_size,
+        width] of the prompts of `work`, whose batch is over the scratch pages."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)
