@@ -130,9 +130,10 @@ def _step(step, weights, sums, factor, maximum, total, first_position, first_key
           num_warps: gl.constexpr):  # fmt: skip
     """Scores of this step's keys and their weights, while the last step's weights are multiplied with its values.
 
-    step: number of the tile of keys, counted from the last tile. weights: those of the step before, not multiplied yet.
-    sums: [64, DIM], weighted values before those; factor: what they are multiplied with first. maximum, total: of
-    `_weights`. Returns weights, sums, factor, maximum and total for the next step."""
+    step: number of the tile of keys, counted from the last tile. weights: the weights of the step before, not
+    multiplied yet. sums: [64, DIM], weighted values before these; factor: multiplies the sums first. maximum, total:
+    results of `_weights`. Returns weights, sums, factor, maximum and total for the next step.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
     stage = step % STAGES
