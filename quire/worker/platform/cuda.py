@@ -53,8 +53,8 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
-    not."""
+    """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
+    none."""
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
         """group: the ranks that share each layer."""
@@ -258,7 +258,7 @@ class CudaPlatform:
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
-        """Of the graphs of one request state."""
+        """A capture for the graphs of one request state."""
         return CudaGraphCapture()
 
 
