@@ -15,6 +15,7 @@ import msgspec
 
 from quire.adapter_orders import AdapterRef
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.adapters import LoRARequests
 from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of
@@ -63,7 +64,7 @@ class LLM(OfflineEngine):
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod

@@ -68,7 +68,7 @@ class GatedDeltaNet:
         sizes = (shape.num_key_heads, heads, shape.key_dim, shape.value_dim)
         self._rule = DeltaRule(*sizes, floats(heads), floats(heads), layer, offset=0)
         self._convolution = ConvolutionWeights(
-            floats(shape.width, channels), None, activation, layer, self._rule.end, shape.num_spare
+            floats(shape.width, channels), None, activation, layer, self._rule.end_offset, shape.num_spare
         )
         weight = torch.empty(shape.value_dim, dtype=context.dtype, device=context.device)
         self._norm = GatedNormWeights(shape.value_dim, weight, epsilon)
@@ -85,7 +85,7 @@ class GatedDeltaNet:
         return self._output(operations.gated_norm(self._norm, result, self._z(x)), residual)
 
     def cache_spec(self) -> LayerSpec:
-        return StateSpec(self._convolution.inputs.end)
+        return StateSpec(self._convolution.inputs.end_offset)
 
     def slots(self) -> WeightSlots:
         kernel = self._convolution.kernel

@@ -129,7 +129,7 @@ class Decoder:
             rotation, rows = rotations[self._rotaries[number]], batch.logits_rows if number == last else None
             x = self._layers[number](x, rotation, batch, rows)
             if overlay is not None and number in overlaid:
-                x = overlay.add(number, x)
+                x = overlay.add_behind(number, x)
             if number in batch.taps:
                 tapped[number] = self._copied(x)
         return ForwardResult(x if last is None else self.leave(x), tapped)

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
 from quire.tokenization.conversation import ContentFormat
 from quire.tokenization.jobs import RESERVED_OPTIONS
+from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535

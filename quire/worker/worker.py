@@ -159,13 +159,13 @@ class Worker:
 
     @_computes
     def expert_counts(self) -> list[list[int]]:
-        """As the Executor's."""
+        """The rows that each expert has computed, by layer: `Executor.expert_counts`."""
         self.platform.synchronize()
         counters = self.platform.expert_counts
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
-        """What was computed while starting is no request's."""
+        """Set the counters of experts to 0: rows that were computed while starting are no request's."""
         counters = self.platform.expert_counts
         for counts in () if counters is None else counters.by_layer:
             counts.zero_()

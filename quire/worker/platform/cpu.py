@@ -94,7 +94,7 @@ class CpuPlatform:
         return torch.is_inference_mode_enabled() and torch.get_num_threads() == self._num_threads
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: work has run when a call returns."""
 
     def describe(self) -> str:
         model, device, runtime = self._config.model, self._config.device, self._runtime

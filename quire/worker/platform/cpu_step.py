@@ -69,7 +69,7 @@ class CpuCompute:
         return self._no_copy
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
-        """Nothing is compiled."""
+        """Return at once: no kernel is compiled."""
 
     def capture_next(self) -> bool:
         return False

@@ -54,8 +54,8 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
-    not."""
+    """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
+    none."""
 
     adapters: ModelAdapters | None = None
     """None are taken yet."""
@@ -262,7 +262,7 @@ class CudaPlatform:
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
-        """Of the graphs of one request state."""
+        """A capture for the graphs of one request state."""
         return CudaGraphCapture()
 
 
