@@ -56,7 +56,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-IMAGE = PromptImage(3, (1, 2, 2), b"key", b"pixels", (8, 4))
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
     8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
 )
