@@ -66,13 +66,15 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
     name = IMAGE_OF_PART.get(kind) or (OBJECT_OF_PART.get(kind) if takes_objects else None)
     if name is None:
         return None
-    image, detail = part.get(name), part.get("detail")
+    image: Any = part.get(name)
+    detail: Any = part.get("detail")
     if image is None:
         raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
     if isinstance(image, Mapping):
         if unknown := image.keys() - {"url", "detail"}:
             raise UserError(f"{where}.{name}: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}")
-        image, detail = image.get("url"), image.get("detail", detail)
+        detail = image.get("detail", detail)
+        image = image.get("url")
     if takes_objects and not isinstance(image, str):
         return Picture(where, image)
     return Picture.of_url(image, f"{where}.{name}", detail)
