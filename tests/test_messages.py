@@ -29,7 +29,7 @@ from quire.engine.messages import (
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.prompt_image import PromptImage
+from quire.prompt_image import PromptImage, ReadyImage
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
@@ -141,6 +141,7 @@ EXAMPLES: list[msgspec.Struct] = [
     NEW_SEQUENCE,
     SAMPLING,
     IMAGE,
+    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4)),
     TOKEN_VALUES,
     FORK,
     StepPlan(

@@ -75,7 +75,7 @@ def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture
             raise UserError(f"{where}.{name}: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}")
         detail = image.get("detail", detail)
         image = image.get("url")
-    if takes_objects and not isinstance(image, str):
+    if kind in OBJECT_OF_PART and not isinstance(image, str):
         return Picture(where, image)
     return Picture.of_url(image, f"{where}.{name}", detail)
 
