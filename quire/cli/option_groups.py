@@ -13,12 +13,13 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "model": (
         "the model and its files",
         ("runner", "tokenizer", "tokenizer_revision", "chat_template", "skip_tokenizer_init", "dtype", "quantization",
-         "load_format", "model_impl", "load_draft_head", "language_model_only", "revision", "download_dir", "hf_overrides",
+         "load_format", "model_impl", "load_draft_head", "revision", "download_dir", "hf_overrides",
          "generation_config", "override_generation_config"),
     ),
     "images": (
         "images",
-        ("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb",
+        ("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs",
+         "mm_processor_cache_gb",
          "allowed_media_domains", "allowed_local_media_path", "trust_request_mm_kwargs"),
     ),
     "kv": (
