@@ -20,6 +20,7 @@ from quire.config.device import (
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
+from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
@@ -154,6 +155,15 @@ def resolve(options: EngineOptions) -> EngineConfig:
         parallel=parallel,
         speculation=speculation,
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
+        media=MediaConfig.of(
+            language_model_only=options.language_model_only,
+            limit_mm_per_prompt=options.limit_mm_per_prompt or {},
+            mm_processor_kwargs=options.mm_processor_kwargs or {},
+            media_io_kwargs=options.media_io_kwargs or {},
+            mm_processor_cache_gb=options.mm_processor_cache_gb,
+            allowed_media_domains=options.allowed_media_domains or [],
+            allowed_local_media_path=options.allowed_local_media_path,
+        ),
     )
 
 

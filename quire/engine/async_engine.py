@@ -22,7 +22,15 @@ from quire.engine.engine_process import EngineProcess
 from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, mix_seed, num_units, prompt_text
+from quire.engine.input_processor import (
+    IMAGE_KEY,
+    InputProcessor,
+    Prompt,
+    RenderedChat,
+    mix_seed,
+    num_units,
+    prompt_text,
+)
 from quire.engine.messages import EngineReady
 from quire.engine.output_stream import StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
@@ -35,6 +43,7 @@ from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.multimodal.inputs import NoImages
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -174,6 +183,11 @@ class AsyncLLM:
     def takes_priorities(self) -> bool:
         """Whether a request may bring a priority."""
         return self._front_end.config.scheduler.scheduling_policy == "priority"
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return not isinstance(self.input_processor.images, NoImages)
 
     @property
     def max_num_seqs(self) -> int:
@@ -540,6 +554,9 @@ class AsyncLLM:
     async def _process(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
     ) -> EngineRequest:
+        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
+            prompt = await self.texts.pictures.of_prompt(prompt)
+
         def process() -> EngineRequest:
             return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
 
