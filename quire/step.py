@@ -22,7 +22,7 @@ Some samples need a mask of allowed tokens that depends on tokens which earlier 
 (`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
 a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
 
-Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
+Order of effects of one plan: write the tokens of `sampled`; release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
 `beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`; append `new_blocks` and
 apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 
@@ -211,6 +211,9 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     expects_sampling_inputs: list[int] = []
     """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
+    sampled: list[tuple[int, int]] = []
+    """(seq_id, token): last tokens of rows, which earlier plans have sampled on the last stage of a pipeline: the other
+    stages learn them so. The executor adds them."""
 
     @property
     def total_tokens(self) -> int:

@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.spec import LayerSpec, layer_specs
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
@@ -47,6 +47,36 @@ class DecoderLayer(Protocol):
         ...
 
 
+class ElsewhereLayer:
+    """A layer that another stage computes. Implements DecoderLayer but for its call."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        raise AssertionError("another stage computes this layer")
+
+    def cache_spec(self) -> LayerSpec:
+        return self._spec
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
+def make_layers(
+    config: ModelConfig, context: LayerContext, make_layer: Callable[[int], DecoderLayer]
+) -> list[DecoderLayer]:
+    """All layers of a model, of which those of other stages are no more than what they keep. make_layer: from a layer's
+    number."""
+    stage = context.stage
+    if stage.count == 1:
+        return [make_layer(number) for number in range(config.num_layers)]
+    specs = enumerate(layer_specs(config, context.group.size))
+    return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
+
+
 class Decoder:
     """A model as a list of layers: rows enter (embeddings, or the hidden states of the stage before), pass through the
     layers, and leave (a final norm)."""
@@ -70,14 +100,15 @@ class Decoder:
         which share one where they rotate alike (empty: no layer is rotated)."""
         self._layers = list(layers)
         self._rotaries = rotaries or [None] * len(layers)
-        self._numbers = range(len(layers))
+        self._stage = stage = context.stage
+        self._numbers = range(len(layers)) if stage.count == 1 else stage.layers
         """Of the layers that `forward` runs."""
-        self._is_end = True
+        self._is_end = stage.is_last
         """Whether its last layer is the model's."""
         self._operations = context.operations
         self._head: OutputHead = head
         self._names = names
-        self.slots: WeightSlots = prefixed("lm_head", head.slots())
+        self.slots: WeightSlots = self.at_exit(prefixed("lm_head", head.slots()))
         """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""
         for index, layer in enumerate(layers):
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
@@ -85,7 +116,16 @@ class Decoder:
     def project_vectors(self, head: OutputHead) -> None:
         """Have `compute_logits` project what was pooled, by tensors that are called as `head` says."""
         self._head = head
-        self.slots |= head.slots()
+        self.slots |= self.at_exit(head.slots())
+
+    def at_entrance(self, slots: WeightSlots, *, is_head: bool = False) -> WeightSlots:
+        """The slots of what comes before the first layer: none on other stages than the first. is_head: the last stage
+        reads them as well."""
+        return slots if self._stage.is_first or (is_head and self._stage.is_last) else {}
+
+    def at_exit(self, slots: WeightSlots) -> WeightSlots:
+        """The slots of what follows the last layer: none on other stages than the last."""
+        return slots if self._stage.is_last else {}
 
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
@@ -174,7 +214,7 @@ class TextDecoder(Decoder):
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
         super().__init__(
-            [make_layer(number) for number in range(len(ropes))],
+            make_layers(config, context, make_layer),
             "model.layers",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
@@ -182,8 +222,9 @@ class TextDecoder(Decoder):
             [made[rope] for rope in ropes],
         )
         self._norm = norm(config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._tokens.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
+        tokens = prefixed("model.embed_tokens", self._tokens.slots())
+        self.slots |= self.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self.at_exit(prefixed("model.norm", self._norm.slots()))
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:

@@ -151,7 +151,7 @@ class HybridDecoder(TextDecoder):
         ropes = [usual_rope(config)] * config.num_layers
         super().__init__(config, context, partial(HybridLayer, config, context), ropes, UnitOffsetRMSNorm)
         self.draft_head: DraftHead | None = None
-        if config.shape.draft_layers:
+        if config.shape.draft_layers and context.stage.count == 1:
             layers = _draft_layers(config, replace(context, expert_counts=None))
             self.draft_head = DraftHead(config, layers, self._tokens, self._rotaries[0], self._head, context)
             self.slots |= prefixed("mtp", self.draft_head.slots)

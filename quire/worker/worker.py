@@ -122,6 +122,9 @@ class Worker:
         """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
+        stage = self.platform.stage
+        if stage.count > 1:
+            layout = layout.of_layers(stage.layers)
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
@@ -135,7 +138,15 @@ class Worker:
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)
         requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
-        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling, self._overlays)
+        self._runner = ModelRunner(
+            compute,
+            requests,
+            self._transfers,
+            model.vocab_size,
+            model.pooling,
+            self._overlays,
+            is_end=stage.is_last,
+        )
         self._runner.warm_up()
         self.platform.synchronize()
         self._forget_expert_counts()

@@ -19,6 +19,7 @@ from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
+from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
@@ -238,6 +239,8 @@ class Platform(Protocol):
         """What computes: blocks on disk are shared only between engines whose code computes the same bits."""
         ...
 
+    stage: Stage
+    """The layers that it computes."""
     expert_counts: ExpertCounters | None
     """Of each layer with experts, by number of an expert, the rows that it has computed: int64, where the model
     computes. None without the option of that name."""
