@@ -90,9 +90,10 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
             f"does not share out {model.architecture}, which runs through Transformers: choose a family of Quire's own"
         )
         raise _refused(options, reason, name)
-    if options.pipeline_parallel_size > model.num_layers:
-        reason = f"pipeline_parallel_size={options.pipeline_parallel_size} is more than the model's {model.num_layers} layers"
-        raise ConfigError(reason, param="pipeline_parallel_size")
+    pp = options.pipeline_parallel_size
+    if pp > model.num_layers:
+        message = f"pipeline_parallel_size={pp} is more than the model's {model.num_layers} layers"
+        raise ConfigError(message, param="pipeline_parallel_size")
     tp = options.tensor_parallel_size
     if tp == 1:
         return

@@ -42,9 +42,9 @@ STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
 class RankLaunch(msgspec.Struct):
-    """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point: beginning of
-    the names of files for the ranks' addresses, one for each stage. beats_fd: write end of a pipe for beats
-    (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
+    """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point:
+    beginning of the names of files for the ranks' addresses, one for each stage. beats_fd: write end of a pipe for
+    beats (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
 
     rank: int
     socket_fd: int

@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.kv_cache.spec import LayerSpec, layer_specs
+from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
@@ -25,6 +25,7 @@ from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 from quire.models.head import OutputHead
+from quire.models.staged import make_layers
 from quire.quantization.integer_weight import WeightSource
 
 
@@ -45,36 +46,6 @@ class DecoderLayer(Protocol):
     def slots(self) -> WeightSlots:
         """Where the tensors of a checkpoint go, by their names inside the layer."""
         ...
-
-
-class ElsewhereLayer:
-    """A layer that another stage computes. Implements DecoderLayer but for its call."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self._spec = spec
-
-    def __call__(
-        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
-    ) -> Value:
-        raise AssertionError("another stage computes this layer")
-
-    def cache_spec(self) -> LayerSpec:
-        return self._spec
-
-    def slots(self) -> WeightSlots:
-        return {}
-
-
-def make_layers(
-    config: ModelConfig, context: LayerContext, make_layer: Callable[[int], DecoderLayer]
-) -> list[DecoderLayer]:
-    """All layers of a model, of which those of other stages are no more than what they keep. make_layer: from a layer's
-    number."""
-    stage = context.stage
-    if stage.count == 1:
-        return [make_layer(number) for number in range(config.num_layers)]
-    specs = enumerate(layer_specs(config, context.group.size))
-    return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
 
 
 class Decoder:

@@ -17,7 +17,8 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention, make_layers
+from quire.models.decoder import Decoder, layer_attention
+from quire.models.staged import make_layers
 
 
 class GPT2Layer:

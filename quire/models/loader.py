@@ -55,7 +55,6 @@ def load_model(
     config: ModelConfig,
     load: LoadConfig,
     group: ProcessGroup,
-    device_type: str = "cpu",
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
@@ -66,7 +65,7 @@ def load_model(
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
     native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
-    neither: plain torch operators on `device_type`. expert_counts: where layers with experts count the rows that they
+    neither: plain torch operators. expert_counts: where layers with experts count the rows that they
     compute. stage: the layers that this process loads.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
@@ -88,7 +87,7 @@ def load_model(
     if device_layers is not None:
         context = _device_context(config, device_layers, group)
     else:
-        context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
+        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     context = replace(context, expert_counts=expert_counts, stage=stage)
     model = build_model(config, context, _native_calls(config, context, runtime))
     report = progress or _silent
@@ -137,7 +136,7 @@ def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | 
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
+    context = _torch_context(config, SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
@@ -170,12 +169,12 @@ def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRun
     return NativeCalls(context, runtime)
 
 
-def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
+def _torch_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
     return layer_context(
         dtype=dtype,
-        device=torch.device(device_type),
+        device=torch.device("cpu"),
         cache_dtype=config.kv_cache_dtype,
         group=group,
         operations=TorchOperations(),

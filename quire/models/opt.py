@@ -18,7 +18,8 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention, make_layers
+from quire.models.decoder import Decoder, layer_attention
+from quire.models.staged import make_layers
 
 POSITION_OFFSET = 2
 NORM_EPSILON = 1e-5

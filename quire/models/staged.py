@@ -1,16 +1,54 @@
-"""A stage of a pipeline as a model of its own: hidden states come in and go out through links."""
+"""A stage of a pipeline as a model of its own: some layers, with hidden states that come in and go out by links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from quire.kv_cache.spec import LayerSpec
+from quire.config.model import ModelConfig
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec, layer_specs
 from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.operations import RotationTable
 from quire.models.interface import CausalLM
 from quire.parallel.stage import Stage
 from quire.quantization.integer_weight import WeightSource
+
+if TYPE_CHECKING:
+    from quire.models.decoder import DecoderLayer
+
+
+class ElsewhereLayer:
+    """A layer that another stage computes. Implements DecoderLayer but for its call."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        raise AssertionError("another stage computes this layer")
+
+    def cache_spec(self) -> LayerSpec:
+        return self._spec
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
+def make_layers(
+    config: ModelConfig, context: LayerContext, make_layer: Callable[[int], DecoderLayer]
+) -> list[DecoderLayer]:
+    """All layers of a model, of which those of other stages are no more than what they keep. make_layer: from a layer's
+    number."""
+    stage = context.stage
+    if stage.count == 1:
+        return [make_layer(number) for number in range(config.num_layers)]
+    specs = enumerate(layer_specs(config, context.group.size))
+    return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
 
 
 class StagedModel:
@@ -43,7 +81,7 @@ class StagedModel:
         if incoming is None:
             result = self._model.forward(batch)
         else:
-            rows = incoming.receive((len(batch.token_ids), self._hidden_size), self._dtype)
+            rows = incoming.receive((len(cast("torch.Tensor", batch.token_ids)), self._hidden_size), self._dtype)
             result = self._model.forward(batch.having(hidden=rows))
             incoming.release()
         if outgoing is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -65,3 +63,18 @@ def test_the_bits_of_one_rank(model_path: Path, runtime_directory: Path) -> None
         core.shutdown()
     assert all(has_ended(process) for process in processes)
     assert list(runtime_directory.iterdir()) == []
+
+
+class Reused:
+    """Ranks that outlive the engine cores over them."""
+
+    def __init__(self, ranks: RankProcesses) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def close(self) -> None:
+        """The test closes them."""
+
+

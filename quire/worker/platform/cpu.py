@@ -124,7 +124,6 @@ class CpuPlatform:
             config.model,
             config.load,
             self._group,
-            config.device.device,
             shown,
             self._runtime,
             expert_counts=self.expert_counts,
