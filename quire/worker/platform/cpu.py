@@ -113,7 +113,13 @@ class CpuPlatform:
             code = torch_code(self._config.device.num_threads)
         else:
             code = native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
-        return code if self._group.size == 1 else {**code, "rank": f"{self._group.rank} of {self._group.size}"}
+        for what, number, count in (
+            ("rank", self._group.rank, self._group.size),
+            ("stage", self.stage.number, self.stage.count),
+        ):
+            if count > 1:
+                code[what] = f"{number} of {count}"
+        return code
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
