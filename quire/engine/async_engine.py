@@ -477,6 +477,24 @@ class AsyncLLM:
         """Whether requests are rejected because the engine sleeps."""
         return bool(await self._count("is_sleeping"))
 
+    async def stop_replica(self, number: int) -> None:
+        """End one of several engines (`data_parallel_size`), and free its memory, until `start_replica`. Its requests
+        go on at the others with the tokens that they would have had. Raises UserError where none of the others is
+        up."""
+        await self._count("stop_replica", self._replica(number))
+
+    async def start_replica(self, number: int) -> bool:
+        """Start a replica that was stopped. Returns whether it is up; one that could not be started, as the log says,
+        is started again once a minute."""
+        return bool(await self._count("start_replica", self._replica(number)))
+
+    def _replica(self, number: int) -> str:
+        count = self._front_end.options.data_parallel_size
+        if not 0 <= number < count or count == 1:
+            known = f"0 to {count - 1}" if count > 1 else "there is one engine alone"
+            raise UserError(f"there is no replica {number} (data_parallel_size: {known})", param="replica")
+        return str(number)
+
     async def _count(self, method: str, argument: str = "") -> int:
         value = (await self._session.ask(method, argument)).value
         assert isinstance(value, int)

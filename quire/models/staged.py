@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from quire.config.model import ModelConfig
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, layer_specs
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots
-from quire.layers.operations import RotationTable
 from quire.models.interface import CausalLM
 from quire.parallel.stage import Stage
 from quire.quantization.integer_weight import WeightSource

@@ -31,14 +31,15 @@ VARIANTS = [
 ]
 FEW_BLOCKS = {"qwen3-window": 60, "qwen3.5-small-states": 22, "qwen3-next-few-experts": 18}
 """Fewer than the requests take together, of models with several KV groups."""
-FEW = {"allowed_token_ids": [5, 6, 7], "ignore_eos": True, "max_tokens": 24, "detokenize": False}
+FEW: dict[str, Any] = {"allowed_token_ids": [5, 6, 7], "ignore_eos": True, "max_tokens": 24, "detokenize": False}
 """So few tokens that some of those that are looked up are drawn, and others are not."""
 SHARED = random_prompts([66], 97, seed=4)[0]
 _OTHERS = random_prompts([9, 50, 3, 20], 97, seed=3)
 PROMPTS = [[*SHARED, 3], *_OTHERS[:2], [*SHARED, 4, 5], *_OTHERS[2:]]
 KINDS: list[SamplingParams] = [
     SamplingParams(temperature=0, logprobs=2, **FEW),
-    SamplingParams(temperature=0.8, seed=1, logprobs=0, **FEW),
+    # So hot that the seed alone chooses between two tokens: on every processor the same drafts are right and wrong.
+    SamplingParams(temperature=100.0, seed=1, logprobs=0, **FEW | {"allowed_token_ids": [5, 6]}),
     SamplingParams(temperature=1.0, seed=2, n=3, top_p=0.9, **FEW),
     SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, **FEW),
     SamplingParams(temperature=0.5, seed=3, bad_words=[], min_p=0.1, prompt_logprobs=1, logprobs=3, **FEW),

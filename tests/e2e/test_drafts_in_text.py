@@ -78,6 +78,8 @@ def params(**fields: Any) -> SamplingParams:
 
 
 VARIED: dict[str, Any] = {"temperature": 0.7, "seed": 5}
+SEEDED = params(temperature=100.0, seed=3, allowed_token_ids=[65, 66])
+"""So hot that the seed alone chooses between two tokens: on every processor the same drafts are right and wrong."""
 
 
 def stopping(text: RequestOutput) -> dict[str, Any]:
@@ -109,8 +111,9 @@ def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> N
     """Twice: the second time all prompts are in the prefix cache."""
     plain, drafting = engines
     usual = plain.generate(PROMPTS, params(**VARIED), use_tqdm=False)
-    asked = [params(**KINDS[kind](text)) for text in usual]
-    expected = plain.generate(PROMPTS, asked, use_tqdm=False)
+    asked = [*(params(**KINDS[kind](text)) for text in usual), SEEDED]
+    prompts = [*PROMPTS, "print"]
+    expected = plain.generate(prompts, asked, use_tqdm=False)
     scheduler: Any = drafting._client._core.scheduler  # type: ignore[attr-defined]
     scheduler._drafter = chosen = WorkerDrafts(NUM_DRAFTS) if drafter == "found" else KnownText(3, NUM_DRAFTS)
     if isinstance(chosen, KnownText):
@@ -120,7 +123,7 @@ def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> N
     for _ in range(2):
         accepted, drafts = engines.counts()
         hits = drafting.stats()["prefix_cache_hits_total"]
-        found = drafting.generate(PROMPTS, asked, use_tqdm=False)
+        found = drafting.generate(prompts, asked, use_tqdm=False)
         assert exact(found) == exact(expected)
         assert [[each.text for each in output.outputs] for output in found] == [
             [each.text for each in output.outputs] for output in expected

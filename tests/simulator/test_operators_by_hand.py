@@ -106,8 +106,8 @@ def test_weights_of_four_bits_are_multiplied_in_sixteen() -> None:
 
 
 def test_the_longest_stage_sets_the_pace_and_holds_the_most() -> None:
-    """62 layers on four stages: 17 on the largest one, for the last has fewer beside the output projection. Its table of
-    the vocabulary is one of two at the ends."""
+    """62 layers on four stages: 17 on the largest one, for the last has fewer beside the output projection. A table of
+    the vocabulary lies at either end."""
     cost = model("gemma-3-27b", ParallelConfig(pp=4))
     found = cost.breakdown(work_of(cost, [(10, 1)]))["launches"]
     assert found == pytest.approx((17 * KERNELS_PER_LAYER + KERNELS_PER_STEP) * GPU.launch_overhead)
