@@ -33,9 +33,10 @@ from quire.errors import (
     UserError,
 )
 from quire.executors.interface import Executor, StepFuture, VitalSigns
-from quire.kv_cache.layout import KVCacheLayout, group_layers, pages_of
+from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import size_pool
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stage_layout import most_pages
 from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
@@ -218,8 +219,7 @@ class EngineCore:
         executor, cache, limits = self._executor, config.cache, config.scheduler
         groups, layers_per_group = group_layers(specs, cache.block_size, cache.state_snapshot_interval)
         if self._has_stages:
-            stages = config.model.shape.stages(config.parallel.pp)
-            layers_per_group = max(len(pages_of(groups, layers)) for layers in stages)
+            layers_per_group = most_pages(groups, config.model.shape.stages(config.parallel.pp))
         profile = None
         if groups and not cache.is_size_given:
             profile = executor.profile(limits.max_num_batched_tokens, limits.max_num_seqs)

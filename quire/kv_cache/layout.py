@@ -14,7 +14,7 @@ kernels' blocks, one behind the other: block b of the pool is their blocks n b t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from quire.config.cache import SNAPSHOT_INTERVAL
@@ -88,27 +88,12 @@ class KVCacheLayout:
         """Blocks of `block_size` tokens in a page of the group; 1 for states, which are read and written whole."""
         return group.block_size // self.block_size if group.spec.token_bytes else 1
 
-    def of_layers(self, layers: range) -> KVCacheLayout:
-        """The layout of a rank that has these layers alone, with the same groups, whose blocks have the pages of these
-        layers."""
-        pages = pages_of(self.groups, layers)
-        groups = tuple(
-            replace(group, layers=tuple(group.layers[page] for page in pages if page < len(group.layers)))
-            for group in self.groups
-        )
-        return replace(self, groups=groups, layers_per_group=len(pages))
-
     def page_of_layer(self, layer: int) -> tuple[int, int]:
         """(group index, page index) of a layer."""
         for index, group in enumerate(self.groups):
             if layer in group.layers:
                 return index, group.layers.index(layer)
         raise KeyError(f"layer {layer} has no KV cache")
-
-
-def pages_of(groups: Sequence[KVGroup], layers: range) -> list[int]:
-    """The pages of a block that some of these layers use."""
-    return sorted({page for group in groups for page, layer in enumerate(group.layers) if layer in layers})
 
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:

@@ -10,9 +10,7 @@ from typing import Protocol, Self
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.config.rope import RopeConfig, read_rope
-from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.arguments import LayerAttention
+from quire.config.rope import RopeConfig
 from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
@@ -24,6 +22,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.models.config_values import layer_attention, read_activation, usual_rope
 from quire.models.head import OutputHead
 from quire.models.staged import make_layers
 from quire.quantization.integer_weight import WeightSource
@@ -79,7 +78,7 @@ class Decoder:
         self._operations = context.operations
         self._head: OutputHead = head
         self._names = names
-        self.slots: WeightSlots = self.at_exit(prefixed("lm_head", head.slots()))
+        self.slots: WeightSlots = self._stage.at_exit(prefixed("lm_head", head.slots()))
         """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""
         for index, layer in enumerate(layers):
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
@@ -87,16 +86,7 @@ class Decoder:
     def project_vectors(self, head: OutputHead) -> None:
         """Have `compute_logits` project what was pooled, by tensors that are called as `head` says."""
         self._head = head
-        self.slots |= self.at_exit(head.slots())
-
-    def at_entrance(self, slots: WeightSlots, *, is_head: bool = False) -> WeightSlots:
-        """The slots of what comes before the first layer: none on other stages than the first. is_head: the last stage
-        reads them as well."""
-        return slots if self._stage.is_first or (is_head and self._stage.is_last) else {}
-
-    def at_exit(self, slots: WeightSlots) -> WeightSlots:
-        """The slots of what follows the last layer: none on other stages than the last."""
-        return slots if self._stage.is_last else {}
+        self.slots |= self._stage.at_exit(head.slots())
 
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
@@ -194,30 +184,12 @@ class TextDecoder(Decoder):
         )
         self._norm = norm(config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6), context)
         tokens = prefixed("model.embed_tokens", self._tokens.slots())
-        self.slots |= self.at_entrance(tokens, is_head=config.shape.is_tied)
-        self.slots |= self.at_exit(prefixed("model.norm", self._norm.slots()))
-
-
-def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
-    """The constants of one layer's attention; scale defaults to 1 / sqrt(head_dim)."""
-    return LayerAttention(
-        layer=layer,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5 if scale is None else scale,
-        window=config.sliding_windows[layer],
-        is_chunked=config.shape.layers[layer].attention.kind == "chunked",
-    )
+        self.slots |= self._stage.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self._stage.at_exit(prefixed("model.norm", self._norm.slots()))
 
 
 FeedForward = Callable[[Value, Value], Value]
 """[T, size] and a residual [T, size], which is used up -> [T, size]."""
-
-
-def read_activation(config: ModelConfig) -> str:
-    """The name of the activation between an MLP's products."""
-    return model_fields(config).choice("hidden_act", list(ACTIVATIONS), "silu")
 
 
 class LlamaLayer:
@@ -273,8 +245,3 @@ class LlamaLike(TextDecoder):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers
         super().__init__(config, context, partial(self.layer_class, config, context), ropes)
-
-
-def usual_rope(config: ModelConfig) -> RopeConfig:
-    """The rotation of all layers of a family that rotates whole heads alike."""
-    return read_rope(model_fields(config), config.head_dim, ARCHITECTURES[config.architecture].rope)

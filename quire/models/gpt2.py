@@ -17,7 +17,8 @@ from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention
+from quire.models.config_values import layer_attention
+from quire.models.decoder import Decoder
 from quire.models.staged import make_layers
 
 
@@ -73,9 +74,9 @@ class GPT2LMHeadModel(Decoder):
         )
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
         tokens = prefixed("transformer.wte", self._tokens.slots())
-        self.slots |= self.at_entrance(tokens, is_head=config.shape.is_tied)
-        self.slots |= self.at_entrance(prefixed("transformer.wpe", self._positions.slots()))
-        self.slots |= self.at_exit(prefixed("transformer.ln_f", self._norm.slots()))
+        self.slots |= self._stage.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self._stage.at_entrance(prefixed("transformer.wpe", self._positions.slots()))
+        self.slots |= self._stage.at_exit(prefixed("transformer.ln_f", self._norm.slots()))
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         return self._positions(batch.slot_positions, onto=x)

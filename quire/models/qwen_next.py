@@ -26,7 +26,8 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.logging import get_logger
-from quire.models.decoder import FeedForward, TextDecoder, layer_attention, read_activation, usual_rope
+from quire.models.config_values import layer_attention, read_activation, usual_rope
+from quire.models.decoder import FeedForward, TextDecoder
 from quire.models.draft_head import DraftHead
 from quire.models.mixture import mixture_block
 from quire.quantization.integer_weight import WeightSource

@@ -5,10 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
+
+SlotT = TypeVar("SlotT")
 
 
 class Link:
@@ -62,6 +65,15 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.number == self.count - 1
+
+    def at_entrance(self, slots: dict[str, SlotT], *, is_head: bool = False) -> dict[str, SlotT]:
+        """What comes before the first layer: nothing on other stages than the first. is_head: the last stage reads it
+        as well."""
+        return slots if self.is_first or (is_head and self.is_last) else {}
+
+    def at_exit(self, slots: dict[str, SlotT]) -> dict[str, SlotT]:
+        """What follows the last layer: nothing on other stages than the last."""
+        return slots if self.is_last else {}
 
 
 WHOLE_MODEL = Stage()

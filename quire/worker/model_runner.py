@@ -112,12 +112,8 @@ class ModelRunner:
         vocab_size: int,
         pooling: PoolingConfig | None = None,
         overlays: OverlaySource | None = None,
-        *,
-        is_end: bool = True,
     ) -> None:
-        """is_end: the model's last layer is computed here, and so samples are drawn here."""
         self._overlays = overlays
-        self._is_end = is_end
         self._compute = compute
         self._requests = requests
         self._transfers = transfers
@@ -182,7 +178,7 @@ class ModelRunner:
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         """What follows a forward pass."""
         launched, step, hidden, batch, sampled, pooled = computed
-        if not self._is_end:  # a later plan brings the tokens (`StepPlan.sampled`)
+        if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
             launched.copy = self._compute.copy_out(())
             return
         if sampled is not None:

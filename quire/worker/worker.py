@@ -17,6 +17,7 @@ from quire.errors import QuireError, is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stage_layout import layout_of_stage
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
@@ -124,7 +125,7 @@ class Worker:
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
         stage = self.platform.stage
         if stage.count > 1:
-            layout = layout.of_layers(stage.layers)
+            layout = layout_of_stage(layout, stage.layers)
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
@@ -138,15 +139,7 @@ class Worker:
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling, values)
         requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
-        self._runner = ModelRunner(
-            compute,
-            requests,
-            self._transfers,
-            model.vocab_size,
-            model.pooling,
-            self._overlays,
-            is_end=stage.is_last,
-        )
+        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling, self._overlays)
         self._runner.warm_up()
         self.platform.synchronize()
         self._forget_expert_counts()

@@ -182,6 +182,7 @@ class CpuPlatform:
             inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
+            samples=self.stage.is_last,
         )
 
     def _make_inputs(

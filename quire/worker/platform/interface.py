@@ -131,6 +131,8 @@ class StepCompute(Protocol):
     prompt_logits_elements: int
     has_drafts: bool
     """Whether plans may have drafts."""
+    samples: bool
+    """The last layer is computed here, and samples are drawn here."""
 
     @property
     def columns(self) -> RequestColumns: ...
