@@ -171,7 +171,7 @@ HELP: dict[str, str] = {
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
-    "pipeline_parallel_size": "processes that share out the layers (1 is available)",
+    "pipeline_parallel_size": "stages of processes that share out the layers (more than 1: on a CPU)",
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",

@@ -18,7 +18,7 @@ LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
     noted("distributed_executor_backend", "text", "one process a rank on this machine", "mp", "uni"),
-    to("pipeline_parallel_size", "int", short=("-pp",), why="1 only, so far"),
+    to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),
     refused("nnodes", "int", ONE_MACHINE, 1, short=("-n",)),

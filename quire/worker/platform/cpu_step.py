@@ -43,9 +43,11 @@ class CpuCompute:
         sampler: Sampler[np.ndarray],
         *,
         has_head: bool = False,
+        samples: bool = True,
     ) -> None:
         """inputs: gathered from `columns`. has_head: pooled samples go through the model's own projection
-        (`CausalLM.compute_logits`)."""
+        (`CausalLM.compute_logits`). samples: as that of StepCompute."""
+        self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
