@@ -56,6 +56,8 @@ class Matching:
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
+        if matcher.is_slow:
+            sequence.draft_token_ids = []
         sequence.goes_ahead = (
             may_go_ahead
             and request.max_pending_tokens > 0
@@ -64,7 +66,8 @@ class Matching:
             and matcher.goes_on_behind(token_ids[-1])
             and token_ids[-1] not in request.end_token_ids
         )
-        matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead)
+        drafts = sequence.draft_token_ids
+        matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead, drafts=drafts)
         self._asked.append(Asked(sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:

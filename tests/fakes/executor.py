@@ -426,9 +426,10 @@ class FakeExecutor:
                 _require(read is row, f"the vector of {seq_id} would be that of {plan.seq_ids[source]}")
                 result.pooled[index], token_ids = pooled_vector(state), []
             elif read is row:
-                token_ids = self._accept(row, read)
+                token_ids = self._accept(index, row, read)
             else:
-                token_ids = [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
+                token_id = self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)
+                token_ids = [self._allowed(index, 0, token_id)]
             if row.sampling.num_candidates:
                 result.candidates[index] = self._candidates(index, row.sampling, known - row.num_prompt_tokens, state)
                 token_ids = [result.candidates[index].token_ids[0]]
@@ -511,13 +512,21 @@ class FakeExecutor:
             )
         return ahead.token_ids[len(row.token_ids) :]
 
-    def _accept(self, row: _Row, read: _Row) -> list[int]:
+    def _allowed(self, index: int, place: int, token_id: int) -> int:
+        """The token that the sample `index` gets, behind `place` of its drafts, where the model would choose this one.
+        -1: none, and the sample ends before it."""
+        return token_id
+
+    def _accept(self, index: int, row: _Row, read: _Row) -> list[int]:
         """Those leading drafts of a row that are what the model chooses, and the token behind them."""
         known = len(row.token_ids)
         accepted: list[int] = []
         for place in range(len(row.drafts) + 1):
             state, all_ids = read.chain[known - 1 + place], row.token_ids + accepted if accepted else row.token_ids
             token_id = self._rule.pick(row.sampling, all_ids, row.num_prompt_tokens, state)
+            token_id = self._allowed(index, place, token_id)
+            if token_id < 0:
+                break
             accepted.append(token_id)
             # Behind a token with non-finite logits nothing is accepted: the next step reports them.
             if place == len(row.drafts) or token_id != row.drafts[place] or token_id == self.nonfinite_token:
