@@ -4,8 +4,8 @@ drafts that were accepted and others that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
