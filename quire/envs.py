@@ -97,6 +97,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 
 
+def state_directory() -> Path:
+    """`quire` in the user's directory of what programs keep between two runs (`XDG_STATE_HOME`)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
+
+
 def api_key() -> str | None:
     """`QUIRE_API_KEY`: the key that `quire serve` asks for when neither `--api-key` nor `--api-key-file` is
     given."""

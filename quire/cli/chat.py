@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
+from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, Answers, LocalAnswers, ServerAnswers
+from quire.cli.connection_flags import add_connection_flags, connect
+from quire.cli.conversation import COMMANDS, SETTINGS, UNUSED_FIELDS, Conversation
 from quire.cli.engine_flags import add_engine_flags, engine_options
-from quire.cli.parser import Parser
+from quire.cli.keyboard import Keyboard, messages_of_pipe, unquoted
+from quire.cli.parser import Parser, given
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
-from quire.cli.session import Session, session
-from quire.config.options import BUNDLED_MODEL
-from quire.errors import ModelOutputError, UserError
+from quire.cli.screen import MarkdownScreen, PlainScreen, Screen
+from quire.cli.session import session
+from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7}
-UNUSED_FIELDS = (
-    "n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "detokenize",
-)  # fmt: skip
-PROMPT = "> "
-HELP = "/exit ends the conversation, /clear forgets it, /help shows this; Ctrl-C stops an answer"
+HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves"
 BUNDLED_NOTE = "note: the bundled model completes Python code; it was not trained to chat"
 
 
@@ -28,11 +29,20 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="quire chat",
         usage="quire chat [MODEL] [options]",
-        description=f"A conversation with a model that has a chat template. {HELP}.",
+        description="A conversation with a model that has a chat template, in this process or of a server (--url). "
+        f"{HINT}.",
     )
     group = parser.add_argument_group("chat options")
     group.add_argument("--system", metavar="TEXT", help="a system message in front of the conversation")
+    group.add_argument("-q", "--question", metavar="TEXT", help="ask this alone, and leave")
     group.add_argument("--stats", action="store_true", help="print tokens and speed after each answer")
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="what splits thoughts from the answer (default: auto, by the chat template; none: nothing)",
+    )
+    group.add_argument("--url", metavar="URL", help="ask this server; MODEL is the name of one that it serves")
+    add_connection_flags(group)
     add_sampling_flags(parser, DEFAULTS, skip=UNUSED_FIELDS)
     add_engine_flags(parser, skip=("seed",))
     return parser
@@ -40,88 +50,60 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
-    params = sampling_params(namespace, DEFAULTS)
-    options = engine_options(namespace)
-    with session(options) as engine:
-        conversation = Conversation(engine, params, namespace.system, show_stats=namespace.stats)
-        conversation.check_template()
-        if options.model == BUNDLED_MODEL:
-            _note(BUNDLED_NOTE)
-        if sys.stdin.isatty():
-            _note(HELP)
-        for line in _lines():
-            if not conversation.take(line):
+    settings = {**DEFAULTS, **given(namespace, SamplingParams)}
+    sampling_params(namespace, DEFAULTS)  # raises UserError before a model is loaded
+    with _open_answers(namespace) as answers:
+        answers.check()
+        conversation = Conversation(
+            answers, settings, namespace.system, screen=_screens(), note=_note, show_stats=namespace.stats
+        )
+        for text in _typed() if namespace.question is None else [namespace.question]:
+            conversation.take(unquoted(text))
+            if conversation.is_over:
                 break
     return 0
 
 
-class Conversation:
-    """The history, and what each typed line does to it."""
-
-    def __init__(self, engine: Session, params: SamplingParams, system: str | None, *, show_stats: bool) -> None:
-        self._session = engine
-        self._params = params
-        self._opening: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        self._show_stats = show_stats
-        self.messages = list(self._opening)
-
-    def check_template(self) -> None:
-        """Raise UserError now, not after the first question, when the model has no chat template."""
-        self._session.engine.render_chat([{"role": "user", "content": "hello"}])
-
-    def take(self, line: str) -> bool:
-        """Answer a line or obey a command; False ends the conversation."""
-        line = line.strip()
-        if line == "/exit":
-            return False
-        if line == "/clear":
-            self.messages = list(self._opening)
-        elif line == "/help":
-            _note(HELP)
-        elif line.startswith("/"):
-            _note(f"unknown command {line.split()[0]} ({HELP})")
-        elif line:
-            self._answer(line)
-        return True
-
-    def _answer(self, question: str) -> None:
-        """Stream the answer. A refused question is forgotten; an interrupted answer is kept as far as it came."""
-        messages = [*self.messages, {"role": "user", "content": question}]
-        written: list[str] = []
-        try:
-            chat = self._session.engine.render_chat(messages)
-            prompt = {"prompt_token_ids": chat.token_ids, "prompt": chat.text}
-            timing = self._session.stream(prompt, self._params, written)
-        except UserError as error:
-            _note(f"refused: {error}")
-            return
-        except ModelOutputError as error:
-            print()
-            _note(f"no answer: {error}")
-            return
-        except KeyboardInterrupt:
-            timing = None
-        print()
-        self.messages = [*messages, {"role": "assistant", "content": "".join(written)}]
-        if self._show_stats and timing is not None:
-            _note(timing.line())
-
-
-def _lines() -> Iterator[str]:
-    """Typed lines (with editing and history where the system has readline), or the lines of a pipe."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
+@contextmanager
+def _open_answers(namespace: argparse.Namespace) -> Iterator[Answers]:
+    options = engine_options(namespace)
+    if namespace.url is None:
+        if given_names := [name for name in ("api_key", "cacert", "insecure") if getattr(namespace, name)]:
+            raise UserError(f"--{given_names[0].replace('_', '-')} belongs to --url", param=given_names[0])
+        if options.model == BUNDLED_MODEL:
+            _note(BUNDLED_NOTE)
+        with session(options) as running:
+            yield LocalAnswers(running, namespace.reasoning_parser or "auto")
         return
+    of_engine = [name for name in given(namespace, EngineOptions) if name not in ("model", "seed")]
+    if namespace.reasoning_parser is not None:
+        of_engine.append("reasoning_parser")
+    if of_engine:
+        name = of_engine[0]
+        raise UserError(f"--{name.replace('_', '-')} is for a model in this process, not for a server's", param=name)
+    connection = connect(namespace, timeout=SECONDS_WITHOUT_A_BYTE)
     try:
-        importlib.import_module("readline")  # importing it is what makes input() edit lines
-    except ImportError:
-        _note("no line editing: this Python has no readline")
-    while True:
-        try:
-            yield input(PROMPT)
-        except EOFError:
-            print()
-            return
+        yield ServerAnswers(connection, None if options.model == BUNDLED_MODEL else options.model)
+    finally:
+        connection.close()
+
+
+def _screens() -> Callable[[], AbstractContextManager[Screen]]:
+    """What makes the place of an answer: Markdown on a terminal, plain text elsewhere."""
+    if not sys.stdout.isatty():
+        return PlainScreen
+    from rich.console import Console
+
+    console = Console()
+    return lambda: MarkdownScreen(console)
+
+
+def _typed() -> Iterator[str]:
+    if not sys.stdin.isatty():
+        return messages_of_pipe()
+    _note(HINT)
+    commands = {name: command.help for name, command in COMMANDS.items()}
+    return Keyboard(commands, {"/set": list(SETTINGS)}, _note).messages()
 
 
 def _note(text: str) -> None:

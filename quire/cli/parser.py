@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,11 +27,63 @@ OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
 """Other names of some flags, by field."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits."""
+Groups: TypeAlias = Mapping[str, tuple[str, tuple[str, ...]]]
 
-    def __init__(self, **keywords: Any) -> None:
+
+class _HelpOfGroup(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(parser.format_help() if values is None else parser.format_help_of(values), end="")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits.
+
+    groups: name of a group of options -> its title and the fields in it. With them, --help shows the options in these
+    groups, in this order, and --help=NAME one group, or the options whose names have NAME in them."""
+
+    def __init__(self, *, groups: Groups = MappingProxyType({}), **keywords: Any) -> None:
+        keywords.setdefault("add_help", not groups)
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+        self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self._group_of: dict[str, argparse._ArgumentGroup] = {}
+        if groups:
+            text = "show all options, those of a group, or those with WORD in their names: --help=kv"
+            self.add_argument("-h", "--help", action=_HelpOfGroup, nargs="?", metavar="WORD", help=text)
+        for name, (title, fields) in groups.items():
+            self._groups[name] = self.add_argument_group(f"{name}: {title}")
+            self._group_of.update(dict.fromkeys(fields, self._groups[name]))
+
+    def group_of(self, field: str, title: str) -> argparse._ArgumentGroup:
+        """The group that `field` belongs to; the one with this title where the parser has no groups of its own.
+        Raises LookupError for a field in none of its groups."""
+        if self._groups:
+            return self._group_of[field]
+        found = next((group for group in self._action_groups if group.title == title), None)
+        return found or self.add_argument_group(title)
+
+    def action_of(self, flag: str) -> argparse.Action | None:
+        """The option with this flag."""
+        return self._option_string_actions.get(flag)
+
+    def format_help_of(self, word: str) -> str:
+        """The help of the group of this name, or of the options that have the word in their names. Raises UserError
+        where there are none."""
+        formatter = self._get_formatter()
+        if word in self._groups:
+            found = [self._groups[word]]
+            formatter.start_section(found[0].title)
+            formatter.add_arguments(found[0]._group_actions)
+        else:
+            wanted = word.strip("-").replace("_", "-")
+            actions = [each for each in self._actions if any(wanted in flag for flag in each.option_strings)]
+            if not actions:
+                names = ", ".join(self._groups)
+                raise UserError(f"{self.prog}: no group and no option has {word!r} in its name (groups: {names})")
+            formatter.start_section(f"options with {word} in their names")
+            formatter.add_arguments(actions)
+        formatter.end_section()
+        return formatter.format_help()
 
     @property
     def known_flags(self) -> Collection[str]:
@@ -62,7 +114,7 @@ def _of_vllm(flag: str) -> str:
 
 
 def add_struct_flags(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     struct: type[msgspec.Struct],
     help_lines: Mapping[str, str],
     *,
@@ -72,11 +124,11 @@ def add_struct_flags(
 ) -> None:
     """One --kebab-case flag for each field of `struct` that is not in `skip`; only flags that are given are stored.
 
-    defaults: what the help shows where a command's default is not the struct's. Types come from the annotations: bool
-    becomes --x/--no-x, a list may be given several times (integers also with commas), a mapping is KEY=VALUE with
-    commas (JSON where its keys are texts), and `none` stands for None where None is allowed.
+    title: heading in the help, where the parser has no groups of its own. defaults: what the help shows where a
+    command's default is not the struct's. Types come from the annotations: bool becomes --x/--no-x, a list may be given
+    several times (integers also with commas), a mapping is KEY=VALUE with commas (JSON where its keys are texts), and
+    `none` stands for None where None is allowed.
     """
-    group = parser.add_argument_group(title)
     annotations = typing.get_type_hints(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
@@ -89,6 +141,7 @@ def add_struct_flags(
         action = _action(annotations[field.name])
         if field.name in OTHER_TYPES:
             action["type"] = OTHER_TYPES[field.name]
+        group = parser.group_of(field.name, title)
         group.add_argument(*flags, dest=field.name, help=text, default=argparse.SUPPRESS, **action)
 
 
@@ -111,12 +164,12 @@ def _action(annotation: Any) -> dict[str, Any]:
     if lists:
         (item,) = typing.get_args(lists[0])
         if item is int:
-            return {"action": "extend", "type": _integers, "metavar": "ID,ID"}
+            return {"action": "extend", "type": integers, "metavar": "ID,ID"}
         return {"action": "append", "type": item, "metavar": "TEXT"}
     if typing.get_origin(kinds[0]) is dict:
         if typing.get_args(kinds[0])[0] is str:
             return {"type": json_object, "metavar": "JSON"}
-        return {"type": _id_values, "metavar": "ID=VALUE,..."}
+        return {"type": id_values, "metavar": "ID=VALUE,..."}
     if bool in kinds and str in kinds:
         return {"type": _truth_or_text, "metavar": "TEXT"}
     kind = str if str in kinds else kinds[0]
@@ -140,11 +193,11 @@ def _truth_or_text(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _integers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _id_values(text: str) -> dict[int, float]:
+def id_values(text: str) -> dict[int, float]:
     pairs = (part.partition("=") for part in text.split(","))
     return {int(key): float(value) for key, _, value in pairs}
 
@@ -177,5 +230,5 @@ OTHER_TYPES: Mapping[str, Callable[[str], Any]] = {
 json_object.__name__ = "JSON object"
 number_of.__name__ = "int"
 length.__name__ = "int"
-_integers.__name__ = "list of integers"
-_id_values.__name__ = "ID=VALUE list"
+integers.__name__ = "list of integers"
+id_values.__name__ = "ID=VALUE list"

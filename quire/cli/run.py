@@ -13,6 +13,7 @@ import msgspec
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
+from quire.cli.screen import visible
 from quire.cli.session import Session, Timing, session
 from quire.errors import UserError
 from quire.outputs import Logprob, RequestOutput
@@ -88,8 +89,9 @@ def _read_stdin() -> str:
 
 
 def _answer(run: Session, prompt: Any, params: SamplingParams, namespace: argparse.Namespace) -> Timing:
+    show = visible if sys.stdout.isatty() else str
     if params.n == 1 and not namespace.json:
-        timing = run.stream(prompt, params, [])
+        timing = run.stream(prompt, params, lambda completion: print(show(completion.text), end="", flush=True))
         print()
         return timing
     output, timing = run.complete(prompt, params)
@@ -98,7 +100,7 @@ def _answer(run: Session, prompt: Any, params: SamplingParams, namespace: argpar
     else:
         for completion in output.outputs:
             print(f"--- {completion.index + 1} of {params.n} ({completion.finish_reason}) ---")
-            print(completion.text)
+            print(show(completion.text))
     return timing
 
 

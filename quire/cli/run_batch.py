@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import codecs
 import contextlib
@@ -45,6 +46,15 @@ def build_parser() -> Parser:
         description="Answer a file of requests in OpenAI's batch format, one line each, in order.",
     )
     parser.add_argument("files", nargs="*", metavar="IN OUT", help="the same as -i IN -o OUT")
+    add_batch_flags(parser)
+    add_engine_flags(parser, positional=False)
+    for title, names in (("options of the API", OF_THE_API), ("options of --enable-metrics", OF_METRICS)):
+        others = [name for name in ServerSettings.__struct_fields__ if name not in names]
+        add_struct_flags(parser, ServerSettings, HELP, title=title, skip=others)
+    return parser
+
+
+def add_batch_flags(parser: Parser) -> None:
     parser.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
     parser.add_argument("-o", "--output-file", metavar="FILE", help="answers, one JSON object a line")
     parser.add_argument(
@@ -54,15 +64,16 @@ def build_parser() -> Parser:
         help=f"requests that are answered at a time (default: 4 x max_num_seqs, at least {MIN_CONCURRENCY})",
     )
     parser.add_argument("--enable-metrics", action="store_true", help="serve /metrics on --host and --port meanwhile")
-    add_engine_flags(parser, positional=False)
-    for title, names in (("options of the API", OF_THE_API), ("options of --enable-metrics", OF_METRICS)):
-        others = [name for name in ServerSettings.__struct_fields__ if name not in names]
-        add_struct_flags(parser, ServerSettings, HELP, title=title, skip=others)
-    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
+    return answer_file(namespace, engine_options(namespace), given(namespace, ServerSettings))
+
+
+def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords: dict[str, Any]) -> int:
+    """Answer the requests of a file and return the exit status. namespace: with files, input_file, output_file,
+    max_concurrency and enable_metrics. keywords: of ServerSettings. Raises UserError."""
     files = [*namespace.files, *(each for each in (namespace.input_file, namespace.output_file) if each is not None)]
     if len(files) != 2 or len(namespace.files) == 1:
         raise UserError(f"two files are required, IN and OUT or -i IN -o OUT, not {len(files)}")
@@ -74,8 +85,6 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("max_concurrency must be at least 1", param="max_concurrency")
     if target.exists() and source.exists() and target.samefile(source):
         raise UserError("input_file and output_file are the same file", param="output_file")
-    options = engine_options(namespace)
-    keywords = given(namespace, ServerSettings)
     if not namespace.enable_metrics and (without := sorted(keywords.keys() & {*OF_METRICS})):
         raise UserError(f"{', '.join(without)} is of the server of metrics: give --enable-metrics", param=without[0])
     settings = ServerSettings.from_keywords({**keywords, "max_num_queued": None})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from quire import envs
+from quire.cli.config_file import parse_config, written
 from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.option_groups import GROUPS
 from quire.cli.parser import Parser, add_struct_flags, given
+from quire.config.options import EngineOptions
 from quire.server.settings import HELP, ServerSettings
 
 
@@ -15,20 +19,31 @@ def build_parser() -> Parser:
         prog="quire serve",
         usage="quire serve [MODEL] [--port N] [options]",
         description="Serve a model over HTTP, compatible with OpenAI's API.",
+        groups=GROUPS,
     )
-    add_engine_flags(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of options; those in the line count more")
+    parser.add_argument("--print-config", action="store_true", help="print the options that are set, as such a file")
     add_struct_flags(parser, ServerSettings, HELP, title="server options")
+    add_engine_flags(parser)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    namespace = build_parser().parse(arguments)
+    parser = build_parser()
+    namespace = parser.parse(arguments)
+    if namespace.config is not None:
+        if namespace.model_positional is not None and not hasattr(namespace, "model"):
+            namespace.model = namespace.model_positional  # in place of the file's
+        namespace = argparse.Namespace(**{**vars(parse_config(namespace.config, parser)), **vars(namespace)})
     options = engine_options(namespace)
     keywords = given(namespace, ServerSettings)
     key = envs.api_key()
     if key is not None and not keywords.keys() & {"api_key", "api_key_file"}:
         keywords["api_key"] = [key]
     settings = ServerSettings.from_keywords(keywords)
+    if namespace.print_config:
+        print(written({**given(namespace, EngineOptions), "model": options.model, **keywords}), end="")
+        return 0
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
 
     return serve(options, settings)

@@ -8,13 +8,13 @@ import io
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.config.options import EngineOptions
-from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.outputs import CompletionOutput, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 
 Prompt = str | dict[str, Any]
@@ -22,6 +22,9 @@ Prompt = str | dict[str, Any]
 
 class Engine(Protocol):
     """What these commands ask of an engine: `AsyncLLM` has it."""
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     def generate(
         self, prompt: Any, params: SamplingParams, /, *, delta: bool = False
@@ -79,9 +82,13 @@ class Timing:
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         if num_new_tokens:
-            self.last = time.perf_counter()
-            self.first = self.first or self.last
-            self.num_output_tokens += num_new_tokens
+            self.count(num_new_tokens)
+
+    def count(self, num_new_tokens: int) -> None:
+        """Note that tokens have come now."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.num_output_tokens += num_new_tokens
 
     @property
     def ttft(self) -> float:
@@ -114,12 +121,10 @@ class Session:
         """Run to the end and return the whole output. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
-    def stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
-        """Write the text of the first completion to stdout as it comes, and append its pieces to `written`.
-
-        An interrupt (Ctrl-C) ends the request and raises KeyboardInterrupt; `written` holds what came until then.
-        """
-        return self._runner.run(self._stream(prompt, params, written))
+    def stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:
+        """Call `take` with each new piece of the completion as it comes. An interrupt (Ctrl-C) ends the request and
+        raises KeyboardInterrupt."""
+        return self._runner.run(self._stream(prompt, params, take))
 
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
         timing, seen, last = Timing(), 0, None
@@ -131,14 +136,12 @@ class Session:
         raise_if_nonfinite(last)
         return last, timing
 
-    async def _stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
+    async def _stream(self, prompt: Prompt, params: SamplingParams, take: Callable[[CompletionOutput], None]) -> Timing:
         timing = Timing()
         async for output in self.engine.generate(prompt, params, delta=True):
             timing.add(output, sum(len(completion.token_ids) for completion in output.outputs))
             for completion in output.outputs:
-                written.append(completion.text)
-                sys.stdout.write(completion.text)
-                sys.stdout.flush()
+                take(completion)
             raise_if_nonfinite(output)
         return timing
 

@@ -14,7 +14,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from quire import envs
+from quire.cli.connection_flags import add_connection_flags, connect
 from quire.cli.parser import Parser
 from quire.errors import QuireError
 from quire.utils.failures import explain
@@ -37,33 +37,27 @@ def build_parser() -> Parser:
         "frame behind the other.",
     )
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
-    parser.add_argument("--api-key", metavar="KEY", help="default: QUIRE_API_KEY")
+    add_connection_flags(parser)
     parser.add_argument(
         "--rate", metavar="X", type=_rate, default=DEFAULT_RATE, help=f"most frames a second ({DEFAULT_RATE:g})"
     )
-    parser.add_argument("--cacert", metavar="FILE", help="authorities of the server's certificate (https)")
-    parser.add_argument("--insecure", action="store_true", help="take any certificate (https)")
     parser.add_argument("--once", action="store_true", help="print one frame and leave")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
-    from quire.dashboard.client import FrameClient
+    from quire.dashboard.client import SECONDS_WITHOUT_A_BYTE, FrameClient
 
-    client = FrameClient(
-        namespace.url,
-        namespace.api_key or envs.api_key(),
-        cacert=namespace.cacert,
-        is_insecure=namespace.insecure,
-    )
+    connection = connect(namespace, timeout=SECONDS_WITHOUT_A_BYTE)
+    client = FrameClient(connection)
     try:
         if namespace.once:
             show_once(client, namespace.url)
         else:
             follow(client, namespace.url, namespace.rate)
     finally:
-        client.close()
+        connection.close()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m quire.cli.vllm serve MODEL ...`: the command line of `vllm serve` as it stands (docs/from-vllm.md)."""
+"""`python -m quire.cli.vllm serve MODEL ...`: the command lines of vLLM as they stand (docs/from-vllm.md)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire import envs
-from quire.cli.main import run_program
+from quire.cli.config_file import config_words
+from quire.cli.main import EXIT_USER_ERROR, run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
 from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
-from quire.errors import ConfigError, UserError
+from quire.errors import UserError, nearest_name
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
-from quire.utils.failures import one_line
-from quire.utils.text_files import read_text_file
 
 DEFAULT_HOST = "0.0.0.0"
 """vLLM listens on every address unless told otherwise, and its lines count on it."""
@@ -47,20 +45,126 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    if arguments and arguments[0] == "flags":
-        print(flag_tables())
-        return 0
-    if not arguments or arguments[0] != "serve":
-        wanted = f", not {arguments[0]!r}" if arguments else ""
-        raise UserError(f"only vLLM's `serve` is available here{wanted}; `quire --help` lists Quire's own commands")
-    line = read_line(arguments[1:])
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else EXIT_USER_ERROR
+    name = arguments[0]
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise UserError(f"unknown command {name!r}{nearest_name(name, COMMANDS)} (commands: {known})")
+    return COMMANDS[name][0](arguments[1:])
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([f"usage: python -m quire.cli.vllm COMMAND (as of vLLM {VERSION})", "", *lines])
+
+
+def _flags(arguments: Sequence[str]) -> int:
+    print(flag_tables())
+    return 0
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    line = read_line(arguments)
     options = EngineOptions.from_keywords(line.options)
     settings = ServerSettings.from_keywords({**IN_VLLMS_PLACE, **line.settings})
-    for note in line.notes:
-        print(f"quire: note: {note}", file=sys.stderr)
+    _say(line.notes)
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
 
     return serve(options, settings)
+
+
+def _run_batch(arguments: Sequence[str]) -> int:
+    from quire.cli.run_batch import OF_METRICS, OF_THE_API, add_batch_flags, answer_file
+
+    parser = Parser(prog="quire.cli.vllm run-batch", add_help=False)
+    add_batch_flags(parser)
+    parser.add_argument("--output-tmp-dir", metavar="DIR", help="no effect: answers are written as they come")
+    namespace, rest = parser.parse_known_args(list(arguments))
+    namespace.files = []
+    line = read_line(rest)
+    metrics = OF_METRICS if namespace.enable_metrics else ()
+    used = {name: value for name, value in line.settings.items() if name in (*OF_THE_API, *metrics)}
+    of_servers = set(line.settings) - set(used) - {"host", "api_key"}
+    if of_servers:
+        raise UserError(f"{min(of_servers)} is for a server, and not for a file of requests", param=min(of_servers))
+    _say(line.notes)
+    return answer_file(namespace, EngineOptions.from_keywords(line.options), {**IN_VLLMS_PLACE, **used})
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    from quire.cli.chat import main as chat
+
+    parser = _client_parser("chat", "A conversation with a server.")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="a system message in front of the conversation")
+    namespace = parser.parse(arguments)
+    given_flags = {"--api-key": _key(namespace), "--system": namespace.system_prompt, "--question": namespace.quick}
+    flags = [f"{flag}={value}" for flag, value in given_flags.items() if value is not None]
+    model = [] if namespace.model_name is None else [namespace.model_name]
+    return chat([*model, f"--url={_base(namespace.url)}", *flags])
+
+
+def _complete(arguments: Sequence[str]) -> int:
+    from quire.cli.answers import SECONDS_WITHOUT_A_BYTE, ServerAnswers
+    from quire.cli.screen import visible
+    from quire.utils.server_connection import ServerConnection
+
+    parser = _client_parser("complete", "Texts that a server goes on with, one for each line that is typed.")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of each")
+    namespace = parser.parse(arguments)
+    settings = {} if namespace.max_tokens is None else {"max_tokens": namespace.max_tokens}
+    show = visible if sys.stdout.isatty() else str
+    connection = ServerConnection(_base(namespace.url), _key(namespace), timeout=SECONDS_WITHOUT_A_BYTE)
+    try:
+        answers = ServerAnswers(connection, namespace.model_name)
+        answers.check()
+        for text in sys.stdin if namespace.quick is None else [namespace.quick]:
+            answers.complete(text.rstrip("\n"), settings, lambda piece: print(show(piece.content), end="", flush=True))
+            print()
+    finally:
+        connection.close()
+    return 0
+
+
+def _client_parser(name: str, description: str) -> Parser:
+    parser = Parser(prog=f"quire.cli.vllm {name}", description=description)
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"of the API (default: {DEFAULT_URL})")
+    parser.add_argument("--model-name", metavar="NAME", help="a model that it serves (default: its first)")
+    parser.add_argument("--api-key", metavar="KEY", help="default: VLLM_API_KEY, then QUIRE_API_KEY")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="send this alone, and leave")
+    return parser
+
+
+def _base(url: str) -> str:
+    """The server of the API at `url`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _key(namespace: argparse.Namespace) -> str | None:
+    return namespace.api_key or envs.vllm_api_key() or envs.api_key()
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from quire.cli.bench import main as bench
+
+    return bench(arguments)
+
+
+def _say(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"quire: note: {note}", file=sys.stderr)
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (_serve, "serve a model over HTTP"),
+    "chat": (_chat, "a conversation with a server"),
+    "complete": (_complete, "texts that a server goes on with"),
+    "bench": (_bench, "the benchmarks of `quire bench`, with its flags: latency, throughput, serve"),
+    "run-batch": (_run_batch, "answer a file of requests in OpenAI's batch format"),
+    "flags": (_flags, "print what becomes of each flag of `serve`"),
+}
+DEFAULT_URL = "http://localhost:8000/v1"
 
 
 def read_line(arguments: Sequence[str], parser: Parser | None = None) -> Line:
@@ -286,21 +390,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def config_arguments(path: str) -> list[str]:
     """The flags that a YAML file holds, as a command line. Raises ConfigError for a file that is none."""
-    import yaml  # a tenth of a second that lines without a file need not wait for
-
-    if Path(path).suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"config: {path} must end in .yaml or .yml", param="config")
-    text = read_text_file(path, param="config")
-    try:
-        content = yaml.safe_load(text)
-        is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
-        arguments = [word for entry in content.items() for word in _config_entry(*entry)] if is_mapping else None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        # PyYAML raises what its conversions meet: dates, endless numbers, aliases, tags that do not fit the value.
-        raise ConfigError(f"config: {path} is not valid YAML: {one_line(str(error))}", param="config") from None
-    if arguments is None:
-        raise ConfigError(f"config: {path} must map flags to values", param="config")
-    return arguments
+    return config_words(path, _config_entry, (".yaml", ".yml"))
 
 
 def _config_entry(name: str, value: Any) -> list[str]:

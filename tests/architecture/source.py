@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "dashboard",
         "__main__",
+        "vllm",
     ),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -18,6 +18,19 @@ class Rendered(NamedTuple):
 
 
 @dataclass
+class FakeTokenizer:
+    """A tokenizer without special tokens."""
+
+    chat_templates: dict[str, str] = field(default_factory=dict)
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+
+@dataclass
 class FakeEngine:
     """pieces: one per generated token; a piece that is an exception is raised instead."""
 
@@ -27,6 +40,7 @@ class FakeEngine:
     requests: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     is_shut_down: bool = False
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
         if not self.has_template:

@@ -1,14 +1,51 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quire.cli.main import main
+from quire.cli.option_groups import GROUPS
 from quire.config.options import EngineOptions
 from quire.errors import EngineDeadError
 from quire.server.settings import ServerSettings
+
+FILE = """
+model: some/model
+port: 9001
+max_model_len: 2k
+api-key: [a, b]
+enable_prefix_caching: false
+access_log: true
+hf_overrides: {rope_theta: 3}
+cuda_graph_sizes: [1, 2]
+max_num_queued: null
+max-body-size: 3MiB
+"""
+SAME_IN_TOML = """
+model = "some/model"
+port = 9001
+max-model-len = "2k"
+api_key = ["a", "b"]
+enable-prefix-caching = false
+access-log = true
+cuda-graph-sizes = [1, 2]
+max-num-queued = "none"
+max-body-size = "3MiB"
+hf-overrides = {rope_theta = 3}
+"""
+OF_FILE = (
+    EngineOptions(
+        model="some/model",
+        max_model_len=2000,
+        enable_prefix_caching=False,
+        hf_overrides={"rope_theta": 3},
+        cuda_graph_sizes=[1, 2],
+    ),
+    ServerSettings(port=9001, api_key=["a", "b"], access_log=True, max_num_queued=None, max_body_size="3MiB"),
+)
 
 Calls = list[tuple[EngineOptions, ServerSettings]]
 
@@ -115,3 +152,61 @@ def test_a_dead_engine_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     assert main(["serve"]) == 1
     assert capsys.readouterr().err == "quire: error: the engine died: out of memory\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", FILE), ("a.toml", SAME_IN_TOML)])
+def test_options_of_a_file(
+    name: str, text: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(["serve", "--config", str(path)]) == 3
+    assert calls == [OF_FILE]
+    assert main(["serve", "--config", str(path), "other/model", "--port", "9002", "--api-key", "c"]) == 3
+    options, settings = calls[1]
+    assert (options.model, settings.port, settings.api_key, settings.access_log) == ("other/model", 9002, ["c"], True)
+
+    assert main(["serve", "--config", str(path), "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# api-key is set, and not shown\n")
+    (tmp_path / "b.yaml").write_text(printed)
+    assert main(["serve", "--config", str(tmp_path / "b.yaml"), "--api-key", "a", "--api-key", "b"]) == 3
+    assert calls[2] == OF_FILE
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "prt: 1", "a.yaml: quire serve: unknown option '--prt'; did you mean '--port'?"),
+        ("a.yaml", "port: x", "a.yaml: argument --port: invalid int value: 'x'"),
+        ("a.yaml", "- port", "a.yaml must map flags to values"),
+        ("a.yaml", "port: [1", "a.yaml is not valid YAML"),
+        ("a.yaml", "hf_overrides: {a: 2020-01-01}", "a.yaml is not valid YAML: Object of type date"),
+        ("a.toml", "port = ", "a.toml is not valid TOML"),
+        ("a.json", "{}", "a.json must end in .yaml or .yml or .toml"),
+    ],
+)
+def test_a_file_that_is_wrong(
+    name: str, text: str, message: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["serve", "--config", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+    assert calls == []
+
+
+def test_every_option_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = [*EngineOptions.__struct_fields__, *ServerSettings.__struct_fields__]
+    grouped = [field for _, group in GROUPS.values() for field in group]
+    assert sorted(grouped) == sorted(fields)
+    assert main(["serve", "--help=kv"]) == 0
+    shown = capsys.readouterr().out
+    assert "--block-size" in shown
+    assert "--port" not in shown
+    assert main(["serve", "--help=ssl"]) == 0
+    assert "--ssl-keyfile" in capsys.readouterr().out
+    assert main(["serve", "--help=nonsense"]) == 2
+    assert "no group and no option has 'nonsense'" in capsys.readouterr().err
+    assert main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("--host") < shown.index("--port N  ") < shown.index("--model TEXT") < shown.index("--block-size")

@@ -325,9 +325,45 @@ def test_notes_are_on_standard_error_and_the_server_starts(
     assert (options.model, settings.host, settings.disable_fastapi_docs) == ("m", "0.0.0.0", True)
     assert capsys.readouterr().err.startswith("quire: note: --trust-remote-code has no effect: no code of")
     assert main(["serve", "m", "--enable-lora"]) == 2
-    assert main(["bench"]) == 2
-    assert "only vLLM's `serve` is available here, not 'bench'" in capsys.readouterr().err
+    assert main(["benhc"]) == 2
+    assert "unknown command 'benhc'; did you mean 'bench'?" in capsys.readouterr().err
     assert len(started) == 1
+
+
+def test_other_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "run-batch" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["bench", "latency", "--help"]) == 0
+    assert "--input-len" in capsys.readouterr().out
+    taken: list[Any] = []
+    monkeypatch.setattr("quire.cli.chat.main", lambda arguments: taken.append(arguments) or 0)
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    assert main(["chat"]) == 0
+    line = ["--url", "https://h:1/v1", "--model-name", "m", "--system-prompt=-x", "-q", "hello", "--api-key", "l"]
+    assert main(["chat", *line]) == 0
+    assert taken == [
+        ["--url=http://localhost:8000", "--api-key=k"],
+        ["m", "--url=https://h:1", "--api-key=l", "--system=-x", "--question=hello"],
+    ]
+
+
+def test_files_of_requests(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answered: list[Any] = []
+
+    def answer(namespace: Any, options: EngineOptions, keywords: dict[str, Any]) -> int:
+        answered.append((namespace.input_file, namespace.output_file, options, keywords))
+        return 0
+
+    monkeypatch.setattr("quire.cli.run_batch.answer_file", answer)
+    line = ["run-batch", "-i", "in", "-o", "out", "--model", "m", "--gpu_memory_utilization", "0.5", "--enforce-eager"]
+    assert main([*line, "--response-role", "bot"]) == 0
+    options = EngineOptions(model="m", gpu_memory_utilization=0.5, enforce_eager=True)
+    assert answered == [("in", "out", options, {"dialect": "vllm", "response_role": "bot"})]
+    assert main([*line, "--enable-metrics", "--port", "9"]) == 0
+    assert answered[1][3] == {"dialect": "vllm", "host": "0.0.0.0", "port": 9}
+    assert main([*line, "--port", "9"]) == 2
+    assert "port is for a server" in capsys.readouterr().err
 
 
 def test_the_page_holds_the_table() -> None:

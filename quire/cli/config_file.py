@@ -1,0 +1,91 @@
+"""A file of flags, in YAML or TOML: `quire serve --config FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.cli.parser import Parser, id_values, integers, json_object
+from quire.errors import ConfigError, UserError
+from quire.utils.failures import one_line
+from quire.utils.text_files import read_text_file
+
+SECRETS = ("api_key", "admin_api_key", "hf_token")
+"""Options whose values `--print-config` leaves out."""
+
+
+def config_words(
+    path: str, write: Callable[[str, Any], list[str]], suffixes: Iterable[str] = (".yaml", ".yml", ".toml")
+) -> list[str]:
+    """The flags that a file maps to values, as a command line. write: the words of one flag with its value. Raises
+    ConfigError for a file that is none."""
+    suffix = Path(path).suffix
+    if suffix not in suffixes:
+        raise ConfigError(f"config: {path} must end in {' or '.join(suffixes)}", param="config")
+    text = read_text_file(path, param="config")
+    kind = "TOML" if suffix == ".toml" else "YAML"
+    try:
+        content = tomllib.loads(text) if kind == "TOML" else _yaml(text)
+        is_mapping = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+        words = [word for entry in content.items() for word in write(*entry)] if is_mapping else None
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        # PyYAML raises what its conversions meet: dates, endless numbers, aliases, tags that do not fit the value.
+        raise ConfigError(f"config: {path} is not valid {kind}: {one_line(str(error))}", param="config") from None
+    if words is None:
+        raise ConfigError(f"config: {path} must map flags to values", param="config")
+    return words
+
+
+def _yaml(text: str) -> Any:
+    import yaml  # a tenth of a second that lines without a file need not wait for
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+
+
+def parse_config(path: str, parser: Parser) -> argparse.Namespace:
+    """What the flags in a file say, as `parser` reads them. Raises ConfigError where one is unknown or wrong."""
+
+    def write(name: str, value: Any) -> list[str]:
+        flag = "--" + name.replace("_", "-").removeprefix("--")
+        action = parser.action_of(flag)
+        return [f"{flag}={value}"] if action is None else _arguments(flag, value, action)
+
+    words = config_words(path, write)
+    try:
+        return parser.parse(words)
+    except UserError as error:
+        raise ConfigError(f"config: {path}: {error}", param="config") from None
+
+
+def _arguments(flag: str, value: Any, action: argparse.Action) -> list[str]:
+    if value is True and isinstance(action, argparse.BooleanOptionalAction):
+        return [flag]
+    if value is False and isinstance(action, argparse.BooleanOptionalAction):
+        return ["--no-" + flag[2:]]
+    if isinstance(value, Mapping):
+        items = ",".join(f"{key}={each}" for key, each in value.items())
+        return [f"{flag}={items if action.type is id_values else json.dumps(value)}"]
+    if isinstance(value, list):
+        if action.type is json_object:
+            return [f"{flag}={json.dumps(value)}"]
+        if action.type is integers:
+            return [f"{flag}={','.join(map(str, value))}"]
+        return [f"{flag}={each}" for each in value]
+    return [f"{flag}={'none' if value is None else str(value).lower() if isinstance(value, bool) else value}"]
+
+
+def written(values: Mapping[str, Any]) -> str:
+    """The options as a YAML file for `--config`. Keys stay out, and a line says so."""
+    import yaml
+
+    shown = {name.replace("_", "-"): value for name, value in values.items() if name not in SECRETS}
+    hidden = [f"# {name.replace('_', '-')} is set, and not shown\n" for name in SECRETS if values.get(name)]
+    text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return "".join(hidden) + text
