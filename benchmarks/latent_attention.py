@@ -15,14 +15,13 @@ from collections.abc import Callable
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
-from quire.attention.native_backend import NativeAttention
+from quire.attention.native_backend import NativeAttention, RecordedAttention
+from quire.kernels.arguments import LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import LatentSpec
-from quire.layers.native import NativeOperations
 from quire.worker.kv_tensors import allocate_pages
 
 RANK, ROPE_DIM, BLOCK_SIZE, TRIALS, LIMIT_UNITS = 512, 64, 16, 7, 256
@@ -50,10 +49,10 @@ def decode(heads: int, context: int, sequences: int, stored: str, precision: str
     pages = allocate_pages(layout)
     pages[0].view(dtype).normal_()
     backend = NativeAttention(layout, pages, stored, heads, 1)
-    operations, recorder = NativeOperations(), Recorder()
+    recorder = Recorder()
     widths = (heads * RANK, heads * ROPE_DIM, RANK, ROPE_DIM)
     inputs = tuple(recorder.external(width, width) for width in widths)
-    result = operations.attend_latent(shape, inputs, None, backend)
+    result = RecordedAttention(backend).attend_latent(shape, inputs, None)
     program = recorder.finish_program(result, NativeRuntime("auto", 1, precision), sequences)
     tables = (1 + torch.arange(sequences * blocks)).view(sequences, blocks).int()
     last = torch.full((sequences,), context - 1)

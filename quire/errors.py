@@ -15,6 +15,10 @@ from quire.utils.failures import explain
 class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
 
+    def again(self) -> QuireError:
+        """The exception to raise once more."""
+        return self
+
 
 class UserError(QuireError, ValueError):
     """The caller asked for something that is wrong or not supported.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -32,7 +34,7 @@ from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.tokenization.conversation import ContentFormat, conversation_of
-from quire.utils.progress import ProgressBar
+from quire.utils.progress import MakeBar, ProgressBar
 
 T = TypeVar("T")
 PoolingPrompts = Prompt | Sequence[Prompt]
@@ -60,7 +62,7 @@ class LLM(OfflineEngine):
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
@@ -78,7 +80,7 @@ class LLM(OfflineEngine):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | MakeBar = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         **options: Unpack[CallOptions],
@@ -102,14 +104,14 @@ class LLM(OfflineEngine):
         priorities = _priorities_for(listed, 0 if priority is None else priority)
         with self._busy:
             requests = self._process(listed, params, priorities)
-            return self._run(requests, [prompt_text(prompt) for prompt in listed], bool(use_tqdm))
+            return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         lora_request: None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | MakeBar = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py).
@@ -129,7 +131,7 @@ class LLM(OfflineEngine):
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | MakeBar = True,
         lora_request: None = None,
         chat_template: str | None = None,
         **options: Unpack[ChatOptions],
@@ -185,7 +187,7 @@ class LLM(OfflineEngine):
         prompts: PoolingPrompts,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
@@ -203,7 +205,7 @@ class LLM(OfflineEngine):
         prompts: PoolingPrompts,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ClassificationRequestOutput]:
@@ -217,7 +219,7 @@ class LLM(OfflineEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         pooling_task: str | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
@@ -234,7 +236,7 @@ class LLM(OfflineEngine):
         data_2: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[ScoringRequestOutput]:
@@ -266,7 +268,7 @@ class LLM(OfflineEngine):
         prompts: PoolingPrompts,
         params: PoolingParams | Sequence[PoolingParams] | None,
         truncate: int | None,
-        use_tqdm: bool,
+        use_tqdm: bool | MakeBar,
         finish: Callable[[RequestOutput, PoolingParams], T],
     ) -> list[T]:
         self._pooling_processor.check_task(task)
@@ -283,7 +285,7 @@ class LLM(OfflineEngine):
         return [finish(output, one) for output, one in zip(outputs, merged, strict=True)]
 
     def _pool(
-        self, prompts: Sequence[tuple[Prompt, str | None]], params: Sequence[PoolingParams], use_tqdm: bool
+        self, prompts: Sequence[tuple[Prompt, str | None]], params: Sequence[PoolingParams], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
         """Run pooled requests to their end, in order; each prompt may have a second text."""
         with self._busy:
@@ -304,11 +306,13 @@ class LLM(OfflineEngine):
                 requests.append(self._input_processor.process(request_id, prompt, each, priority=priority))
         return requests
 
-    def _run(self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool | MakeBar
+    ) -> list[RequestOutput]:
         """Drive the core until every request has finished."""
         for request, text in zip(requests, texts, strict=True):
             self._output_processor.add_request(request, text, final_only=True)
-        with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), enabled=use_tqdm) as bar:
+        with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), make=use_tqdm) as bar:
             try:
                 for request in requests:
                     self._client.send(AddRequest(request))
@@ -320,7 +324,7 @@ class LLM(OfflineEngine):
 
     def _collect(self, requests: list[EngineRequest], interrupt: _Interrupt, bar: ProgressBar) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        num_tokens = 0
+        num_tokens, started = 0, time.monotonic()
         while len(finished) < len(requests):
             outputs = self._client.receive(_POLL_SECONDS) or EngineOutputs()
             interrupt.check()
@@ -335,7 +339,7 @@ class LLM(OfflineEngine):
                 finished[output.request_id] = output
             for update in outputs.updates:
                 num_tokens += len(update.new_token_ids)
-            bar.update(len(finished), f"{num_tokens} tokens")
+            bar.update(len(finished), f"{num_tokens / (time.monotonic() - started):.1f} tokens/s")
         return [finished[request.request_id] for request in requests]
 
     def _raise_refusal(self, rejections: list[RequestRejected], requests: list[EngineRequest]) -> None:

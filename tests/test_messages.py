@@ -19,11 +19,10 @@ from quire.engine.messages import (
     Call,
     CallResult,
     ClientMessage,
-    EngineDied,
+    Ended,
     EngineFailed,
     EngineOutputs,
     EngineReady,
-    Question,
     RequestRejected,
     Shutdown,
 )
@@ -202,11 +201,12 @@ EXAMPLES: list[msgspec.Struct] = [
         max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native", max_concurrency=2.5
     ),
     Ask(4, "echo", b"why"),
-    Answer(4, b"so"),
     Ask(4, 2, b"why"),
-    Question(5, b"why"),
-    EngineDied("why, at length", summary="why", error_id="e-1"),
-    EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
+    Answer(4, 2, b"so"),
+    Ended(3),
+    EngineFailed(
+        "bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad", error_id="e-1"
+    ),
 ]
 
 

@@ -14,15 +14,14 @@ from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.subjects import Build, Subject
 from benchmarks.gpu.timing import Call
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
-from quire.kernels.arguments import HeadWeights, NormWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention, NormWeights
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.runtime import INTERPRETED
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.rotation import DeviceRotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from benchmarks.gpu.attention_subjects import BLOCK_SIZE, Batch, device_batch, d
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.timing import CACHE_BYTES, Call, measure, num_copies
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_tiles import (
     DeviceLimits,
     HeadShape,

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch, AttentionStep
-from quire.attention.latent import ExpansionRule, LatentExpansion, LatentShape
+from quire.attention.interface import AttentionBatch
+from quire.kernels.arguments import ExpansionRule, LatentExpansion, LatentShape
 
 PIECE_KEYS = 1024
 """Keys that are expanded at a time."""
@@ -38,34 +37,6 @@ class Prompt:
     def num_keys(self) -> int:
         """Tokens of the sequence after the step."""
         return self.start + self.tokens.stop - self.tokens.start
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The other sequences of a step, as a step of their own. tokens: their indices in the whole step."""
-
-    tokens: torch.Tensor
-    step: AttentionStep
-
-
-class Split(NamedTuple):
-    """A step in two. rest: None where prompts are all there is."""
-
-    prompts: Sequence[Prompt]
-    rest: Rest | None
-
-
-class ExpandingStep(AttentionStep, Protocol):
-    """A step of a back end that tells prompts from other tokens."""
-
-    def split(self, rule: ExpansionRule) -> Split:
-        """The prompts that are expanded, and the rest."""
-        ...
-
-    def latents(self, layer: int, prompt: Prompt, width: int) -> torch.Tensor:
-        """The first `width` elements of what the layer keeps of a prompt's tokens, all those of the step included:
-        [num_keys, width]."""
-        ...
 
 
 def expanded_prompts(rule: ExpansionRule, query_start: np.ndarray, starts: np.ndarray) -> list[Prompt]:

@@ -1,22 +1,19 @@
 """The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
 
-The worker builds one AttentionBatch a step; a back end plans once (`plan`) and then attends once per layer
-(`AttentionStep`), so that whatever depends only on lengths and tables is computed once a step.
+The worker builds one AttentionBatch a step; a back end plans once (`plan`) and returns an AttentionStep, which layers
+call: what depends only on lengths and tables is computed once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from quire.attention.latent import IndexShape
-
-IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
+from quire.kernels.value import AnyValue, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,67 +39,6 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthScale:
-    """Queries multiplied by 1 + strength * log(1 + (position + 1) // floor), against scores that flatten in a long
-    context."""
-
-    floor: int
-    strength: float
-
-    def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: [T] integers -> [T] float32."""
-        steps = (positions + 1).div(self.floor, rounding_mode="floor")
-        return (torch.log1p(steps.double()) * self.strength + 1.0).float()
-
-
-def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> IntegersT:
-    """The first position, possibly below 0, that a token at a position sees: of the last `window` ones, its own
-    included, or of its chunk of `window`."""
-    return positions // window * window if is_chunked else positions - (window - 1)
-
-
-@dataclass(slots=True)
-class CacheScale:
-    """What the elements of a layer's keys, and of its values, are multiplied with in a cache of e4m3 numbers: they are
-    stored divided by it, in float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
-
-    key: float = 1.0
-    value: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
-    (None: all), or, if is_chunked, the chunks that positions are cut into, of which a token sees its own; length_scale:
-    of queries (None: none); soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value
-    head (None: head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none).
-    cache_scale: 1 in caches of other numbers than e4m3."""
-
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    is_chunked: bool = False
-    length_scale: LengthScale | None = None
-    soft_cap: float | None = None
-    value_dim: int | None = None
-    sinks: torch.Tensor | None = field(default=None, compare=False)
-    cache_scale: CacheScale = field(default_factory=CacheScale, compare=False)
-
-    @property
-    def stored_scale(self) -> float:
-        """Multiplies q·k of keys as they are stored."""
-        return self.scale * self.cache_scale.key
-
-    @property
-    def value_width(self) -> int:
-        """Elements of a value head, and of a head of the result."""
-        return self.head_dim if self.value_dim is None else self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
 class StateStep:
     """Where S sequences with T tokens in all keep their states, for layers that keep one instead of each token.
 
@@ -123,43 +59,73 @@ class StateStep:
     pages: Mapping[int, torch.Tensor]
 
 
-class PlannedStep(Protocol):
-    """What a back end planned for one step. Models pass it on; the operations of the same back end look inside."""
+LatentInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue, AnyValue]
+"""What latent attention takes of a step's T tokens: queries against the compressed part of keys [T, num_heads * rank]
+and against the rotated part [T, num_heads * rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys
+[T, rope_dim]."""
+
+IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
+"""What an indexer takes of a step's T tokens: queries [T, num_heads * dim], keys [T, dim], and the heads' weights
+[T, num_heads]."""
 
 
-class AttentionStep(PlannedStep, Protocol):
-    """One step of a back end that computes at once, over the KV pool."""
+class AttentionStep:
+    """A planned step, and the operations of layers over it. A back end implements those that its models use.
 
-    def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v ([T, num_kv_heads, head_dim] and [T, num_kv_heads, value_width]) to their slots."""
-        ...
+    All values are rows of the step's T tokens, of the kind that the back end computes: tensors, or placeholders while a
+    program is recorded; they are used up. rotation: of the tokens' positions (None: none is applied). A token sees the
+    positions up to its own, of its own sequence, read through the block table; an encoder's token sees all positions of
+    its sequence, which the step has whole.
+    """
 
-    def write_latent(self, layer: int, latent: torch.Tensor) -> None:
-        """Write vectors that all heads read, [T, width], to their slots."""
-        ...
+    __slots__ = ()
 
-    def write_index(self, index: IndexShape, keys: torch.Tensor) -> None:
-        """Write an indexer's keys, [T, dim], to their slots, beside the latents."""
-        ...
+    def attend(self, heads: HeadWeights, qkv: AnyValue, rotation: AnyValue | None) -> Value:
+        """Norm and rotate query and key heads, write keys and values to the pages of `heads.shape.layer`, and attend.
 
-    def select_keys(self, index: IndexShape, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As `CacheOperations.select_keys`, of rotated queries [T, num_heads, dim], float32; all keys are written."""
-        ...
+        qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width], query, key and value heads.
+        Returns [T, num_heads * value_width].
+        """
+        raise NotImplementedError
 
-    def attend_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """As `attend_cached` over latents, but a token that sees more keys than `selected` is wide reads the positions
-        in its row of it alone."""
-        ...
+    def write_kv(self, heads: HeadWeights, key_value: AnyValue, rotation: AnyValue | None) -> None:
+        """The first half of `attend`: keys and values alone. key_value: [T, num_kv_heads * (head_dim + value_width)],
+        key and value heads."""
+        raise NotImplementedError
 
-    def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
-        """q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype. Causal: a token sees positions
-        up to its own, of its own sequence only, read through the block table; all of them are written."""
-        ...
+    def attend_cached(self, heads: HeadWeights, query: AnyValue, rotation: AnyValue | None) -> Value:
+        """The second half of `attend`, over what the pages of `heads.shape.layer` hold, which that layer, or an earlier
+        one in its place, has written for this step's tokens too. query: [T, num_heads * head_dim]. Returns [T,
+        num_heads * value_width]."""
+        raise NotImplementedError
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: LatentInputs,
+        rotation: AnyValue | None,
+        selected: AnyValue | None = None,
+    ) -> Value:
+        """Rotate, write the tokens' latents to their pages, and attend. selected: the result of `select_keys`, if
+        `shape.top` is set. Returns [T, num_heads * rank]."""
+        raise NotImplementedError
+
+    def attend_expanded(
+        self, shape: LatentShape, expansion: LatentExpansion, inputs: LatentInputs, rotation: AnyValue | None
+    ) -> Value:
+        """Attend as `attend_latent` does, but compute prompts with keys and values of each head where that is cheaper
+        (`ExpansionRule`). The queries of `inputs` are [T, num_heads * nope_dim]. Returns [T, num_heads * value_dim]."""
+        raise NotImplementedError
+
+    def select_keys(self, shape: IndexShape, inputs: IndexInputs, rotation: AnyValue | None) -> Value:
+        """Rotate, write the tokens' keys to their pages, and choose the keys that each token reads. Returns [T, top]:
+        positions, ascending; rows of tokens that see at most `top` keys, and read all, hold anything."""
+        raise NotImplementedError
 
 
 class AttentionBackend(Protocol):
     """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
-    def plan(self, batch: AttentionBatch) -> PlannedStep:
-        """What a model's forward pass takes: a AttentionStep, or what the back end's own operations know."""
+    def plan(self, batch: AttentionBatch) -> AttentionStep:
+        """The step that a model's forward pass takes."""
         ...

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.latent import IndexShape, LatentShape
+from quire.attention.interface import AttentionBatch, AttentionStep
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
-from quire.kernels.cpu.recorder import Buffer
+from quire.kernels.cpu.recorder import Buffer, address_of
 from quire.kv_cache.layout import KVCacheLayout
+
+Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 
 
 class NativeAttention:
-    """Knows where the pool lies: what a recorded attention kernel needs of it, and the plan of each step.
+    """Knows where the pool lies, which recorded kernels are told, and plans each step.
 
     pages[j]: [num_blocks, page bytes] uint8. cache_dtype: what keys and values are stored in, a key of CACHE_TYPES.
     num_heads: query heads of every layer. num_threads: of the pool that runs the kernels.
@@ -62,20 +64,10 @@ class NativeAttention:
         rows = self._pages[page].view(-1).view(self.latent_dtype)
         return group, rows.view(-1, self._layout.token_groups[group].spec.token_bytes // rows.itemsize)
 
-    def record_latent(
-        self,
-        shape: LatentShape,
-        inputs: tuple[Buffer, Buffer, Buffer, Buffer],
-        rotation: Buffer | None,
-        selected: Buffer | None = None,
-    ) -> Buffer:
-        """`CacheOperations.attend_latent`, in the program that the inputs belong to."""
-        names = ("query", "turned_query", "latent", "turned_key")
-        buffers = {**dict(zip(names, inputs, strict=True)), "rotation": rotation, "selected": selected}
-        return inputs[0].recorder.call("latent", inputs[0].width, buffers=buffers, **self.latent_constants(shape))
-
-    def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
-        """What `_native.Program.attention` takes of a layer besides its buffers."""
+    def head_constants(self, heads: HeadWeights, rotation: Buffer | None = None) -> dict[str, Any]:
+        """The arguments of `_native.Program.attention` for a layer, besides its buffers."""
+        layer, norms = heads.shape, (heads.query_norm, heads.key_norm)
+        query_norm, key_norm = (0 if norm is None else address_of(norm.weight) for norm in norms)
         return {
             **self._page_constants(layer.layer),
             "num_heads": layer.num_heads,
@@ -90,10 +82,14 @@ class NativeAttention:
             "length_floor": 0 if layer.length_scale is None else layer.length_scale.floor,
             "length_strength": 0.0 if layer.length_scale is None else layer.length_scale.strength,
             "sinks": 0 if layer.sinks is None else layer.sinks.data_ptr(),
+            "query_norm": query_norm,
+            "key_norm": key_norm,
+            "norm_epsilon": 0.0 if heads.query_norm is None else heads.query_norm.epsilon,
+            "rotary_dim": 0 if rotation is None else rotation.width,
         }
 
     def latent_constants(self, shape: LatentShape) -> dict[str, Any]:
-        """What `_native.Program.latent` takes of a layer besides its buffers."""
+        """The arguments of `_native.Program.latent` for a layer, besides its buffers."""
         return {
             **self._page_constants(shape.layer),
             "num_heads": shape.num_heads,
@@ -104,7 +100,7 @@ class NativeAttention:
         }
 
     def index_constants(self, shape: IndexShape) -> dict[str, Any]:
-        """What `_native.Program.select_keys` takes of a layer besides its buffers."""
+        """The arguments of `_native.Program.select_keys` for a layer, besides its buffers."""
         return {
             **self._page_constants(shape.layer),
             "latent_width": shape.latent_width,
@@ -128,12 +124,78 @@ class NativeAttention:
         }
 
 
-class NativeAttentionStep:
-    """One step's plans, by KV group; valid until the back end plans again."""
+class RecordedAttention(AttentionStep):
+    """Operations that record kernels over the memory of a back end's pool: for any step of it, since each run of a
+    program brings the step's plans."""
 
-    __slots__ = ("backend", "batch", "plans")
+    __slots__ = ("backend",)
+
+    def __init__(self, backend: NativeAttention) -> None:
+        self.backend = backend
+
+    def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
+        qkv.recorder.keep.append(heads)
+        return qkv.recorder.call(
+            "attention",
+            heads.shape.num_heads * heads.shape.head_dim,
+            buffers={"qkv": qkv, "rotation": rotation},
+            **self.backend.head_constants(heads, rotation),
+        )
+
+    def write_kv(self, heads: HeadWeights, key_value: Buffer, rotation: Buffer | None) -> None:
+        key_value.recorder.keep.append(heads)
+        key_value.recorder.call(
+            "attention",
+            key_value.width,
+            over=key_value,
+            in_place=True,
+            output="qkv",
+            buffers={"rotation": rotation, "out": None},
+            **self.backend.head_constants(heads, rotation),
+        )
+
+    def attend_cached(self, heads: HeadWeights, query: Buffer, rotation: Buffer | None) -> Buffer:
+        query.recorder.keep.append(heads)
+        return query.recorder.call(
+            "attention",
+            query.width,
+            buffers={"qkv": query, "rotation": rotation},
+            writes=False,
+            **self.backend.head_constants(heads, rotation),
+        )
+
+    def attend_latent(
+        self, shape: LatentShape, inputs: Inputs, rotation: Buffer | None, selected: Buffer | None = None
+    ) -> Buffer:
+        names = ("query", "turned_query", "latent", "turned_key")
+        buffers = {**dict(zip(names, inputs, strict=True)), "rotation": rotation, "selected": selected}
+        constants = self.backend.latent_constants(shape)
+        return inputs[0].recorder.call("latent", inputs[0].width, buffers=buffers, **constants)
+
+    def attend_expanded(
+        self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Buffer | None
+    ) -> Buffer:
+        """Every token in the absorbed form: a program for steps with prompts is recorded with ExpandingAttention."""
+        absorbed = (expansion.absorb(inputs[0]), *inputs[1:])
+        values: Buffer = expansion.values(self.attend_latent(shape, absorbed, rotation))
+        return values
+
+    def select_keys(self, shape: IndexShape, inputs: tuple[Buffer, Buffer, Buffer], rotation: Buffer | None) -> Buffer:
+        query, key, weights = inputs
+        return query.recorder.call(
+            "select_keys",
+            shape.top,
+            buffers={"query": query, "key": key, "weights": weights, "rotation": rotation},
+            **self.backend.index_constants(shape),
+        )
+
+
+class NativeAttentionStep(RecordedAttention):
+    """One step. plans: those of the KV groups, valid until the back end plans again."""
+
+    __slots__ = ("batch", "plans")
 
     def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
-        self.backend = backend
+        super().__init__(backend)
         self.plans = plans
         self.batch = batch

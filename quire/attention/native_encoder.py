@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.attention.interface import AttentionBatch
+from quire.attention.interface import AttentionBatch, AttentionStep
+from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.recorder import Buffer
 
 
 class NativeEncoder:
@@ -24,11 +26,24 @@ class NativeEncoder:
         return NativeEncoderStep(self, self._plan)
 
 
-class NativeEncoderStep:
-    """One step's plan; valid until the back end plans again."""
+class NativeEncoderStep(AttentionStep):
+    """One step's plan, valid until the back end plans again; and operations that record kernels, for any step."""
 
     __slots__ = ("backend", "encoder")
 
     def __init__(self, backend: NativeEncoder, encoder: _native.EncoderPlan) -> None:
         self.backend = backend
         self.encoder = encoder
+
+    def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None) -> Buffer:
+        shape = heads.shape
+        return qkv.recorder.call(
+            "attend_encoder",
+            shape.num_heads * shape.head_dim,
+            buffers={"qkv": qkv, "rotation": rotation},
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            scale=shape.scale,
+            window=shape.window or 0,
+            rotary_dim=0 if rotation is None else rotation.width,
+        )

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quire.attention.expanded import PIECE_KEYS, Prompt, expanded_prompts, rest_of
-from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.latent import ExpansionRule, LatentExpansion, LatentShape
-from quire.attention.native_backend import NativeAttention
+from quire.attention.interface import AttentionBatch, AttentionStep
+from quire.attention.native_backend import Inputs, NativeAttention, RecordedAttention
 from quire.config.device import NATIVE_HEAD_MULTIPLE
+from quire.kernels.arguments import ExpansionRule, HeadWeights, LatentExpansion, LatentShape, LayerAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, rounded_rows
@@ -26,9 +25,9 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 
 
-class ExpandingAttention:
-    """Takes the place of the back end while a program for steps with prompts is recorded, and computes their latent
-    attention when it runs. rule: of the model's layers, which are alike."""
+class ExpandingAttention(AttentionStep):
+    """The AttentionStep with which a program for steps with prompts is recorded: it computes their latent attention
+    when the program runs. rule: that of the model's layers, which are alike."""
 
     def __init__(self, backend: NativeAttention, runtime: NativeRuntime, rule: ExpansionRule) -> None:
         self.backend = backend
@@ -39,8 +38,7 @@ class ExpandingAttention:
         """By number of heads: of whole parts, and of the last one."""
         self._prompts: list[Prompt] = []
         self._batch: AttentionBatch | None = None
-        self._rest: torch.Tensor | None = None
-        self._rest_plans: list[_native.AttentionPlan] = []
+        self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None
 
     def plan(self, batch: AttentionBatch) -> bool:
         """Take up a step; returns whether it has prompts to expand: without any, the ordinary program computes it."""
@@ -48,28 +46,25 @@ class ExpandingAttention:
         self._batch, self._rest = batch, None
         found = rest_of(batch, self._prompts) if self._prompts else None
         if found is not None:
-            self._rest, self._rest_plans = found[0], self.backend.plan_beside(found[1])
+            self._rest = found[0], self.backend.plan_beside(found[1])
         return bool(self._prompts)
 
-    def record(
-        self,
-        shape: LatentShape,
-        expansion: LatentExpansion,
-        inputs: tuple[Buffer, Buffer, Buffer, Buffer],
-        rotation: Buffer | None,
+    def attend_expanded(
+        self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Buffer | None
     ) -> Buffer:
-        """Leave the program for `attend`."""
-        function = partial(self.attend, shape, expansion)
+        """Record a call of `compute`."""
+        function = partial(self.compute, shape, expansion)
         turned = () if rotation is None else (rotation,)
         return inputs[0].recorder.call_torch(function, shape.num_heads * expansion.value_dim, (*inputs, *turned))
 
-    def attend(self, shape: LatentShape, expansion: LatentExpansion, *rows: torch.Tensor) -> torch.Tensor:
-        """rows: as `CacheOperations.attend_expanded` has its inputs, and the rotation, of a step's tokens."""
+    def compute(self, shape: LatentShape, expansion: LatentExpansion, *rows: torch.Tensor) -> torch.Tensor:
+        """The result of `attend_expanded` for the step that was taken up last. rows: its inputs, and the rotation."""
         query, turned_query, latent, turned_key = rows[:4]
-        assert self._batch is not None, "plan comes before attend"
+        assert self._batch is not None, "plan comes before compute"
         out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
         if self._rest is not None:
-            out[self._rest] = self._attend_rest(shape, expansion, [each[self._rest] for each in rows])
+            others, plans = self._rest
+            out[others] = self._compute_rest(shape, expansion, [each[others] for each in rows], plans)
         group, pages = self.backend.latent_rows(shape.layer)
         if len(rows) > 4:
             turned_query, turned_key = (_turn(each, shape.rope_dim, rows[4]) for each in (turned_query, turned_key))
@@ -90,18 +85,25 @@ class ExpandingAttention:
                     latents = pages[found[first : first + PIECE_KEYS]].float()
                     expanded = self._program(shape.layer, expand, expand)([latents[:, : shape.rank]], [])
                     scratch.write(first, expanded, latents[:, shape.rank :], expansion)
-                attended = scratch.attend(queries[tokens, heads], prompt.start)
+                attended = scratch.read(queries[tokens, heads], prompt.start)
                 results[tokens, heads] = attended[..., : expansion.value_dim]
         return out
 
-    def _attend_rest(self, shape: LatentShape, expansion: LatentExpansion, rows: list[torch.Tensor]) -> torch.Tensor:
-        def record(*buffers: Buffer) -> Buffer:
-            query = expansion.absorb(buffers[0])
-            turned_query, latent, turned_key, *rotation = buffers[1:]
-            inputs = query, turned_query, latent, turned_key
-            return expansion.values(self.backend.record_latent(shape, inputs, rotation[0] if rotation else None))
+    def _compute_rest(
+        self,
+        shape: LatentShape,
+        expansion: LatentExpansion,
+        rows: list[torch.Tensor],
+        plans: list[_native.AttentionPlan],
+    ) -> torch.Tensor:
+        operations = RecordedAttention(self.backend)
 
-        return self._program(shape.layer, "rest", record)(rows, self._rest_plans)
+        def record(*buffers: Buffer) -> Buffer:
+            query, turned_query, latent, turned_key, *rotation = buffers
+            inputs = query, turned_query, latent, turned_key
+            return operations.attend_expanded(shape, expansion, inputs, rotation[0] if rotation else None)
+
+        return self._program(shape.layer, "rest", record)(rows, plans)
 
     def _scratch_for(
         self, shape: LatentShape, expansion: LatentExpansion, query: torch.Tensor, num_keys: int
@@ -129,7 +131,7 @@ class _Scratch:
 
     def __init__(self, layer: LayerAttention, num_keys: int, backend: NativeAttention, runtime: NativeRuntime) -> None:
         self.num_keys = num_keys
-        self._layer = layer
+        self._layer, self._heads = layer, HeadWeights(layer, None, None)
         block_size, dtype = backend.block_size, backend.latent_dtype
         spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
         groups, layers_per_group = group_layers([spec], block_size)
@@ -139,7 +141,7 @@ class _Scratch:
         name = str(dtype).removeprefix("torch.")
         self._backend = NativeAttention(layout, [pages], name, layer.num_heads, backend.num_threads)
         self._table = torch.arange(1, num_blocks, dtype=torch.int32)[None]
-        self._writes, self._attends = (_Program(each, runtime) for each in (self._record_write, self._record_attend))
+        self._writes, self._reads = (_Program(each, runtime) for each in (self._record_write, self._record_read))
 
     def write(self, first: int, expanded: torch.Tensor, turned_keys: torch.Tensor, expansion: LatentExpansion) -> None:
         """Keys from position `first` on. expanded: [N, heads * (nope_dim + value_dim)]; turned_keys: [N, rope_dim]."""
@@ -151,12 +153,13 @@ class _Scratch:
         rows[:, 1, :, : expansion.value_dim] = values
         self._writes([rows.flatten(1)], self._backend.plan(self._batch(first, len(rows))).plans)
 
-    def attend(self, query: torch.Tensor, start: int) -> torch.Tensor:
-        """query: [T, heads, key_dim], from position `start` on -> [T, heads, head_dim]."""
+    def read(self, query: torch.Tensor, start: int) -> torch.Tensor:
+        """Attention of the queries from position `start` on over the keys that are written. query: [T, heads, key_dim].
+        Returns [T, heads, head_dim]."""
         layer = self._layer
         padded = F.pad(query, (0, layer.head_dim - query.shape[2])).flatten(1)
         plans = self._backend.plan_beside(self._batch(start, len(query)))
-        return self._attends([padded], plans).unflatten(1, (layer.num_heads, -1))
+        return self._reads([padded], plans).unflatten(1, (layer.num_heads, -1))
 
     def _batch(self, start: int, count: int) -> AttentionBatch:
         positions = torch.arange(start, start + count)
@@ -182,17 +185,14 @@ class _Scratch:
             in_place=True,
             output="qkv",
             buffers={"rotation": None, "out": None},
-            **self._constants,
+            **self._backend.head_constants(self._heads),
         )
 
-    def _record_attend(self, query: Buffer) -> Buffer:
+    def _record_read(self, query: Buffer) -> Buffer:
         buffers: dict[str, Buffer | None] = {"qkv": query, "rotation": None}
-        return query.recorder.call("attention", query.width, buffers=buffers, writes=False, **self._constants)
-
-    @property
-    def _constants(self) -> dict[str, Any]:
-        unused = {"query_norm": 0, "key_norm": 0, "norm_epsilon": 0.0, "rotary_dim": 0}
-        return {**self._backend.layer_constants(self._layer), **unused}
+        return query.recorder.call(
+            "attention", query.width, buffers=buffers, writes=False, **self._backend.head_constants(self._heads)
+        )
 
 
 class _Program:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.interface import first_seen
+from quire.kernels.arguments import first_seen
 from quire.kernels.matmul import padded_rows
 
 KEY_TILE = 64

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from quire.attention.expanded import Prompt, Rest, Split, expanded_prompts, rest_of
-from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.latent import ExpansionRule, IndexShape
+from quire.attention.expanded import Prompt, attend_expanded, expanded_prompts, rest_of
+from quire.attention.interface import AttentionBatch, AttentionStep
 from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, Window, plan_tiles
 from quire.attention.torch_index import select_keys
 from quire.kernels import reference
+from quire.kernels.arguments import (
+    ExpansionRule,
+    HeadWeights,
+    IndexShape,
+    LatentExpansion,
+    LatentShape,
+    LayerAttention,
+    NormWeights,
+)
+from quire.kernels.rotation import Rotation
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
+Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 CHUNK_BYTES = 4 << 20
 """Working memory of one chunk of items: about what the caches of a core hold."""
 
@@ -40,7 +51,7 @@ class TorchAttention:
         return TorchAttentionStep(self._layers, self._block_size, batch)
 
 
-class TorchAttentionStep:
+class TorchAttentionStep(AttentionStep):
     """One step: work lists are made for the first layer of each kind and serve all others of the kind."""
 
     def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
@@ -50,51 +61,106 @@ class TorchAttentionStep:
         self._batch = batch
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, Window], list[TileList]] = {}
-        self._splits: dict[ExpansionRule, Split] = {}
+        self._splits: dict[ExpansionRule, _Split] = {}
 
-    def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
+    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        width = heads.shape.num_heads * heads.shape.head_dim
+        self.write_kv(heads, qkv[:, width:], rotation)
+        return self.attend_cached(heads, qkv[:, :width], rotation)
+
+    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
+        layer = heads.shape
+        key, value = key_value.split((layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * layer.value_width), 1)
+        key = _prepared(key.unflatten(1, (-1, layer.head_dim)), heads.key_norm, rotation)
+        value = value.unflatten(1, (-1, layer.value_width))
         group, pages = self._layers[layer.layer]
         scale = layer.cache_scale
-        k, v = (each if by == 1 else each.float() / by for each, by in ((k, scale.key), (v, scale.value)))
+        key, value = (each if by == 1 else each.float() / by for each, by in ((key, scale.key), (value, scale.value)))
         if pages.dim() == 4:  # keys and values of different widths, side by side
             rows = pages.view(-1, *pages.shape[2:])
-            reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1))
+            reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((key, value), dim=-1))
         else:
-            reference.write_kv(pages, self._key_rows[group], k, v)
+            reference.write_kv(pages, self._key_rows[group], key, value)
 
-    def write_latent(self, layer: int, latent: torch.Tensor) -> None:
-        group, pages = self._layers[layer]
-        rows = pages.view(-1, pages.shape[-1])[:, : latent.shape[1]]
-        rows.index_copy_(0, self._batch.slot_mapping[group], latent.to(rows.dtype))
+    def attend_cached(self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        query = _prepared(query.unflatten(1, (-1, heads.shape.head_dim)), heads.query_norm, rotation)
+        return self._attended(heads.shape, query).flatten(1)
 
-    def write_index(self, index: IndexShape, keys: torch.Tensor) -> None:
-        group, pages = self._layers[index.layer]
-        rows = pages.view(-1, pages.shape[-1])[:, index.latent_width :]
-        rows.index_copy_(0, self._batch.slot_mapping[group], keys.to(rows.dtype))
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: Inputs,
+        rotation: Rotation | None,
+        selected: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query, turned_query = inputs[0], self._write_latent(shape, inputs, rotation)
+        query = torch.cat((query.unflatten(1, (shape.num_heads, shape.rank)), turned_query), dim=2)
+        if selected is not None:
+            return self._attended_selected(shape.as_attention, query, selected).flatten(1)
+        return self._attended(shape.as_attention, query).flatten(1)
 
-    def split(self, rule: ExpansionRule) -> Split:
-        """As ExpandingStep's."""
+    def attend_expanded(
+        self, shape: LatentShape, expansion: LatentExpansion, inputs: Inputs, rotation: Rotation | None
+    ) -> torch.Tensor:
+        query, turned_query = inputs[0], self._write_latent(shape, inputs, rotation)
+        out = query.new_empty(len(query), shape.num_heads * expansion.value_dim)
+        prompts, tokens, rest = self._split(expansion.rule(shape))
+        if rest is not None:
+            absorbed = expansion.absorb(query[tokens]).unflatten(1, (shape.num_heads, shape.rank))
+            absorbed = torch.cat((absorbed, turned_query[tokens]), dim=2)
+            out[tokens] = expansion.values(rest._attended(shape.as_attention, absorbed).flatten(1))
+        query = query.unflatten(1, (shape.num_heads, expansion.nope_dim))
+        for prompt in prompts:
+            queries = query[prompt.tokens], turned_query[prompt.tokens]
+            kept = self._latents(shape, prompt)
+            out[prompt.tokens] = attend_expanded(shape, expansion, queries, kept, prompt.start)
+        return out
+
+    def select_keys(
+        self,
+        shape: IndexShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        query, key, weights = inputs
+        query = _prepared(query.unflatten(1, (shape.num_heads, shape.dim)), None, rotation)
+        group, pages = self._layers[shape.layer]
+        keys = pages.view(-1, pages.shape[-1])[:, shape.latent_width :]
+        written = _prepared(key[:, None], None, rotation)[:, 0].to(keys.dtype)
+        keys.index_copy_(0, self._batch.slot_mapping[group], written)
+        return select_keys(shape, self._batch, group, keys, self._block_size, (query, weights))
+
+    def _write_latent(self, shape: LatentShape, inputs: Inputs, rotation: Rotation | None) -> torch.Tensor:
+        """Keep the latents with their rotated keys. Returns the rotated parts of queries, [T, num_heads, rope_dim]."""
+        _, turned_query, latent, turned_key = inputs
+        turned_key = _prepared(turned_key[:, None], None, rotation)
+        group, pages = self._layers[shape.layer]
+        rows = pages.view(-1, pages.shape[-1])[:, : shape.width]
+        written = torch.cat((latent, turned_key[:, 0]), dim=1).to(rows.dtype)
+        rows.index_copy_(0, self._batch.slot_mapping[group], written)
+        return _prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
+
+    def _split(self, rule: ExpansionRule) -> _Split:
         if rule not in self._splits:
             batch = self._batch
             prompts = expanded_prompts(rule, batch.query_start.numpy(), batch.start_positions.numpy())
             found = rest_of(batch, prompts)
-            rest = found and Rest(found[0], TorchAttentionStep(self._layers, self._block_size, found[1]))
-            self._splits[rule] = Split(prompts, rest)
+            if found is None:
+                self._splits[rule] = _Split(prompts)
+            else:
+                rest = TorchAttentionStep(self._layers, self._block_size, found[1])
+                self._splits[rule] = _Split(prompts, found[0], rest)
         return self._splits[rule]
 
-    def latents(self, layer: int, prompt: Prompt, width: int) -> torch.Tensor:
-        """As ExpandingStep's."""
-        group, pages = self._layers[layer]
+    def _latents(self, shape: LatentShape, prompt: Prompt) -> torch.Tensor:
+        """[num_keys, width]: the latents that the layer keeps of a prompt's tokens, those of the step included."""
+        group, pages = self._layers[shape.layer]
         blocks = self._batch.block_tables[group][prompt.sequence, : -(-prompt.num_keys // self._block_size)].long()
-        return pages[blocks].flatten(0, 1)[: prompt.num_keys, :width]
+        return pages[blocks].flatten(0, 1)[: prompt.num_keys, : shape.width]
 
-    def select_keys(self, index: IndexShape, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        group, pages = self._layers[index.layer]
-        keys = pages.view(-1, pages.shape[-1])[:, index.latent_width :]
-        return select_keys(index, self._batch, group, keys, self._block_size, (q, weights))
-
-    def attend_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Each token is a sequence of its own, in blocks of one token: those that it reads."""
+    def _attended_selected(self, layer: LayerAttention, q: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """`_attended` over latents, where a token that sees more keys than `selected` is wide reads the positions in
+        its row of it alone: each token is a sequence of its own, in blocks of one token."""
         group, pages = self._layers[layer.layer]
         batch, top = self._batch, selected.shape[1]
         counts = (batch.slot_positions + 1).clamp(max=top)
@@ -122,7 +188,9 @@ class TorchAttentionStep:
             out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
         return out
 
-    def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+    def _attended(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        """q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype, over keys and values that are
+        all written."""
         group, pages = self._layers[layer.layer]
         if layer.length_scale is not None:
             q = (q.float() * layer.length_scale.factors(self._batch.slot_positions)[:, None, None]).to(q.dtype)
@@ -155,6 +223,22 @@ class TorchAttentionStep:
                 limit=CHUNK_BYTES,
             )
         return self._lists[key]
+
+
+class _Split(NamedTuple):
+    """A step in two. prompts: those that are expanded. tokens: indices of all other tokens in the step; rest: these
+    tokens as a step of their own. Both None where prompts are all there is."""
+
+    prompts: Sequence[Prompt]
+    tokens: torch.Tensor | None = None
+    rest: TorchAttentionStep | None = None
+
+
+def _prepared(heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:
+    """[T, heads, dim], normed and rotated."""
+    if norm is not None:
+        heads = reference.norm(norm, heads)
+    return heads if rotation is None else rotation.apply(heads)
 
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

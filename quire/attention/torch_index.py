@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import IndexShape
 from quire.attention.tiles import KEY_TILE
+from quire.kernels.arguments import IndexShape
 from quire.kernels.matmul import padded_rows
 
 
@@ -33,7 +33,7 @@ def select_keys(
     block_size: int,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """As `CacheOperations.select_keys`. keys: [slots, dim], of the pool, written. inputs: rotated queries [T,
+    """The result of `AttentionStep.select_keys`. keys: [slots, dim], of the pool, written. inputs: rotated queries [T,
     num_heads, dim] and the heads' weights [T, num_heads]."""
     query, weights = inputs
     chosen = torch.zeros(len(query), index.top)

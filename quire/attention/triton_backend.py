@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
-from quire.attention.triton_expanded import DeviceExpansion
-from quire.kernels.arguments import HeadWeights
+from quire.attention.interface import AttentionStep
+from quire.attention.triton_expanded import DeviceExpansion, Inputs
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SHORT_CONTEXT,
@@ -28,12 +28,13 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
+from quire.kernels.triton.encoder_attention import attend_both_ways
 from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
 from quire.kernels.triton.prompt_attention import WarpGroupAttention, can_attend
-from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
+from quire.kernels.triton.qkv_write import HeadPreparation
 from quire.kv_cache.layout import KVCacheLayout
 
 
@@ -180,8 +181,9 @@ class _LayerKernels:
         return found
 
 
-class TritonAttentionStep:
-    """One step. Nothing is allocated besides results; all launches depend on addresses and host sizes alone."""
+class TritonAttentionStep(AttentionStep):
+    """One step. Operations write to `out`, if it is given, in place of a new tensor; inputs are contiguous. Nothing is
+    allocated besides results; all launches depend on addresses and host sizes alone."""
 
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
@@ -189,28 +191,21 @@ class TritonAttentionStep:
         self._kernels: dict[tuple[HeadShape, int | None, bool], tuple[Tiles | None, SplitPlan | None]] = {}
 
     def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Norms over heads, rotation, keys and values to their pages, attention.
-
-        qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous, used up. rotation: of the T positions, or None.
-        out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Padding rows are not
-        written. Causal: a token sees positions up to its own, of its own sequence.
-        """
+        """As AttentionStep.attend. out: of any float dtype. Padding rows are not written."""
         layer = self._backend.layer(heads)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, qkv)
         return self._attend(layer, qkv, out)
 
-    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
-        """The first half of `attend`. key_value: [T, 2 num_kv_heads * head_dim], contiguous, used up."""
+    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: DeviceRotation | None) -> None:
         layer = self._backend.layer(heads)
         layer.write(key_value, rotation, self._batch.slot_mapping[layer.group])
 
     def attend_cached(
-        self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
+        self, heads: HeadWeights, query: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The second half. query: [T, num_heads * head_dim], contiguous, used up."""
         layer = self._backend.layer(heads)
         layer.prepare_queries(query, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, query)
@@ -219,12 +214,11 @@ class TritonAttentionStep:
     def attend_latent(
         self,
         shape: LatentShape,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: Rotation | None,
+        inputs: Inputs,
+        rotation: DeviceRotation | None,
         selected: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `CacheOperations.attend_latent`. inputs: contiguous. out: [T, num_heads * rank] or None: a new tensor."""
         kernels, group = self._backend.latents.layer(shape)
         out = torch.empty_like(inputs[0]) if out is None else out
         kernels.run(inputs, rotation, out, self._batch, group, selected)
@@ -234,26 +228,27 @@ class TritonAttentionStep:
         self,
         shape: LatentShape,
         expansion: LatentExpansion,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: Rotation | None,
+        inputs: Inputs,
+        rotation: DeviceRotation | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `CacheOperations.attend_expanded`. inputs: contiguous. out: [T, num_heads * value_dim] or None: a new
-        tensor."""
         latents = self._backend.latents
         layer = *latents.layer(shape), latents.pages[shape.layer][1]
-        return latents.expansion.attend(shape, expansion, inputs, rotation, out, self._batch, layer)
+        return latents.expansion.compute(shape, expansion, inputs, rotation, out, self._batch, layer)
 
     def select_keys(
         self,
         shape: IndexShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: Rotation | None,
-        selected: torch.Tensor,
-    ) -> None:
-        """As `CacheOperations.select_keys`. selected: [T, top] int32."""
+        rotation: DeviceRotation | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As AttentionStep.select_keys, in int32."""
         group, pages = self._backend.latents.pages[shape.layer]
-        select_keys(shape, inputs, rotation, pages, self._batch, group, selected)
+        if out is None:
+            out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
+        select_keys(shape, inputs, rotation, pages, self._batch, group, out)
+        return out
 
     def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
         """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
@@ -327,11 +322,16 @@ class DeviceLatents:
         return found, group
 
 
-@dataclass(frozen=True, slots=True)
-class TritonEncoderStep:
-    """query_start: as DeviceBatch has it."""
+class TritonEncoderStep(AttentionStep):
+    """A step that attends in both directions. Nothing is kept for later steps."""
 
-    query_start: torch.Tensor
+    def __init__(self, query_start: torch.Tensor) -> None:
+        """query_start: as DeviceBatch has it."""
+        self._query_start = query_start
+
+    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None) -> torch.Tensor:
+        turn, shape = None if rotation is None else (rotation.cos, rotation.sin), heads.shape
+        return attend_both_ways(qkv, turn, self._query_start, shape.num_heads, shape.scale, shape.window)
 
 
 class TritonEncoder:

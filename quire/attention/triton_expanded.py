@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.expanded import Prompt, expanded_prompts
-from quire.attention.interface import LayerAttention
-from quire.attention.latent import LatentExpansion, LatentShape
+from quire.kernels.arguments import LatentExpansion, LatentShape, LayerAttention
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.attention_tiles import DeviceLimits, HeadShape, Tiles, varlen_tiles
 from quire.kernels.triton.latent_attention import LatentKernels
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
-from quire.kernels.triton.qkv_write import Rotation
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DeviceExpansion:
@@ -31,17 +31,17 @@ class DeviceExpansion:
         self._scratch: torch.Tensor | None = None
         self._kernels: dict[tuple[LayerAttention, Tiles], VarlenAttention] = {}
 
-    def attend(
+    def compute(
         self,
         shape: LatentShape,
         expansion: LatentExpansion,
         inputs: Inputs,
-        rotation: Rotation | None,
+        rotation: DeviceRotation | None,
         out: torch.Tensor | None,
         batch: DeviceBatch,
         layer: tuple[LatentKernels, int, torch.Tensor],
     ) -> torch.Tensor:
-        """As `CacheOperations.attend_expanded`. layer: its kernels, its KV group, and its pages."""
+        """The result of `AttentionStep.attend_expanded`. layer: its kernels, its KV group, and its pages."""
         kernels, group, pages = layer
         query, turned_query, latent, turned_key = inputs
         kernels.prepare(turned_query, latent, turned_key, rotation, batch, group)
@@ -49,7 +49,7 @@ class DeviceExpansion:
         if not prompts:
             absorbed = expansion.absorb(query)
             attended = torch.empty_like(absorbed)
-            kernels.attend(absorbed, turned_query, attended, batch, group)
+            kernels.attend_written(absorbed, turned_query, attended, batch, group)
             values: torch.Tensor = expansion.values(attended)
             return values if out is None else out.copy_(values)
         if out is None:
@@ -59,7 +59,7 @@ class DeviceExpansion:
             tokens, sequences = rest
             absorbed = expansion.absorb(query.index_select(0, tokens))
             attended = torch.empty_like(absorbed)
-            kernels.attend(absorbed, turned_query.index_select(0, tokens), attended, sequences, group)
+            kernels.attend_written(absorbed, turned_query.index_select(0, tokens), attended, sequences, group)
             out.index_copy_(0, tokens, expansion.values(attended))
         for lot in self._lots(prompts, pages.shape[1]):
             kept, lengths = _gather(lot, pages, batch, group, shape.width)

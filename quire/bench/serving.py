@@ -27,7 +27,7 @@ async def run_load(
     *,
     max_concurrency: int | None,
     timeout: float,
-    on_done: Callable[[], None],
+    on_done: Callable[[RequestRecord], None],
 ) -> list[RequestRecord]:
     """Send prompt i at `offsets[i]` seconds from the start and follow all streams; records are in prompt order.
 
@@ -39,7 +39,7 @@ async def run_load(
     async def one(client: httpx.AsyncClient, prompt: PromptSpec, due: float) -> RequestRecord:
         async with gate:
             record = await stream_request(client, settings, prompt, due)
-        on_done()
+        on_done(record)
         return record
 
     async with open_client(settings, timeout=timeout) as client, asyncio.TaskGroup() as group:

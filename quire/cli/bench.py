@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_mess
 from quire.bench.metrics import METRICS, parse_goodput, summarize
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
 from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.main import EXIT_INTERRUPTED
 from quire.cli.parser import Parser
 from quire.cli.session import import_executor
 from quire.config.options import EngineOptions
@@ -24,6 +26,7 @@ from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.bench.metrics import RequestRecord
     from quire.bench.offline import Generator
     from quire.engine.input_processor import Prompt
 
@@ -211,8 +214,10 @@ def _serve(namespace: argparse.Namespace) -> int:
     base_url = namespace.base_url.rstrip("/").removesuffix("/v1")
     api_key = namespace.api_key or envs.api_key()
 
-    async def run() -> tuple[str, list[Any]]:
-        model = namespace.model or await openai_client.first_model(base_url, api_key)
+    model = namespace.model or asyncio.run(openai_client.first_model(base_url, api_key))
+    records: list[RequestRecord] = []
+
+    async def run() -> None:
         settings = openai_client.ClientSettings(
             base_url=base_url,
             endpoint=namespace.endpoint,
@@ -223,24 +228,38 @@ def _serve(namespace: argparse.Namespace) -> int:
             extra_body=namespace.extra_body,
         )
         with report.progress_bar("requests", len(prompts)) as tick:
-            records = await run_load(
+
+            def on_done(record: RequestRecord) -> None:
+                records.append(record)
+                tick()
+
+            await run_load(
                 settings,
                 prompts,
                 offsets,
                 max_concurrency=namespace.max_concurrency,
                 timeout=namespace.timeout,
-                on_done=tick,
+                on_done=on_done,
             )
-        return model, records
 
-    model, records = asyncio.run(run())
+    is_interrupted = False
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        if not records:
+            raise
+        is_interrupted = True
+        print(f"quire: interrupted: {len(records)} of {len(prompts)} requests had ended", file=sys.stderr)
     result = summarize(records, goodput=goodput, percentiles=percentiles)
     report.print_serving_report(result, metrics, title=f"{model} at {base_url}")
     report.write_json(
         namespace.json,
         {"benchmark": "serve", "options": options_json(namespace) | {"model": model, "base_url": base_url}}
+        | {"is_interrupted": is_interrupted}
         | report.serving_json(result, metrics),
     )
+    if is_interrupted:
+        return EXIT_INTERRUPTED
     return 0 if result.num_completed else 1
 
 

@@ -8,16 +8,20 @@ import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
 from quire.errors import UserError
+from quire.server.batch_lines import BatchResult, custom_id_of
 from quire.server.listener import Listener, bind
 from quire.server.settings import HELP, ServerSettings
+from quire.utils.progress import ProgressBar
 
 OF_THE_API = (
     "served_model_name",
@@ -63,6 +67,7 @@ def add_batch_flags(parser: Parser) -> None:
         metavar="N",
         help=f"requests that are answered at a time (default: 4 x max_num_seqs, at least {MIN_CONCURRENCY})",
     )
+    parser.add_argument("--resume", action="store_true", help="go on behind the answers that OUT has")
     parser.add_argument("--enable-metrics", action="store_true", help="serve /metrics on --host and --port meanwhile")
 
 
@@ -85,6 +90,8 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
         raise UserError("max_concurrency must be at least 1", param="max_concurrency")
     if target.exists() and source.exists() and target.samefile(source):
         raise UserError("input_file and output_file are the same file", param="output_file")
+    if target.is_file() and target.stat().st_size and not namespace.resume:
+        raise UserError(f"output_file: {target} has content: --resume goes on behind it", param="output_file")
     if not namespace.enable_metrics and (without := sorted(keywords.keys() & {*OF_METRICS})):
         raise UserError(f"{', '.join(without)} is of the server of metrics: give --enable-metrics", param=without[0])
     settings = ServerSettings.from_keywords({**keywords, "max_num_queued": None})
@@ -93,13 +100,60 @@ def answer_file(namespace: argparse.Namespace, options: EngineOptions, keywords:
         requests = stack.enter_context(_opened(source, "rb", "input_file"))
         if requests.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise UserError("input_file is UTF-16: a file of requests must be UTF-8", param="input_file")
-        answers = stack.enter_context(_opened(target, "wb", "output_file"))
-        return asyncio.run(_run(options, settings, namespace.max_concurrency, Files(requests, answers), listener))
+        answered = _answered(target) if namespace.resume else []
+        answers = stack.enter_context(_opened(target, "ab" if namespace.resume else "wb", "output_file"))
+        total = sum(1 for line in requests if line.strip()) if requests.seekable() else None
+        if total is not None:
+            requests.seek(0)
+        work = Files(_behind(requests, answered), answers, answered, total)
+        return asyncio.run(_run(options, settings, namespace.max_concurrency, work, listener))
 
 
 class Files(NamedTuple):
-    requests: BinaryIO
+    """requests: the lines that have no answer yet. answered: the custom_id of each line before them. total: requests in
+    the file; None where that is not known."""
+
+    requests: Iterator[bytes]
     answers: BinaryIO
+    answered: list[str | None]
+    total: int | None
+
+
+def _answered(path: Path) -> list[str | None]:
+    """The custom_id of each answer in a file, of which a cut last line is taken away. Raises UserError for a file of
+    something else."""
+    if not path.exists():
+        return []
+    found: list[str | None] = []
+    with _opened(path, "r+b", "output_file") as file:
+        whole = 0
+        for line in file:
+            try:
+                answer = msgspec.json.decode(line, type=BatchResult)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                if line.endswith(b"\n"):
+                    raise UserError(f"resume: line {len(found) + 1} of {path} is no answer", param="resume") from None
+                break
+            if not line.endswith(b"\n"):
+                break
+            found.append(answer.custom_id)
+            whole += len(line)
+        file.truncate(whole)
+    return found
+
+
+def _behind(requests: Iterator[bytes], answered: list[str | None]) -> Iterator[bytes]:
+    """The requests behind those that are answered. Raises UserError where the answers are those of another file."""
+    number = 0
+    for line in requests:
+        if number < len(answered) and line.strip():
+            if custom_id_of(line) != answered[number]:
+                raise UserError(f"resume: answer {number + 1} is to no request of the input file", param="resume")
+            number += 1
+        elif number >= len(answered):
+            yield line
+    if number < len(answered):
+        raise UserError("resume: there are more answers than requests", param="resume")
 
 
 async def _run(
@@ -121,21 +175,28 @@ async def _run(
         app = await asyncio.to_thread(create_app, engine, settings)
         started = time.monotonic()
 
+        num_done = len(files.answered)
+
         def write(line: bytes) -> None:
+            nonlocal num_done
             files.answers.write(line)
             files.answers.flush()
             engine.check_health()
+            num_done += 1
+            bar.update(num_done)
 
         limit = concurrency or max(MIN_CONCURRENCY, 4 * engine.max_num_seqs)
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
                 await stack.enter_async_context(serving_metrics(app.state.context, settings, listener))
                 sys.stderr.write(f"quire: metrics on {listener.url}/metrics\n")
-            counts = await run_batch(app, files.requests, write, concurrency=limit)
+            bar = stack.enter_context(ProgressBar("requests", files.total or 0, make=files.total is not None))
+            seen = {custom_id for custom_id in files.answered if custom_id is not None}
+            counts = await run_batch(app, files.requests, write, concurrency=limit, custom_ids=seen)
         seconds = time.monotonic() - started
         sys.stderr.write(
             f"quire: {counts.total} requests in {seconds:.1f} s: {counts.num_answered} answered, "
-            f"{counts.num_failed} failed\n"
+            f"{counts.num_failed} failed{f', {len(seen)} were answered before' if seen else ''}\n"
         )
         return 1 if counts.num_malformed else 0
     finally:

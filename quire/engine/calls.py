@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.member import Member
@@ -31,14 +31,12 @@ def part_of(parts: Parts, session: int) -> EngineOutputs:
 
 @dataclass(slots=True)
 class _Open:
-    """A call that not all have answered. waiting: numbers of those members. call_id: the session's. then: what follows
-    the last answer to a call of the fleet's own."""
+    """A call that not all have answered. waiting: numbers of those members. call_id: the session's."""
 
     call: Call
     waiting: set[int]
     session: int
     call_id: int
-    then: Callable[[], None] | None
     results: dict[int, CallResult] = field(default_factory=dict)
 
 
@@ -52,13 +50,11 @@ class Calls:
         self._states: dict[str, Call] = {}
         """The calls that bring about the state that the engines were told to be in."""
 
-    def open(
-        self, call: Call, receivers: Sequence[Member], session: int = 0, then: Callable[[], None] | None = None
-    ) -> Call:
-        """Note a call; returns it as the members get it. then: instead of an answer to a session."""
+    def open(self, call: Call, receivers: Sequence[Member], session: int) -> Call:
+        """Note a call; returns it as the members get it."""
         sent = Call(next(self._numbers), call.method, call.argument)
         waiting = {member.number for member in receivers}
-        self._open[sent.call_id] = _Open(sent, waiting, session, call.call_id, then)
+        self._open[sent.call_id] = _Open(sent, waiting, session, call.call_id)
         return sent
 
     def receivers(self, method: str) -> Sequence[Member]:
@@ -81,19 +77,15 @@ class Calls:
         if opened.waiting:
             return
         del self._open[number]
-        if opened.then is not None:
-            opened.then()
-            return
         result = self._combined(opened)
         self._note_state(opened, result)
         result.call_id = opened.call_id
         part_of(parts, opened.session).results.append(result)
 
-    def give_up(self, member: Member, parts: Parts, *, own: bool = False) -> None:
-        """No engine of a member will answer. own: the fleet's own calls alone."""
-        for number, opened in list(self._open.items()):
-            if not own or opened.then is not None:
-                self.answer(number, member, None, parts)
+    def give_up(self, member: Member, parts: Parts) -> None:
+        """No engine of a member will answer."""
+        for number in list(self._open):
+            self.answer(number, member, None, parts)
 
     def resend(self, member: Member) -> None:
         """Bring a member's next engine to the state of the one before."""

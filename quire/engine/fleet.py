@@ -3,8 +3,8 @@
 A `Fleet` is an `EngineClient`. Its members are engines of one configuration, in processes of their own or in this one.
 The ledger keeps of each request what another engine needs to go on with the same tokens (`ResumePoint`); text, stop
 strings and logprobs are the front end's and outlive the engines anyway. All else is a policy on top: an engine that
-dies or hangs is followed by another one; a router chooses the member of a new request; a request moves from one member
-to another; several front ends (sessions) ask, and each hears of its own.
+dies or hangs is followed by another one; a router chooses the member of a new request; the requests of a member that is
+stopped or lost go on at the others; several front ends (sessions) ask, and each hears of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from quire.config.options import EngineOptions
 from quire.engine.calls import Calls, Parts, part_of
 from quire.engine.client import EngineClient, cause_of_death
 from quire.engine.culprit_search import CulpritSearch
-from quire.engine.member import Member, StartEngine
+from quire.engine.member import WATCH_SECONDS, Member, StartEngine
 from quire.engine.messages import (
     Abort,
     AddRequest,
     Call,
+    CallResult,
     ClientMessage,
     EngineOutputs,
     EngineReady,
@@ -36,7 +37,7 @@ from quire.engine.messages import (
 )
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import beginnings_of, make_router
-from quire.errors import EngineDeadError, QuireError, UserError
+from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats, add_up
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
@@ -71,8 +72,6 @@ class Entry:
     member: Member | None = None
     is_sent: bool = False
     """Whether the engine that `member` has now has got it."""
-    is_leaving: bool = False
-    """Whether it moves from `member` as soon as that one has answered."""
 
     @classmethod
     def of(cls, request: EngineRequest, session: int) -> Entry:
@@ -203,6 +202,9 @@ class Fleet:
                         receivers = [member] if entry.is_sent else ()
                     case Abort(request_id, index):
                         receivers = self._abort(request_id, index)
+                    case Call(_, "stop_replica" | "start_replica", _):
+                        self._stop_or_start(message, session)
+                        receivers = ()
                     case Call(_, method, argument):
                         receivers = self._owner(argument) if method == "unregister_prefix" else ()
                         receivers = receivers or self._calls.receivers(method)
@@ -218,29 +220,6 @@ class Fleet:
         """A front end has ended: abort its requests, and drop the answers to its calls."""
         with self._lock:
             self.submit(session, *[Abort(key) for key, entry in self._entries.items() if entry.session == session])
-
-    def move(self, request_id: str, number: int) -> None:
-        """Let a request go on at another member, with the tokens that it would have had; it leaves its engine behind
-        the last token that this one has told. Nothing happens when it has ended or is leaving already. Raises UserError
-        for what stays: a beam search, which would begin anew, and a prefix, whose blocks are the engine's."""
-        with self._lock:
-            self._raise_if_over()
-            entry, target = self._entries.get(request_id), self.members[number]
-            if entry is None or entry.member is target or entry.is_leaving:
-                return
-            if entry.request.params.use_beam_search or entry.request.register_prefix:
-                what = "a prefix" if entry.request.register_prefix else "a beam search"
-                raise UserError(f"{what} does not move from one engine to another", param="request_id")
-            source = entry.member
-            assert source is not None
-            if not entry.is_sent:
-                self._go_on(entry, source, target)
-                return
-            # The answer to any call comes behind all that the engine has told of the request. One call for each move:
-            # the answer to another could come when the request is back, and would take it along without an abort.
-            entry.is_leaving = True
-            fence = self._calls.open(Call(0, "is_sleeping"), [source], then=partial(self._go_on, entry, source, target))
-            source.deliver(Abort(request_id), fence)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         parts = self.receive_parts(timeout)
@@ -268,6 +247,28 @@ class Fleet:
 
     # The ledger.
 
+    def _stop_or_start(self, call: Call, session: int) -> None:
+        """Let a member be stopped or started by its thread, which also answers the call (`_tell`)."""
+        member, is_wanted = self.members[int(call.argument)], call.method == "start_replica"
+        if not is_wanted and not any(each.is_up for each in self.members if each is not member):
+            text = f"replica {member.number} cannot be stopped: none of the others is up to go on with its requests"
+            self._arrived.put({session: EngineOutputs(results=[CallResult(call.call_id, error=text)])})
+            return
+        member.is_wanted = is_wanted
+        member.asked.append((session, call.call_id))
+        if is_wanted and member.is_up:
+            self._tell(member)
+
+    def _tell(self, member: Member) -> None:
+        """Answer those who asked that a member be stopped or started: 1 where it is up."""
+        parts: Parts = {}
+        with self._lock:
+            for session, call_id in member.asked:
+                part_of(parts, session).results.append(CallResult(call_id, int(member.is_up)))
+            member.asked.clear()
+        if parts:
+            self._arrived.put(parts)
+
     def _choose(self, request: EngineRequest) -> Member:
         if len(self.members) == 1:
             return self.members[0]
@@ -278,7 +279,7 @@ class Fleet:
 
     def _place(self, entry: Entry, member: Member | None) -> None:
         """A request is at another member from now on, or at none."""
-        before, entry.member, entry.is_sent, entry.is_leaving = entry.member, member, False, False
+        before, entry.member, entry.is_sent = entry.member, member, False
         if member is not None:
             member.num_live += 1
         if before is not None:
@@ -308,12 +309,6 @@ class Fleet:
             if entry.is_over:
                 self._forget(entry)
         return receivers
-
-    def _go_on(self, entry: Entry, source: Member, target: Member) -> None:
-        """A request has left its engine, and goes on at another member."""
-        if entry.member is source:
-            self._place(entry, target)
-            self._send_waiting(target)
 
     def _send_waiting(self, member: Member) -> None:
         """Send what a member's engine has not got and may have."""
@@ -355,7 +350,7 @@ class Fleet:
                 outputs = member.receive(deadline)
             except EngineDeadError as death:
                 self._raise_if_over()
-                if member.ready is None or not self._restarts:
+                if member.ready is None or (member.is_wanted and not self._restarts):
                     self._end(death)
                     raise
                 parts = self._note_death(member, death)
@@ -410,6 +405,9 @@ class Fleet:
                 entry.is_sent = False
                 if entry.is_over:  # a prefix, to be registered again
                     entry.generated, entry.ended = [[]], set()
+            if not member.is_wanted:
+                self._lose(member, f"{self._name(member)} was stopped")
+                return parts
             culprit = member.search.note_death(running)
             if culprit is not None:
                 entry = self._entries[culprit]
@@ -417,7 +415,6 @@ class Fleet:
                 message = f"the engine died whenever it ran this request, the last time without another one: {death}"
                 rejected = RequestRejected(culprit, message, is_culprit=True)
                 part_of(parts, entry.session).rejections.append(rejected)
-            self._calls.give_up(member, parts, own=True)
             what = "; requests go on in groups, to find which one ends it" if member.search.is_searching else ""
             text = "error %s: %s died with %d requests, and is started again%s: %s"
             logger.warning(text, death.error_id, self._name(member), len(running), what, death)
@@ -429,11 +426,14 @@ class Fleet:
         """Wait until a member's engine is ready, behind a death start another one, and give it what lives."""
         started, death = time.monotonic(), member.death
         for attempt in itertools.count():
-            if attempt or member.is_lost:
+            if attempt or (member.is_lost and member.is_wanted):
                 self._is_closed.wait(RETRY_SECONDS if member.is_lost else PAUSE_SECONDS * 2 ** (attempt - 1))
-            self._raise_if_over()
             if death is not None and member.client is not None:
                 member.client.shutdown()
+            while not member.is_wanted and not self._is_closed.is_set():
+                self._tell(member)
+                self._is_closed.wait(WATCH_SECONDS)
+            self._raise_if_over()
             try:
                 if death is not None or member.client is None:
                     member.client = member.start(self._first_ready, member.stats_before)
@@ -446,6 +446,7 @@ class Fleet:
                 if death is None:
                     raise
                 logger.warning("%s could not be started again: %s", self._name(member), error)
+                self._tell(member)
                 if attempt + 1 == MAX_STARTS and not member.is_lost:
                     self._lose(member, f"{self._name(member)} could not be started again: {error}")
         with self._lock:
@@ -454,6 +455,7 @@ class Fleet:
             self._calls.resend(member)
             self._send_waiting(member)
             self._calls.resend_open(member)
+            self._tell(member)
             if all(each.ready for each in self.members):
                 self._is_ready.set()
         if death is not None:
@@ -471,9 +473,12 @@ class Fleet:
             if all(each.is_lost for each in self.members):
                 self._end(EngineDeadError(f"{reason}: {death}", summary=reason, error_id=death.error_id))
                 self._raise_if_over()
-            logger.error("error %s: %s; its requests go on at the others", death.error_id, reason)
+            log = logger.error if member.is_wanted else logger.warning
+            log("error %s: %s; its requests go on at the others", death.error_id, reason)
             for entry in self._at(member):
-                self._go_on(entry, member, self._choose(entry.request))
+                target = self._choose(entry.request)
+                self._place(entry, target)
+                self._send_waiting(target)
             parts: Parts = {}
             self._calls.give_up(member, parts)
             self._arrived.put(parts)
@@ -493,7 +498,7 @@ class Fleet:
     def _raise_if_over(self) -> None:
         death = self._death
         if death is not None:
-            raise death.again() if isinstance(death, EngineDeadError) else death
+            raise death.again()
 
 
 def open_fleet(

@@ -36,7 +36,7 @@ class FrontEnd:
     def __init__(
         self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None, options: EngineOptions
     ) -> None:
-        self.config = config
+        self.config, self.options = config, options
         self.client = client
         self.tokenizer = tokenizer
         self.output_processor = OutputProcessor(tokenizer)

@@ -49,8 +49,9 @@ CALL_SECONDS = 20.0
 """A call is handled between two steps, so this is the longest step that a call waits for. Less than the time limit of
 `quire top` (30 s), so that its user reads why."""
 LONG_CALL_SECONDS = 1800.0
-"""For calls that work: to sleep and to wake move the weights or load them, a registered prefix is computed."""
-LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix"})
+"""For calls that work: to sleep and to wake move the weights or load them, as the start of a replica does, a registered
+prefix is computed."""
+LONG_CALLS = frozenset({"sleep", "wake_up", "register_prefix", "stop_replica", "start_replica"})
 
 T = TypeVar("T")
 

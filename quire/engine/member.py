@@ -36,6 +36,10 @@ class Member:
         """Whether `client` takes messages."""
         self.is_lost = False
         """Whether its engines failed so often that its requests went to the other members."""
+        self.is_wanted = True
+        """Whether it is to have an engine. Set to False, its thread ends the one that it has."""
+        self.asked: list[tuple[int, int]] = []
+        """Sessions and numbers of the calls that asked for that, unanswered."""
         self.death: EngineDeadError | None = None
         """The last one; None while no engine has died, and once the next one is ready."""
         self.search = CulpritSearch()
@@ -58,7 +62,7 @@ class Member:
     @property
     def takes_new(self) -> bool:
         """Whether a new request would begin here at once."""
-        return self.is_up and not self.search.is_searching and self.silence < SILENCE_LIMIT
+        return self.is_up and self.is_wanted and not self.search.is_searching and self.silence < SILENCE_LIMIT
 
     @property
     def counted(self) -> EngineStats:
@@ -75,10 +79,13 @@ class Member:
 
     def receive(self, deadline: float | None) -> EngineOutputs | None:
         """What the engine sends next; None at the deadline (of time.monotonic). Without the lock. Ends an engine that
-        hangs, and raises EngineDeadError for it as for one that has died."""
+        hangs or is not wanted, and raises EngineDeadError for it as for one that has died."""
         client = self.client
         assert client is not None
         while True:
+            if not self.is_wanted:
+                client.shutdown()
+                raise EngineDeadError("the engine was stopped")
             remaining = WATCH_SECONDS if deadline is None else min(WATCH_SECONDS, deadline - time.monotonic())
             outputs = client.receive(max(0.0, remaining))
             if outputs is not None:

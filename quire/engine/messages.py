@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
+from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, named_error
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
@@ -34,7 +34,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
     `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up` (`argument`: a part,
     or all), `is_sleeping`, `pause` (`argument`: "new" or "all"), `resume`, `is_paused` (0; 1: "new", 2: "all"),
-    `abort_all`."""
+    `abort_all`; of a fleet `stop_replica`, `start_replica` (`argument`: its number; 1: its engine is up)."""
 
     call_id: int
     method: str
@@ -124,42 +124,35 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """A question of a front end (quire/engine/questions.py). to: a service of its parent, by name, or another
-    session."""
+    """A question among the processes of a server (quire/engine/questions.py). number: the asker's. peer: as it is sent,
+    who is asked: a service of the parent, by name, or a session; as it arrives, the session that asks."""
 
     number: int
-    to: str | int
-    payload: bytes
-
-
-class Question(msgspec.Struct, tag="question", array_like=True):
-    """A question of another session, which the parent passes on."""
-
-    number: int
+    peer: str | int
     payload: bytes
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """An answer to an Ask or a Question. payload: None when the one that was asked has failed or ended."""
+    """An answer to the asker's question of that number. payload: None when the one that was asked has failed."""
 
     number: int
+    asker: int
     payload: bytes | None
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True):
+    """A session has ended, and answers nothing more."""
+
+    session: int
 
 
 SessionMessage = ClientMessage | Ask | Answer
 """What one of several front ends sends."""
 
 
-class EngineDied(msgspec.Struct, tag="died", array_like=True):
-    """The last message to the front ends that share an engine. Fields as in EngineDeadError."""
-
-    message: str
-    summary: str
-    error_id: str
-
-
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
-    """Last message of an engine process that cannot go on. `is_user_error`: the message alone is enough to print."""
+    """Last message of an engine process that cannot go on, and to the front ends that share an engine. `is_user_error`:
+    the message alone is enough to print."""
 
     message: str
     """Everything that is known, for the log and for callers in the front end's process."""
@@ -169,3 +162,12 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     param: str | None = None
     summary: str | None = None
     """What clients of a server may read, without paths and stack frames. None: the message itself."""
+    error_id: str = ""
+    """Finds the failure in the log; empty: none has been written yet."""
+
+    def error(self, error_id: str = "") -> QuireError:
+        """The exception that the process failed with, as far as its class is one of ours. error_id: the death's, where
+        it has none yet."""
+        if not self.is_user_error or self.error_type == EngineDeadError.__name__:
+            return EngineDeadError(self.message, summary=self.summary, error_id=self.error_id or error_id)
+        return named_error(self.error_type, self.message, self.param)

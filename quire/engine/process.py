@@ -26,6 +26,7 @@ from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.output_window import OutputWindow
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
+from quire.engine.remote_client import pull_socket, push_socket
 from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.utils.child_process import watch_parent
@@ -44,13 +45,9 @@ class Channel:
     """The two sockets of the process, and the wake-up for signals. Used by the main thread only."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
-        self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(directory.address("messages"))
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.setsockopt(zmq.SNDHWM, 0)
-        self._outbox.connect(directory.address("outputs"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = pull_socket(self._context, directory.address("messages"))
+        self._outbox = push_socket(self._context, directory.address("outputs"))
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._arrivals = Arrivals()
         self._encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -18,12 +17,12 @@ from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.heartbeat import SILENCE_LIMIT
-from quire.engine.long_prompts import encode_message, send_parts
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
-from quire.errors import EngineDeadError, QuireError
+from quire.engine.remote_client import RemoteClient
+from quire.errors import EngineDeadError
 from quire.logging import get_logger
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
-from quire.utils.heartbeat import BEAT_SECONDS, Heartbeat, decode_beats
+from quire.utils.heartbeat import decode_beats
 from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
@@ -49,7 +48,7 @@ class LaunchSpec(msgspec.Struct):
     however it ends."""
 
 
-class ProcessClient:
+class ProcessClient(RemoteClient[EngineFailed]):
     """Starts the process at once and returns; `ready` waits for it."""
 
     def __init__(
@@ -67,47 +66,17 @@ class ProcessClient:
         self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
-        self._ready: EngineReady | None = None
-        self._death: EngineFailed | None = None
         self._error_id = errors.new_error_id()
-        """Of the death, however often it is raised."""
+        """The death's, however often it is raised."""
         self._died = threading.Event()
-        self._closed = False
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
-        self._starting = threading.Lock()
-        self._heartbeat = Heartbeat()
         self._is_silent = False
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineReady | EngineFailed | EngineOutputs)
-        self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(self._directory.address("outputs"))
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.setsockopt(zmq.SNDHWM, 0)
-        # Left to the garbage collector, a context waits for ever for a socket that is collected after it.
-        self._close_sockets = weakref.finalize(
-            self, _close_sockets, self._context, self._inbox, self._outbox, self._alive_fd
-        )
-        self._close_sockets.atexit = False
-        self._poller = zmq.Poller()
-        self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._alive_fd, zmq.POLLIN)
+        received = EngineReady | EngineFailed | EngineOutputs
+        super().__init__(self._directory.address("outputs"), received, self._alive_fd)
 
     @property
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
-
-    @property
-    def ready(self) -> EngineReady:
-        # A lock of its own: a caller of `ready` must not queue behind a `receive` that waits for outputs.
-        with self._starting:
-            if self._ready is None:
-                with self._receiving:
-                    self._ready = self._wait_until_ready()
-            return self._ready
 
     @property
     def silence(self) -> float:
@@ -129,15 +98,7 @@ class ProcessClient:
             # gone, such a one may keep libzmq 4.3.5 waiting for ever in `Context.term`.
             if self._process.poll() is not None:
                 self._raise_cause()
-            # The parts of one message: the engine's process is woken once, and reads them one by one.
-            send_parts(self._outbox, [encode_message(self._encoder, message) for message in messages])
-
-    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
-        _ = self.ready
-        with self._receiving:
-            message = self._poll(timeout)
-        assert not isinstance(message, EngineReady)
-        return message
+            self._send(*messages)
 
     def shutdown(self, timeout: float = 5.0) -> None:
         asked = False
@@ -146,7 +107,7 @@ class ProcessClient:
                 return
             self._closed = True
             if self._death is None:
-                self._death = EngineFailed("the engine was shut down")
+                self._death = EngineDeadError("the engine was shut down", error_id=self._error_id)
                 if self._ready is not None and timeout > 0:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
                     asked = True
@@ -169,30 +130,10 @@ class ProcessClient:
                 self._process.kill()
                 self._die(EngineFailed(f"the engine process was not ready after {self._startup_timeout:g} s"))
 
-    def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
-        """The next message; None when time is up. Raises what `_die` raises when the process has ended."""
-        self._raise_if_dead()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            remaining = BEAT_SECONDS if deadline is None else min(BEAT_SECONDS, deadline - time.monotonic())
-            events = dict(self._poller.poll(math.ceil(max(0.0, remaining) * 1000)))
-            beats = os.read(self._alive_fd, 65536) if self._alive_fd in events else None
-            has_ended = beats == b""
-            self._listen(0.0 if self._inbox in events else decode_beats(beats) if beats else None)
-            if self._inbox in events or (has_ended and self._inbox.poll(_LAST_WORDS_MILLISECONDS)):
-                break
-            if has_ended:
-                self._die(self._explain_exit())
-            if deadline is not None and time.monotonic() >= deadline:
-                return None
-        message: EngineReady | EngineFailed | EngineOutputs = self._decoder.decode(self._inbox.recv())
-        if isinstance(message, EngineFailed):
-            self._die(message)
-        return message
-
-    def _listen(self, stalled: float | None) -> None:
-        """Take note of a sign of life (`stalled`: seconds for which the process has not got on), or of its absence
-        (None); the log says when the process falls silent and when it is back."""
+    def _listen(self, has_message: bool, is_woken: bool) -> bool:
+        beats = os.read(self._alive_fd, 65536) if is_woken else None
+        has_ended = beats == b""
+        stalled = 0.0 if has_message else decode_beats(beats) if beats else None
         if stalled is None:
             self._heartbeat.look()
         else:
@@ -203,19 +144,21 @@ class ProcessClient:
         if not self._is_silent and self._ready is not None and self._heartbeat.silence >= SILENCE_LIMIT:
             self._is_silent = True
             logger.warning("the engine process has not answered for %.0f s", self._heartbeat.silence)
+        if not has_message and has_ended and not self._inbox.poll(_LAST_WORDS_MILLISECONDS):
+            self._die(self._explain_exit())
+        return has_message or has_ended
+
+    def _note(self, message: EngineFailed) -> None:
+        self._die(message)
 
     def _die(self, failed: EngineFailed) -> NoReturn:
         """Remember the first cause, take the process and its directory away, and raise."""
         if self._death is None:
-            self._death = failed
+            self._death = failed.error(self._error_id)
         self._died.set()
         wait_or_kill(self._process, _EXIT_SECONDS)
         self._abandon()
-        raise _error_from(self._death, self._error_id)
-
-    def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise _error_from(self._death, self._error_id)
+        raise self._death.again()
 
     def _raise_cause(self) -> NoReturn:
         """The process does not listen any more: find out why, here or in the thread that waits in `receive`."""
@@ -279,19 +222,3 @@ def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owne
         return  # a fork of the owner ends; the engine is not its own
     kill(process)
     directory.remove()
-
-
-def _close_sockets(
-    context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], alive_fd: int
-) -> None:
-    inbox.close(linger=0)
-    outbox.close(linger=0)
-    context.term()
-    os.close(alive_fd)
-
-
-def _error_from(failed: EngineFailed, error_id: str) -> QuireError:
-    """The exception that the process failed with, as far as its class is one of ours."""
-    if not failed.is_user_error or failed.error_type == EngineDeadError.__name__:
-        return EngineDeadError(failed.message, summary=failed.summary, error_id=error_id)
-    return errors.named_error(failed.error_type, failed.message, failed.param)

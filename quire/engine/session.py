@@ -31,7 +31,13 @@ from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
 from quire.utils.failures import explain
 
-_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level", "wake_up": "tags", "pause": "mode"}
+_PARAMETERS = {
+    "unregister_prefix": "prefix_id",
+    "sleep": "level",
+    "wake_up": "tags",
+    "pause": "mode",
+    "stop_replica": "replica",
+}
 """What a method's argument is called."""
 
 

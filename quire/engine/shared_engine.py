@@ -24,17 +24,20 @@ from quire.engine.messages import (
     Answer,
     Ask,
     Call,
-    EngineDied,
+    Ended,
+    EngineFailed,
     EngineOutputs,
     EngineReady,
-    Question,
     SessionMessage,
 )
-from quire.engine.questions import Switchboard
+from quire.engine.remote_client import pull_socket, push_socket
 from quire.engine.shared_state import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.kv_cache.stats import EngineStats
+from quire.logging import get_logger
 from quire.utils.runtime_directory import RuntimeDirectory
+
+logger = get_logger(__name__)
 
 INBOX = "front-ends"
 """The socket of the parent."""
@@ -80,11 +83,9 @@ class SharedEngine:
         self._heard: dict[int, float] = {}
         """When a session got its last snapshot."""
         self._numbers = itertools.count(1)
-        self._switchboard = Switchboard(services, self._send)
+        self._services = services
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._inbox.bind(directory.address(INBOX))
+        self._inbox = pull_socket(self._context, directory.address(INBOX))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SessionMessage)
         self._threads = [
@@ -98,12 +99,9 @@ class SharedEngine:
 
     def open_session(self) -> int:
         """Number of a new session, which no other one has had."""
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
         with self._lock:
             number = next(self._numbers)
-            socket.connect(self._directory.address(session_address(number)))
-            self._sessions[number] = socket
+            self._sessions[number] = push_socket(self._context, self._directory.address(session_address(number)))
             if self.ready is not None:
                 self._send(number, self.ready)
         return number
@@ -120,7 +118,8 @@ class SharedEngine:
                 self._fleet.close_session(number)
                 # It may have been about to change these: the engine knows how far it came.
                 self._fleet.submit(PARENT, *(Call(number, method) for number, method in enumerate(OWN_CALLS)))
-        self._switchboard.end_session(number)
+            for session in self._sessions:
+                self._send(session, Ended(number))
 
     def tell(self) -> None:
         """Tell all sessions how the engine does, and that this process gets on. To be called several times a second."""
@@ -162,7 +161,8 @@ class SharedEngine:
             elif self.failure is None:
                 self.failure = cause_of_death(error)
             if isinstance(self.failure, EngineDeadError):
-                died = EngineDied(str(self.failure), self.failure.summary, self.failure.error_id)
+                failure = self.failure
+                died = EngineFailed(str(failure), summary=failure.summary, error_id=failure.error_id)
                 for session in self._sessions:
                     self._send(session, died)
         self._on_change()
@@ -195,7 +195,7 @@ class SharedEngine:
         for_fleet = []
         for message in messages:
             if isinstance(message, Ask | Answer):
-                self._switchboard.take(session, message)
+                self._pass_on(session, message)
             else:
                 for_fleet.append(message)
         with self._lock:
@@ -204,6 +204,24 @@ class SharedEngine:
                     rejections = self._fleet.submit(session, *for_fleet)
                     if rejections:
                         self._send(session, EngineOutputs(rejections=rejections))
+
+    def _pass_on(self, session: int, message: Ask | Answer) -> None:
+        """From a session: a question for another one or for a service of this process, or an answer."""
+        match message:
+            case Ask(number, str() as service, payload):
+                self._send(session, Answer(number, session, self._serve(service, session, payload)))
+            case Ask(number, int() as asked, payload):
+                if not self._send(asked, Ask(number, session, payload)):
+                    self._send(session, Answer(number, session, None))
+            case Answer():
+                self._send(message.asker, message)
+
+    def _serve(self, service: str, session: int, payload: bytes) -> bytes | None:
+        try:
+            return self._services[service](session, payload)
+        except Exception:
+            logger.exception("the service %r failed", service)
+            return None
 
     def _route(self, parts: Parts) -> None:
         """To the sessions."""
@@ -229,7 +247,7 @@ class SharedEngine:
                 self._heard[session] = now
                 part_of(parts, session).stats = stats
 
-    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineDied | Answer | Question) -> bool:
+    def _send(self, session: int, message: EngineReady | EngineOutputs | EngineFailed | Ask | Answer | Ended) -> bool:
         """Send, unless the session has ended; returns whether it is there."""
         with self._lock:
             socket = self._sessions.get(session)

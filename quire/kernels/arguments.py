@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
-from quire.attention.interface import LayerAttention, StateStep
 from quire.config.model_shape import KEPT_ROWS, line_elements
+
+if TYPE_CHECKING:
+    from quire.attention.interface import StateStep
+
+IntegersT = TypeVar("IntegersT", int, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,68 @@ class NormWeights:
     bias: torch.Tensor | None
     epsilon: float
     centred: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LengthScale:
+    """Queries multiplied by 1 + strength * log(1 + (position + 1) // floor), against scores that flatten in a long
+    context."""
+
+    floor: int
+    strength: float
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions: [T] integers -> [T] float32."""
+        steps = (positions + 1).div(self.floor, rounding_mode="floor")
+        return (torch.log1p(steps.double()) * self.strength + 1.0).float()
+
+
+def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> IntegersT:
+    """The first position, possibly below 0, that a token at a position sees: of the last `window` ones, its own
+    included, or of its chunk of `window`."""
+    return positions // window * window if is_chunked else positions - (window - 1)
+
+
+@dataclass(slots=True)
+class CacheScale:
+    """What the elements of a layer's keys, and of its values, are multiplied with in a cache of e4m3 numbers: they are
+    stored divided by it, in float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
+    (None: all), or, if is_chunked, the chunks that positions are cut into, of which a token sees its own; in encoders,
+    most positions between a token and one that it sees, on either side. length_scale: factors of queries (None: none).
+    soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value head (None: head_dim).
+    sinks: [num_heads] float32, a score for each head that no value belongs to (None: none). cache_scale: 1 in caches of
+    other numbers than e4m3."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    is_chunked: bool = False
+    length_scale: LengthScale | None = None
+    soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    cache_scale: CacheScale = field(default_factory=CacheScale, compare=False)
+
+    @property
+    def stored_scale(self) -> float:
+        """Multiplies q·k of keys as they are stored."""
+        return self.scale * self.cache_scale.key
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a value head, and of a head of the result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +109,95 @@ class RotaryFrequencies:
     magnitude: float
     dtype: torch.dtype
     axes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The constants of one layer's latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form.
+
+    All heads read one vector of `rank` + `rope_dim` elements for each token: whole as the key, its first `rank`
+    elements as the value. scale: multiplies query times key.
+    top: keys that a token reads, chosen by an indexer (0: all).
+    """
+
+    layer: int
+    num_heads: int
+    rank: int
+    rope_dim: int
+    scale: float
+    top: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of the vector."""
+        return self.rank + self.rope_dim
+
+    @property
+    def as_attention(self) -> LayerAttention:
+        """The same as attention of all heads over one head of keys, whose values are narrower."""
+        return LayerAttention(self.layer, self.num_heads, 1, self.width, self.scale, value_dim=self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpansionRule:
+    """When a sequence's tokens are cheaper expanded. key_cost: multiplications that make a key and a value of a head;
+    saved: of each query and key."""
+
+    key_cost: int
+    saved: int
+
+    @classmethod
+    def of(cls, rank: int, nope_dim: int, value_dim: int) -> ExpansionRule:
+        """For heads of these sizes."""
+        expanded = nope_dim + value_dim
+        return cls(rank * expanded, 2 * rank - expanded)
+
+    def pays(self, num_tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """For the tokens of each sequence in a step, from position `start` on. Absorbing the queries costs as much as
+        making their keys, so that only earlier keys weigh against the saving."""
+        num_pairs = num_tokens * start + num_tokens * num_tokens // 2
+        return num_pairs * self.saved >= start * self.key_cost
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExpansion:
+    """A layer's matrices between latents and heads, for a model that expands prompts.
+
+    nope_dim: elements of a head's key that are not rotated; value_dim: of its value. absorb: queries [T, num_heads *
+    nope_dim] -> [T, num_heads * rank], against compressed vectors. values: attended vectors [T, num_heads * rank] ->
+    [T, num_heads * value_dim]. parts: of the heads, in order, `heads` of them each (the last: what is left): compressed
+    vectors [N, rank] -> [N, heads * (nope_dim + value_dim)], each head's key and value. All take values of the layer's
+    kind, and compute at once or record it.
+    """
+
+    nope_dim: int
+    value_dim: int
+    heads: int
+    absorb: Callable[[Any], Any]
+    values: Callable[[Any], Any]
+    parts: tuple[Callable[[Any], Any], ...]
+
+    def rule(self, shape: LatentShape) -> ExpansionRule:
+        """When the layer expands."""
+        return ExpansionRule.of(shape.rank, self.nope_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """The constants of one layer's indexer (DeepSeek-V3.2), which chooses the keys that a token's attention reads.
+
+    A key's score is scale * sum over heads of weight * relu(query · key). num_heads, dim: of queries; keys are one head
+    of `dim` elements, kept beside the latents of `latent_width`. rope_dim: of the first elements, which are rotated.
+    top: keys that are chosen, of equal scores the earlier ones.
+    """
+
+    layer: int
+    num_heads: int
+    dim: int
+    rope_dim: int
+    top: int
+    latent_width: int
+    scale: float
 
 
 TILE = 16

@@ -17,7 +17,7 @@ x alone."""
 
 
 def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-    """[T, num_experts] -> [T, 2 * top_k] float32, as `ExpertOperations.route`. Of equal scores, the expert with the
+    """[T, num_experts] -> [T, 2 * top_k] float32, as `Operations.route`. Of equal scores, the expert with the
     lower number is chosen."""
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if routing.scoring == "softmax" else _sigmoid(wide)
@@ -38,7 +38,7 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `ExpertOperations.gate_rows`, in x's dtype, computed in float32."""
+    """As `Operations.gate_rows`, in x's dtype, computed in float32."""
     return (x.float() * _sigmoid(gate.float())).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Plain functions that define what the kernels mean: writing to pages, copying blocks, paged attention.
+"""Plain functions that define what the kernels mean: norms, writing to pages, copying blocks, paged attention.
 
-`write_kv` and `copy_blocks` are also what the plain torch back end runs. `paged_attention_dense` is for tests: it
-goes token by token and follows dtype float64 through.
+`norm`, `write_kv` and `copy_blocks` are also what the plain torch back end runs. `paged_attention_dense` is for tests:
+it goes token by token and follows dtype float64 through.
 """
 
 from __future__ import annotations
@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 
-from quire.attention.interface import LayerAttention, first_seen
+from quire.kernels.arguments import LayerAttention, NormWeights, first_seen
+
+
+def norm(weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
+    """x, [..., size], normalised over its last dimension, in x's dtype."""
+    if weights.centred:
+        return F.layer_norm(x, (weights.size,), weights.weight, weights.bias, weights.epsilon)
+    wide = x.float()
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + weights.epsilon)
+    scaled = (wide * scale).to(x.dtype if weights.weight is None else weights.weight.dtype)
+    return scaled if weights.weight is None else (scaled * weights.weight).to(x.dtype)
 
 
 def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

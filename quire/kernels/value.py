@@ -5,7 +5,7 @@ Layers pass these values on and never look inside them: what they want computed,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Value: TypeAlias = Union["torch.Tensor", "Buffer"]
 """[T, width], or the placeholder of a matrix of that width."""
+
+AnyValue: TypeAlias = Any
+"""A Value, Indices or ReadRows that an operation takes: each back end declares its own kind. All values of a model are
+of one kind, which its back end chose, so layers need not know it."""
 
 Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
 """[T] int64, token ids or positions."""

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from quire.attention.interface import LayerAttention, PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LayerSpec, SlidingWindowSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotationTable
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 
@@ -68,13 +68,13 @@ class Attention:
         x: Value,
         residual: Value | None,
         rotation: RotationTable | None,
-        step: PlannedStep,
+        step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
         """x, residual (None: none): [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the
         tokens' positions (None: none is applied). step: of the attention back end. rows: [R], the tokens whose results
         are read (None: all); then [R, hidden_size], and keys and values are kept of all tokens."""
-        attended = self._operations.attend(self._heads, self._project(x), rotation, step)
+        attended = step.attend(self._heads, self._project(x), rotation)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
             residual = None if residual is None else self._operations.gather_rows(residual, rows)

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from quire.attention.device_batch import StepStates
-from quire.attention.interface import PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.overlay import NO_ROWS, Overlay, ValueT
 from quire.multimodal.positions import GRID_POSITIONS, ROTARY_POSITIONS
@@ -34,7 +34,7 @@ class ForwardBatch(NamedTuple):
 
     token_ids: Indices
     slot_positions: Indices
-    attention: PlannedStep
+    attention: AttentionStep
     logits_rows: ReadRows | None = None
     states: StepStates | None = None
     columns: Mapping[str, Indices] = NO_COLUMNS

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
 
 import torch
 
-from quire.attention.interface import CacheScale
+from quire.kernels.arguments import CacheScale
 from quire.layers.experts import ExpertCounters
-from quire.layers.operations import LayerOperations, Operations
+from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.integer_weight import LoadWeight
-from quire.quantization.interface import LayerLinear, LinearMethod
-
-ValueT = TypeVar("ValueT")
-IndicesT = TypeVar("IndicesT")
-RowsT = TypeVar("RowsT")
-RotationT = TypeVar("RotationT")
-StepT = TypeVar("StepT")
+from quire.quantization.interface import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """dtype, device: of activations and of the weights of norms. cache_dtype: what keys and values are stored in, a key
-    of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
+    of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps
+    and an AttentionStep's operations. It and the linear methods take one kind of values.
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
     mixtures of experts count rows (None: they do not). cache_scales: by layer, where those with keys and values put
@@ -36,32 +30,16 @@ class LayerContext:
     device: torch.device
     cache_dtype: str
     group: ProcessGroup
-    operations: LayerOperations
-    linear: LayerLinear
-    vocabulary: LayerLinear
-    positions: LayerLinear
+    operations: Operations
+    linear: LinearMethod
+    vocabulary: LinearMethod
+    positions: LinearMethod
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
         return replace(self, group=SINGLE_RANK)
-
-
-def layer_context(
-    dtype: torch.dtype,
-    device: torch.device,
-    cache_dtype: str,
-    group: ProcessGroup,
-    operations: Operations[ValueT, IndicesT, RowsT, RotationT, StepT],
-    linear: LinearMethod[ValueT, IndicesT],
-    vocabulary: LinearMethod[ValueT, IndicesT],
-    positions: LinearMethod[ValueT, IndicesT],
-) -> LayerContext:
-    """The context whose operations and linear methods take the same kind of values. Layers are written for any kind,
-    so from here on its type is not known."""
-    first, second, third = (cast("LayerLinear", method) for method in (linear, vocabulary, positions))
-    return LayerContext(dtype, device, cache_dtype, group, cast("LayerOperations", operations), first, second, third)
 
 
 @dataclass(frozen=True, slots=True)

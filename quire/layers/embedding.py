@@ -6,14 +6,14 @@ from quire.errors import ConfigError
 from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.quantization.integer_weight import WeightSource
-from quire.quantization.interface import LayerLinear, LinearShape
+from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
     """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds a run of ceil(num_rows / ranks)
     rows; the last ones may hold fewer. Raises ConfigError where one would hold none."""
 
-    def __init__(self, num_rows: int, size: int, method: LayerLinear, context: LayerContext) -> None:
+    def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
         self.method = method
         self.num_rows = num_rows
         self.context = context

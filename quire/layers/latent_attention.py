@@ -14,17 +14,17 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import PlannedStep
-from quire.attention.latent import LatentExpansion, LatentShape
+from quire.attention.interface import AttentionStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.errors import ConfigError
+from quire.kernels.arguments import LatentExpansion, LatentShape
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LatentSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.latent_index import IndexHeads, LatentIndexer
 from quire.layers.linear import LocalRows, RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotationTable
 from quire.quantization.file_tensor import FileTensor
 from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearShape
@@ -119,7 +119,7 @@ class LatentAttention:
         x: Value,
         residual: Value,
         rotation: RotationTable | None,
-        step: PlannedStep,
+        step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
         """As `Attention`: [T, hidden_size] each -> [T, hidden_size], or the rows that are read; the residual is used
@@ -133,9 +133,9 @@ class LatentAttention:
         rest = self._turned_query(queries), self._norm(self._compress(x)), self._turned_key(x)
         if self._expanded is None:
             inputs = (self._absorb(query), *rest)
-            attended = operations.attend_latent(self._shape, inputs, rotation, step, selected)
+            attended = step.attend_latent(self._shape, inputs, rotation, selected)
         else:
-            attended = operations.attend_expanded(self._shape, self._expansion, (query, *rest), rotation, step)
+            attended = step.attend_expanded(self._shape, self._expansion, (query, *rest), rotation)
         if rows is not None:
             attended = operations.gather_rows(attended, rows)
             residual = operations.gather_rows(residual, rows)

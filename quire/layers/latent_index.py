@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.attention.interface import PlannedStep
-from quire.attention.latent import IndexShape
+from quire.attention.interface import AttentionStep
+from quire.kernels.arguments import IndexShape
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.linear import LocalRows
 from quire.layers.moe import unquantized
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
 
 KEY_NORM_EPSILON = 1e-6
 
@@ -40,17 +40,16 @@ class LatentIndexer:
         scale = heads.dim**-0.5 * heads.num_heads**-0.5
         self.shape = IndexShape(layer, heads.num_heads, heads.dim, heads.rope_dim, heads.top, latent_width, scale)
         context.operations.check_index(self.shape)
-        self._operations = context.operations
         self._query = LocalRows(query_size, heads.num_heads * heads.dim, context)
         self._key = LocalRows(hidden_size, heads.dim, context)
         self._key_norm = LayerNorm(heads.dim, KEY_NORM_EPSILON, context)
         self._weights = LocalRows(hidden_size, heads.num_heads, unquantized(context))
 
-    def __call__(self, x: Value, queries: Value, rotation: RotationTable | None, step: PlannedStep) -> Value:
+    def __call__(self, x: Value, queries: Value, rotation: RotationTable | None, step: AttentionStep) -> Value:
         """x: [T, hidden_size]; queries: [T, query_size], compressed. Keeps the tokens' keys, and returns what
-        `Operations.attend_latent` takes of the keys that are read."""
+        `AttentionStep.attend_latent` takes of the keys that are read."""
         inputs = self._query(queries), self._key_norm(self._key(x)), self._weights(x)
-        return self._operations.select_keys(self.shape, inputs, rotation, step)
+        return step.select_keys(self.shape, inputs, rotation)
 
     def slots(self) -> WeightSlots:
         return {

@@ -6,36 +6,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from quire.attention.native_encoder import NativeEncoder
-from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies, Routing
+from quire.attention.device_batch import StepStates
+from quire.kernels.arguments import (
+    NORM_EPSILON,
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    HeadWeights,
+    IndexShape,
+    LatentShape,
+    NormWeights,
+    RotaryFrequencies,
+    Routing,
+)
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows
-from quire.layers.encoder_operations import EncoderHeads
-from quire.layers.native_cache import NativeCacheOperations, address_of
-from quire.layers.native_states import NativeStates
+from quire.kernels.cpu.paged_attention import check_index, check_latent
+from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows, address_of
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
-
-class NativeEncoderOperations:
-    """EncoderOperations over a recorder's placeholders. A run brings the plan of its step."""
-
-    def attend_encoder(self, heads: EncoderHeads, qkv: Buffer, rotation: Buffer | None, step: NativeEncoder) -> Buffer:
-        return qkv.recorder.call(
-            "attend_encoder",
-            heads.num_heads * heads.head_dim,
-            buffers={"qkv": qkv, "rotation": rotation},
-            num_heads=heads.num_heads,
-            head_dim=heads.head_dim,
-            scale=heads.scale,
-            window=heads.window or 0,
-            rotary_dim=0 if rotation is None else rotation.width,
-        )
+ACTIVATIONS = {None: _native.Activation.NONE, "silu": _native.Activation.SILU, "swish": _native.Activation.SILU}
 
 
-class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeStates):
-    """Instance of Operations over a recorder's placeholders. The step that `attend` takes is the back end itself:
-    a program is recorded for the memory of one pool."""
+class NativeOperations:
+    """Instance of Operations over a recorder's placeholders. States come with each run."""
 
     def norm(self, weights: NormWeights, x: Buffer) -> Buffer:
         x.recorder.keep.append(weights)
@@ -91,6 +85,12 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "native")
 
+    def check_latent(self, shape: LatentShape) -> None:
+        check_latent(shape.rank, shape.rope_dim)
+
+    def check_index(self, shape: IndexShape) -> None:
+        check_index(shape.num_heads, shape.dim, shape.top)
+
     def gather_rows(self, x: Buffer, rows: RecordedRows) -> Buffer:
         return rows.recorder.gather(x)
 
@@ -129,6 +129,54 @@ class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeSta
 
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
         return _elementwise(_native.Elementwise.GATE_ROWS, x, gate)
+
+    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
+        recorder, (width, channels) = x.recorder, weights.kernel.shape
+        recorder.keep.append(weights)
+        return recorder.call(
+            "convolution",
+            x.width,
+            buffers={"x": x},
+            layer=recorder.state_layer(weights.layer),
+            offset=weights.offset,
+            channels=channels,
+            width=width,
+            kept=weights.num_kept,
+            kernel=address_of(weights.kernel),
+            bias=address_of(weights.bias),
+            activation=ACTIVATIONS[weights.activation],
+        )
+
+    def gated_delta_rule(self, rule: DeltaRule, qkv: Buffer, gates: Buffer, states: StepStates | None) -> Buffer:
+        recorder = qkv.recorder
+        recorder.keep.append(rule)
+        return recorder.call(
+            "delta_rule",
+            rule.num_value_heads * rule.value_dim,
+            buffers={"qkv": qkv, "gates": gates},
+            layer=recorder.state_layer(rule.layer),
+            offset=rule.offset,
+            key_heads=rule.num_key_heads,
+            value_heads=rule.num_value_heads,
+            key_dim=rule.key_dim,
+            value_dim=rule.value_dim,
+            rate=address_of(rule.rate),
+            time_bias=address_of(rule.time_bias),
+            epsilon=NORM_EPSILON,
+        )
+
+    def gated_norm(self, weights: GatedNormWeights, x: Buffer, gate: Buffer) -> Buffer:
+        x.recorder.keep.append(weights)
+        return x.recorder.call(
+            "gated_norm",
+            x.width,
+            over=x,
+            buffers={"x": x, "gate": gate},
+            weight=address_of(weights.weight),
+            epsilon=weights.epsilon,
+            heads=x.width // weights.size,
+            width=weights.size,
+        )
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         if group.native is None:

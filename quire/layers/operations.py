@@ -1,27 +1,33 @@
-"""The operations of layers besides linear maps, behind one interface: eager in torch, or recorded for native
-kernels."""
+"""The operations of layers besides linear maps and what an AttentionStep computes, behind one interface: eager in
+torch, or recorded for native kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import AttentionStep, PlannedStep
+from quire.attention.device_batch import StepStates
+from quire.attention.interface import StateStep
 from quire.errors import ConfigError
-from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
-from quire.kernels.value import Indices, ReadRows, Value
-from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
-from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
-from quire.layers.experts import ExpertOperations, TorchExpertOperations
-from quire.layers.rotation import DeviceRotation, Rotation
-from quire.layers.states import StateOperations, TorchStates
+from quire.kernels import experts, reference
+from quire.kernels.arguments import (
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    HeadWeights,
+    IndexShape,
+    LatentShape,
+    NormWeights,
+    RotaryFrequencies,
+    Routing,
+)
+from quire.kernels.rotation import Rotation, RotationTable
+from quire.kernels.value import AnyValue, Value
+from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
-
-if TYPE_CHECKING:
-    from quire.kernels.cpu.recorder import Buffer
 
 
 def require_equal_widths(heads: HeadWeights, backend: str) -> None:
@@ -35,100 +41,121 @@ def require_equal_widths(heads: HeadWeights, backend: str) -> None:
         )
 
 
-ValueT = TypeVar("ValueT")
-IndicesT_contra = TypeVar("IndicesT_contra", contravariant=True)
-RowsT_contra = TypeVar("RowsT_contra", contravariant=True)
-RotationT = TypeVar("RotationT")
-StepT_contra = TypeVar("StepT_contra", contravariant=True)
+class Operations(Protocol):
+    """The operations of layers besides linear maps and an AttentionStep's. A value has a row for each token, and all
+    values of a model are of one kind, which its back end computes. Rows do not depend on one another, bit by bit, but
+    through states."""
 
-
-class Operations(
-    EncoderOperations[ValueT, RotationT, StepT_contra],
-    CacheOperations[ValueT, RotationT, StepT_contra],
-    ExpertOperations[ValueT],
-    StateOperations[ValueT],
-    Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra],
-):
-    """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
-    not depend on one another, bit by bit, but through attention and states."""
-
-    def norm(self, weights: NormWeights, x: ValueT) -> ValueT:
+    def norm(self, weights: NormWeights, x: AnyValue) -> Value:
         """[T, size] -> [T, size]."""
         ...
 
-    def norm_columns(self, weights: NormWeights, x: ValueT, start: int) -> ValueT:
+    def norm_columns(self, weights: NormWeights, x: AnyValue, start: int) -> Value:
         """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
         ...
 
     def rotation(
-        self, frequencies: RotaryFrequencies, positions: IndicesT_contra, grid: Sequence[IndicesT_contra] = ()
-    ) -> RotationT:
-        """The rotation of these positions, for `attend`. grid: the positions of axes 1 and 2 (`frequencies.axes`), or
-        none: those of axis 0."""
-        ...
-
-    def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
-        """qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width], query, key and value heads;
-        used up. rotation: of the positions (None: none is applied). step: of an attention back end. Returns [T,
-        num_heads * value_width]."""
+        self, frequencies: RotaryFrequencies, positions: AnyValue, grid: Sequence[AnyValue] = ()
+    ) -> RotationTable:
+        """The rotation of these positions, for an AttentionStep. grid: the positions of axes 1 and 2
+        (`frequencies.axes`), or none: those of axis 0."""
         ...
 
     def check_heads(self, heads: HeadWeights) -> None:
-        """Raises ConfigError for heads that `attend` does not compute."""
+        """Raises ConfigError for heads that the AttentionStep does not compute."""
         ...
 
-    def gather_rows(self, x: ValueT, rows: RowsT_contra) -> ValueT:
+    def check_latent(self, shape: LatentShape) -> None:
+        """Raises ConfigError for latents that the AttentionStep does not compute."""
+        ...
+
+    def check_index(self, shape: IndexShape) -> None:
+        """Raises ConfigError for an indexer that the AttentionStep does not compute."""
+        ...
+
+    def gather_rows(self, x: AnyValue, rows: AnyValue) -> Value:
         """[T, width] -> [R, width], the rows that are read. x is used up."""
         ...
 
-    def add(self, x: ValueT, y: ValueT) -> ValueT:
+    def add(self, x: AnyValue, y: AnyValue) -> Value:
         """x + y, [T, width] each."""
         ...
 
-    def multiply(self, x: ValueT, y: ValueT) -> ValueT:
+    def multiply(self, x: AnyValue, y: AnyValue) -> Value:
         """x * y, element by element, [T, width] each."""
         ...
 
-    def gate(self, x: ValueT, y: ValueT) -> ValueT:
+    def gate(self, x: AnyValue, y: AnyValue) -> Value:
         """x * sigmoid(y), [T, width] each."""
         ...
 
-    def scale(self, x: ValueT, factor: float) -> ValueT:
+    def scale(self, x: AnyValue, factor: float) -> Value:
         """factor * x."""
         ...
 
-    def soft_cap(self, x: ValueT, cap: float) -> ValueT:
+    def soft_cap(self, x: AnyValue, cap: float) -> Value:
         """cap * tanh(x / cap), computed in float32."""
         ...
 
-    def all_reduce(self, group: ProcessGroup, x: ValueT) -> ValueT:
+    def route(self, routing: Routing, logits: AnyValue) -> Value:
+        """[T, num_experts] -> [T, 2 * top_k] float32: the numbers of each token's experts, ascending, then their
+        weights."""
+        ...
+
+    def gate_rows(self, x: AnyValue, gate: AnyValue) -> Value:
+        """[T, width], [T, 1] -> [T, width]: x * sigmoid(gate), a factor for each row."""
+        ...
+
+    def short_convolution(self, weights: ConvolutionWeights, x: AnyValue, states: StepStates | None) -> Value:
+        """[T, channels] -> [T, channels], causal in each sequence. states: those of the step (None while recording)."""
+        ...
+
+    def gated_delta_rule(self, rule: DeltaRule, qkv: AnyValue, gates: AnyValue, states: StepStates | None) -> Value:
+        """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
+        * num_value_heads], for the updates and for the decay. states: those of the step (None while recording). Returns
+        [T, num_value_heads * value_dim]."""
+        ...
+
+    def gated_norm(self, weights: GatedNormWeights, x: AnyValue, gate: AnyValue) -> Value:
+        """[T, heads * size] each -> [T, heads * size], each head by itself."""
+        ...
+
+    def all_reduce(self, group: ProcessGroup, x: AnyValue) -> Value:
         """The sum of the ranks' x, [T, width] each."""
         ...
 
-    def all_gather(self, group: ProcessGroup, x: ValueT, width: int) -> ValueT:
+    def all_gather(self, group: ProcessGroup, x: AnyValue, width: int) -> Value:
         """The ranks' x side by side, [T, width]: each has ceil(width / ranks) columns, the last ones may have fewer."""
         ...
 
-    def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: ValueT) -> ValueT:
+    def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: AnyValue) -> Value:
         """x, [T, width], whose first columns are shares of rows that the norms (RMSNorms with weights) normalise whole,
         one norm behind the other, normalised. The shares are equally large, and each is on equally many ranks: the mean
         of their means is that of the whole. x is used up."""
         ...
 
-    def upcast_logits(self, x: ValueT) -> ValueT:
+    def upcast_logits(self, x: AnyValue) -> Value:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
 
-RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
-"""What `Operations.rotation` returned."""
-
-LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable, PlannedStep]
-"""Operations as layers see them: values of one kind, whichever it is."""
-
-
-class SharedOperations(TorchExpertOperations):
+class SharedOperations:
     """The operations that torch computes in the same way on every device."""
+
+    def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
+        """As Operations.norm."""
+        raise NotImplementedError
+
+    def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
+        part = x[:, start : start + weights.size]
+        part.copy_(self.norm(weights, part))
+        return x
+
+    def check_latent(self, shape: LatentShape) -> None:
+        """All are computed."""
+
+    def check_index(self, shape: IndexShape) -> None:
+        """All are computed."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)
@@ -147,6 +174,12 @@ class SharedOperations(TorchExpertOperations):
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+        return experts.route(routing, logits)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return experts.gate_rows(x, gate)
 
     def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x)
@@ -176,21 +209,11 @@ def norm_shares(group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tens
     return x
 
 
-class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates, SharedOperations):
+class TorchOperations(SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-        if weights.centred:
-            return F.layer_norm(x, (weights.size,), weights.weight, weights.bias, weights.epsilon)
-        wide = x.float()
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + weights.epsilon)
-        scaled = (wide * scale).to(x.dtype if weights.weight is None else weights.weight.dtype)
-        return scaled if weights.weight is None else (scaled * weights.weight).to(x.dtype)
-
-    def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
-        part = x[:, start : start + weights.size]
-        part.copy_(self.norm(weights, part))
-        return x
+        return reference.norm(weights, x)
 
     def rotation(
         self, frequencies: RotaryFrequencies, positions: torch.Tensor, grid: Sequence[torch.Tensor] = ()
@@ -206,12 +229,20 @@ class TorchOperations(TorchCacheOperations, TorchEncoderOperations, TorchStates,
             torch.cat((-sin, sin), dim=-1).to(frequencies.dtype)[:, None],
         )
 
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep
+    def short_convolution(
+        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
     ) -> torch.Tensor:
-        width = heads.shape.num_heads * heads.shape.head_dim
-        self.write_kv(heads, qkv[:, width:], rotation, step)
-        return self.attend_cached(heads, qkv[:, :width], rotation, step)
+        assert isinstance(states, StateStep), "a step of a model with states brings them"
+        return short_convolution(weights, x, states)
+
+    def gated_delta_rule(
+        self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
+        assert isinstance(states, StateStep), "a step of a model with states brings them"
+        return gated_delta_rule(rule, qkv, gates, states)
+
+    def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_norm(weights, x, gate)
 
     def check_heads(self, heads: HeadWeights) -> None:
         """All are computed."""

@@ -17,9 +17,9 @@ import torch
 from quire.config.rope import RopeConfig
 from quire.errors import ModelLoadError
 from quire.kernels.arguments import RotaryFrequencies
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices
 from quire.layers.context import LayerContext
-from quire.layers.operations import RotationTable
 
 
 class RotaryEmbedding:
@@ -33,7 +33,7 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Indices, grid: Sequence[Indices] = ()) -> RotationTable:
         """positions: [T] int64. grid: rows and columns, [T] int64 each (none: all three are equal). Returns what
-        `Operations.attend` takes."""
+        an AttentionStep takes."""
         return self._operations.rotation(self._frequencies, positions, grid)
 
 

@@ -11,61 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from quire.attention.device_batch import StepStates
 from quire.attention.interface import StateStep
 from quire.config.model_shape import KEPT_ROWS, STATE_BORDER
 from quire.kernels.activation import ACTIVATIONS, silu
 from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, DeltaRule, GatedNormWeights, StatePart
 
-ValueT = TypeVar("ValueT")
-
-
-class StateOperations(Protocol[ValueT]):
-    """The operations of layers that keep a state; a part of `Operations`."""
-
-    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StepStates | None) -> ValueT:
-        """[T, channels] -> [T, channels], causal in each sequence. states: of the step (None while recording)."""
-        ...
-
-    def gated_delta_rule(self, rule: DeltaRule, qkv: ValueT, gates: ValueT, states: StepStates | None) -> ValueT:
-        """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
-        * num_value_heads], of the updates and of the decay. Returns [T, num_value_heads * value_dim]. states: of the
-        step (None while recording)."""
-        ...
-
-    def gated_norm(self, weights: GatedNormWeights, x: ValueT, gate: ValueT) -> ValueT:
-        """[T, heads * size] each -> [T, heads * size], each head by itself."""
-        ...
-
-
-class TorchStates:
-    """StateOperations of plain torch."""
-
-    def short_convolution(
-        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
-    ) -> torch.Tensor:
-        assert isinstance(states, StateStep), "a step of a model with states brings them"
-        return short_convolution(weights, x, states)
-
-    def gated_delta_rule(
-        self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
-    ) -> torch.Tensor:
-        assert isinstance(states, StateStep), "a step of a model with states brings them"
-        return gated_delta_rule(rule, qkv, gates, states)
-
-    def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        heads = x.float().unflatten(1, (-1, weights.size))
-        scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
-        return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
-
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """As `StateOperations.short_convolution`."""
+    """As `Operations.short_convolution`."""
     width, channels = weights.kernel.shape
     kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
     behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
@@ -108,8 +65,15 @@ def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tupl
     return torch.cat(windows), torch.stack(tails), blocks.long(), torch.tensor(ends, device=states.starts.device)
 
 
+def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `Operations.gated_norm`."""
+    heads = x.float().unflatten(1, (-1, weights.size))
+    scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
+    return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
+
+
 def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """As `StateOperations.gated_delta_rule`. For each token n and value head, with S the state that the tokens before
+    """As `Operations.gated_delta_rule`. For each token n and value head, with S the state that the tokens before
     it left, S = exp(g) S; S = S + k (beta (v - S' k))'; the result is S' q. q and k have unit length, q is divided by
     sqrt(key_dim) besides.
 

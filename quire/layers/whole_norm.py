@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.value import Value
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots

@@ -5,16 +5,15 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding
-from quire.layers.encoder_attention import EncoderSelfAttention
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
-from quire.models.encoder import Encoder, UncachedLayer, encoder_heads
+from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
 
 PADDING_INDEX = 1
 """Of RoBERTa: its positions begin behind it."""
@@ -23,10 +22,10 @@ PADDING_INDEX = 1
 class BertLayer(UncachedLayer):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
         fields, size = model_fields(config), config.hidden_size
         epsilon = fields.number("layer_norm_eps", 1e-12)
-        self._attention = EncoderSelfAttention(size, encoder_heads(config), bias=True, context=context)
+        self._attention = encoder_attention(config, context, layer, bias=True)
         self._attention_norm = LayerNorm(size, epsilon, context)
         activation = fields.choice("hidden_act", list(ACTIVATIONS), "gelu")
         self._mlp = MLP(size, fields.integer("intermediate_size"), activation, bias=True, context=context)
@@ -84,7 +83,7 @@ class BertModel(Encoder):
         fields, size, whole = model_fields(config), config.hidden_size, context.replicated()
         if fields.text("position_embedding_type", "absolute") != "absolute":
             raise fields.error("position_embedding_type is supported as 'absolute' only")
-        layers = [BertLayer(config, context) for _ in range(config.num_layers)]
+        layers = [BertLayer(config, context, layer) for layer in range(config.num_layers)]
         super().__init__(config, context, layers, f"{prefix}.encoder.layer", head)
         num_positions, num_types = fields.integer("max_position_embeddings"), fields.integer("type_vocab_size", 2)
         self._types = Embedding(num_types, size, context.positions, whole)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.attention.interface import CacheScale
 from quire.config.families import ARCHITECTURES
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import CacheScale
 from quire.logging import get_logger
 from quire.models.weight_files import Tensors, WeightFiles
 from quire.quantization.file_tensor import FileTensor

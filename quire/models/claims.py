@@ -8,7 +8,7 @@ import torch
 
 from quire.config.model import ModelConfig
 from quire.errors import InsufficientMemoryError
-from quire.layers.context import layer_context
+from quire.layers.context import LayerContext
 from quire.layers.operations import TorchOperations
 from quire.models.interface import LoadableModel
 from quire.models.registry import build_model
@@ -57,7 +57,7 @@ def outline(config: ModelConfig) -> LoadableModel:
     """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
-    context = layer_context(
+    context = LayerContext(
         dtype=dtype,
         device=torch.device("meta"),
         cache_dtype=config.kv_cache_dtype,

@@ -7,12 +7,13 @@ from copy import copy
 from functools import partial
 from typing import Protocol, Self
 
-from quire.attention.interface import LayerAttention
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import LayerAttention
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
@@ -21,7 +22,6 @@ from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 from quire.models.head import OutputHead

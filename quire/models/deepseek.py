@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from quire.attention.latent import ExpansionRule
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
@@ -16,7 +15,8 @@ from quire.config.model import ModelConfig
 from quire.config.model_shape import Experts
 from quire.config.rope import RopeConfig, read_rope
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.arguments import Gating, Routing
+from quire.kernels.arguments import ExpansionRule, Gating, Routing
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
@@ -26,7 +26,6 @@ from quire.layers.latent_index import IndexHeads
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotationTable
 from quire.layers.rotary import yarn_factor
 from quire.logging import get_logger
 from quire.models.decoder import TextDecoder

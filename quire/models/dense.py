@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from quire.attention.interface import LengthScale
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig, read_layer_ropes
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import LengthScale
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
@@ -23,7 +24,6 @@ from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.interleaved import pairs_apart
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotationTable
 from quire.layers.whole_norm import WholeNormAttention
 from quire.models.decoder import FeedForward, TextDecoder, layer_attention
 

@@ -7,11 +7,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from quire.attention.interface import PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.kernels.arguments import HeadWeights
 from quire.kernels.value import Value
-from quire.layers.context import LayerContext
-from quire.quantization.interface import LayerLinear
+from quire.quantization.interface import LinearMethod
 
 Layer = Callable[[Value], Value]
 """A layer of ours, over any kind of values: [T, width] -> [T, another width]."""
@@ -22,10 +21,10 @@ Lookup = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Attend(Protocol):
-    def __call__(self, qkv: torch.Tensor, rotation: torch.Tensor | None, step: PlannedStep) -> Sequence[torch.Tensor]:
-        """qkv: as `Operations.attend` takes it, used up. rotation: [T, head_dim], cosines beside sines of half a head's
-        angles, where `EagerCalls.rotates` (None: heads are rotated already). step: of the attention back end. Returns
-        [T, num_heads * value_width], and the results of the layers behind it."""
+    def __call__(self, qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> Sequence[torch.Tensor]:
+        """qkv: as `AttentionStep.attend` takes it, used up. rotation: [T, head_dim], cosines beside sines of half a
+        head's angles, where `EagerCalls.rotates` (None: heads are rotated already). Returns [T, num_heads *
+        value_width], and the results of the layers behind it."""
         ...
 
 
@@ -39,9 +38,9 @@ class EagerCalls(Protocol):
         """The results of `layers` of one input. first: a layer between: its result, and theirs of that."""
         ...
 
-    def lookup(self, method: LayerLinear, parameters: Any) -> Lookup: ...
+    def lookup(self, method: LinearMethod, parameters: Any) -> Lookup: ...
 
-    def attend(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
+    def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
         """behind: layers of what attention computes."""
         ...
 
@@ -55,9 +54,6 @@ class TensorCalls:
 
     rotates = False
 
-    def __init__(self, context: LayerContext) -> None:
-        self._operations = context.operations
-
     def layers(self, layers: Sequence[Layer], first: Layer | None = None) -> Compute:
         def compute(x: torch.Tensor) -> list[torch.Tensor]:
             if first is None:
@@ -67,16 +63,16 @@ class TensorCalls:
 
         return compute
 
-    def lookup(self, method: LayerLinear, parameters: Any) -> Lookup:
+    def lookup(self, method: LinearMethod, parameters: Any) -> Lookup:
         return lambda indices: cast("torch.Tensor", method.lookup(parameters, indices))
 
-    def attend(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        def attend(qkv: torch.Tensor, rotation: torch.Tensor | None, step: PlannedStep) -> list[torch.Tensor]:
+    def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
+        def compute(qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> list[torch.Tensor]:
             assert rotation is None, "heads come rotated"
-            attended = cast("torch.Tensor", self._operations.attend(heads, qkv, None, step))
+            attended = cast("torch.Tensor", step.attend(heads, qkv, None))
             return [attended, *(cast("torch.Tensor", layer(attended)) for layer in behind)]
 
-        return attend
+        return compute
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
+from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.embedding import Embedding
-from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, DecoderLayer
@@ -59,6 +60,11 @@ class Encoder(Decoder):
         return []
 
 
-def encoder_heads(config: ModelConfig, window: int | None = None) -> EncoderHeads:
-    """The constants of a layer's attention. window: as EncoderHeads has it."""
-    return EncoderHeads(config.num_heads, config.head_dim, config.head_dim**-0.5, window)
+def encoder_attention(
+    config: ModelConfig, context: LayerContext, layer: int, *, bias: bool, window: int | None = None
+) -> Attention:
+    """Attention of a layer whose heads all have keys and values of their own. bias: whether both projections have one.
+    window: as LayerAttention has it for encoders."""
+    heads, dim = config.num_heads, config.head_dim
+    shape = LayerAttention(layer, heads, heads, dim, dim**-0.5, window)
+    return Attention(config.hidden_size, shape, qkv_bias=bias, output_bias=bias, context=context)

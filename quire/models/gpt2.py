@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
@@ -13,7 +14,6 @@ from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, layer_attention
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.attention.interface import LengthScale
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import LengthScale
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnweightedRMSNorm

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from quire.attention.interface import CacheScale
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import CONFIG_FILE
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.vision import read_vision
 from quire.errors import ModelLoadError
-from quire.layers.context import LayerContext, WeightSlots, layer_context
+from quire.kernels.arguments import CacheScale
+from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
 from quire.models.cache_scales import load_cache_scales
@@ -32,7 +32,6 @@ from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
@@ -87,7 +86,7 @@ def load_model(
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
     context = replace(context, expert_counts=expert_counts)
-    model = build_model(config, context, _native_calls(config, context, runtime))
+    model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
@@ -111,20 +110,23 @@ def load_model(
     )
 
 
-def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | None = None) -> VisionEncoder:
+def load_vision(
+    config: ModelConfig, load: LoadConfig, group: ProcessGroup, runtime: NativeRuntime | None = None
+) -> VisionEncoder:
     """The vision tower of a model that takes images, in `config.dtype`, from the tensors `visual.*` of its checkpoint.
-    runtime: the native CPU kernels to compute with; None: plain torch operators. Raises ModelLoadError, naming file and
-    key or tensor, for a model without a tower that is known here, and for a checkpoint that is not its."""
+    group: the ranks, each of which has the whole tower. runtime: the native CPU kernels to compute with; None: plain
+    torch operators. Raises ModelLoadError, naming file and key or tensor, for a model without a tower that is known
+    here, and for a checkpoint that is not its."""
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, "cpu", SINGLE_RANK) if runtime is None else _native_context(config, SINGLE_RANK)
+    context = _torch_context(config, "cpu", group) if runtime is None else _native_context(config, group)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
             f"the last one is none of them: the language model has {config.num_layers} layers"
         )
-    tower = VisionTower(vision, context)
+    tower = VisionTower(vision, context.replicated())
     if load.load_format == "dummy":
         tower.load_weights(dummy_weights(tower.slots, load.seed, _silent, context.device))
     else:
@@ -142,19 +144,19 @@ def load_vision(config: ModelConfig, load: LoadConfig, runtime: NativeRuntime | 
     return NativeVision(tower, runtime)
 
 
-def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:
+def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCalls | None:
     """Native kernels one by one, for a model that runs through Transformers; None for others."""
     if runtime is None or config.impl == "quire":
         return None
     from quire.models.native_calls import NativeCalls
 
-    return NativeCalls(context, runtime)
+    return NativeCalls(runtime)
 
 
 def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
-    return layer_context(
+    return LayerContext(
         dtype=dtype,
         device=torch.device(device_type),
         cache_dtype=config.kv_cache_dtype,
@@ -171,7 +173,7 @@ def _native_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:
     from quire.quantization.packed import PackedLinear
 
     linear, vocabulary, positions = (PackedLinear(each) for each in weight_formats(config))
-    return layer_context(
+    return LayerContext(
         dtype=torch.float32,
         device=torch.device("cpu"),
         cache_dtype=config.kv_cache_dtype,
@@ -189,7 +191,7 @@ def _device_context(config: ModelConfig, layers: DeviceLayers, group: ProcessGro
 
     dtype = TORCH_DTYPES[config.dtype]
     plain = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
-    return layer_context(
+    return LayerContext(
         dtype=dtype,
         device=layers.device,
         cache_dtype=config.kv_cache_dtype,

@@ -10,15 +10,14 @@ from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
 from quire.config.rope import RopeConfig
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.encoder_attention import EncoderSelfAttention
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.encoder import Encoder, UncachedLayer, encoder_heads
+from quire.models.encoder import Encoder, UncachedLayer, encoder_attention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,14 +26,13 @@ class ModernBertLayer(UncachedLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); the first layer's attention takes x itself. is_sliding: its tokens
     attend to those at most half of `local_attention` away."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, *, is_sliding: bool, is_first: bool) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int, *, is_sliding: bool) -> None:
         fields, size = model_fields(config), config.hidden_size
         window = fields.integer("local_attention", 128) // 2 if is_sliding else None
         self.is_sliding = is_sliding
-        self._attention_norm = None if is_first else make_norm(fields, size, context)
-        self._attention = EncoderSelfAttention(
-            size, encoder_heads(config, window), bias=fields.boolean("attention_bias", False), context=context
-        )
+        self._attention_norm = None if layer == 0 else make_norm(fields, size, context)
+        bias = fields.boolean("attention_bias", False)
+        self._attention = encoder_attention(config, context, layer, bias=bias, window=window)
         self._mlp_norm = make_norm(fields, size, context)
         bias, width = fields.boolean("mlp_bias", False), fields.integer("intermediate_size")
         activation = fields.choice("hidden_activation", list(ACTIVATIONS), "gelu")
@@ -89,8 +87,7 @@ class ModernBertModel(Encoder):
         fields, size = model_fields(config), config.hidden_size
         sliding = _sliding_layers(fields, config.num_layers)
         layers = [
-            ModernBertLayer(config, context, is_sliding=is_sliding, is_first=index == 0)
-            for index, is_sliding in enumerate(sliding)
+            ModernBertLayer(config, context, layer, is_sliding=is_sliding) for layer, is_sliding in enumerate(sliding)
         ]
         rotaries = {
             is_sliding: RotaryEmbedding(_rope(config, is_sliding=is_sliding), config.max_model_len, context)

@@ -7,11 +7,11 @@ from typing import NamedTuple, cast
 
 import torch
 
-from quire.attention.interface import StateStep
-from quire.attention.latent import ExpansionRule
+from quire.attention.interface import AttentionStep, StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.attention.native_expanded import ExpandingAttention
+from quire.kernels.arguments import ExpansionRule
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import (
@@ -228,14 +228,12 @@ class NativeModel:
         if body is None or body.program.max_rows < num_rows:
             body = None
             self._bodies.pop(variant, None)  # freed first, so that two arenas of a variant never exist at one time
-            backend = self._expanding if variant.expands else step.backend
-            assert backend is not None, "a model that expands prompts has what does it"
-            body = self._bodies[variant] = self._record_body(variant, backend, num_rows)
+            attention = self._expanding if variant.expands else step
+            assert attention is not None, "a model that expands prompts has what does it"
+            body = self._bodies[variant] = self._record_body(variant, attention, num_rows)
         return body
 
-    def _record_body(
-        self, variant: Variant, backend: NativeAttention | NativeEncoder | ExpandingAttention, num_rows: int
-    ) -> Body:
+    def _record_body(self, variant: Variant, attention: AttentionStep, num_rows: int) -> Body:
         self._body_run = self._head_run = None  # they keep the arena of the body that this one replaces
         recorder = Recorder()
         overlay = None if variant.overlaid is None else RecordedOverlay(variant.overlaid)
@@ -245,7 +243,7 @@ class NativeModel:
         batch = ForwardBatch(
             token_ids,
             slot_positions,
-            backend,
+            attention,
             RecordedRows(recorder),
             columns=dict(zip(self._model.columns, others, strict=True)),
             hidden=recorder.external(variant.width, variant.width) if variant.width else None,

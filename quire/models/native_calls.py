@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from quire.attention.interface import PlannedStep
-from quire.attention.native_backend import NativeAttentionStep
+from quire.attention.interface import AttentionStep
+from quire.attention.native_backend import NativeAttentionStep, RecordedAttention
 from quire.kernels.arguments import HeadWeights
 from quire.kernels.cpu.recorder import (
     ROW_ALIGNMENT,
@@ -22,9 +22,8 @@ from quire.kernels.cpu.recorder import (
     rounded_rows,
 )
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.layers.context import LayerContext
 from quire.models.eager_calls import Attend, Compute, Layer, Lookup
-from quire.quantization.interface import LayerLinear
+from quire.quantization.interface import LinearMethod
 
 
 class NativeCalls:
@@ -33,8 +32,7 @@ class NativeCalls:
 
     rotates = True
 
-    def __init__(self, context: LayerContext, runtime: NativeRuntime) -> None:
-        self._operations = context.operations
+    def __init__(self, runtime: NativeRuntime) -> None:
         self._runtime = runtime
         self._scratch = Scratch()
         self._calls: list[_RecordedCall] = []
@@ -49,23 +47,24 @@ class NativeCalls:
         call = self._call(record)
         return lambda x: call.run([x])
 
-    def lookup(self, method: LayerLinear, parameters: Any) -> Lookup:
+    def lookup(self, method: LinearMethod, parameters: Any) -> Lookup:
         call = self._call(lambda indices: [cast("Buffer", method.lookup(parameters, indices))])
         return call.run_indices
 
-    def attend(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
-        backend: Any = None
+    def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
+        recorded: RecordedAttention | None = None
         calls: dict[bool, _RecordedCall] = {}
 
         def record(qkv: Buffer, rotation: Buffer | None = None) -> list[Buffer]:
-            attended = cast("Buffer", self._operations.attend(heads, qkv, rotation, backend))
+            assert recorded is not None, "a program is recorded for a step"
+            attended = recorded.attend(heads, qkv, rotation)
             return [attended, *(cast("Buffer", layer(attended)) for layer in behind)]
 
-        def attend(qkv: torch.Tensor, rotation: torch.Tensor | None, step: PlannedStep) -> list[torch.Tensor]:
-            nonlocal backend
+        def compute(qkv: torch.Tensor, rotation: torch.Tensor | None, step: AttentionStep) -> list[torch.Tensor]:
+            nonlocal recorded
             assert isinstance(step, NativeAttentionStep), "a native model attends natively"
-            if backend is not step.backend:
-                backend = step.backend
+            if recorded is None or recorded.backend is not step.backend:
+                recorded = RecordedAttention(step.backend)
                 for each in calls.values():
                     each.release()
             call = calls.get(rotation is not None)
@@ -73,7 +72,7 @@ class NativeCalls:
                 call = calls[rotation is not None] = self._call(record)
             return call.run([qkv] if rotation is None else [qkv, rotation], step.plans)
 
-        return attend
+        return compute
 
     def release(self) -> None:
         for call in self._calls:

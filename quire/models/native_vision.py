@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from quire.attention.native_encoder import NativeEncoder
+from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder, Scratch, rounded_rows
@@ -54,9 +54,9 @@ class NativeVision:
         x, spare = (allocate(4 * num_patches * size).view(torch.float32).view(num_patches, size) for _ in range(2))
         self._run("embed", tower.embed, (patches, positions), x)
         deepstack = []
-        plan = self._backend.plan(inputs.attention_batch).encoder
+        step = self._backend.plan(inputs.attention_batch)
         for stage in range(len(tower.stages)):
-            self._run_stage(stage, x, rotation, plan, spare)
+            self._run_stage(stage, x, rotation, step, spare)
             x, spare = spare, x
             merger = tower.deepstack_merger(stage)
             if merger is not None:
@@ -71,12 +71,12 @@ class NativeVision:
         return self._run(merger, merger, (merged,), out.view(len(merged), self.config.output_size))
 
     def _run_stage(
-        self, stage: int, x: torch.Tensor, rotation: torch.Tensor, plan: _native.EncoderPlan, out: torch.Tensor
+        self, stage: int, x: torch.Tensor, rotation: torch.Tensor, step: NativeEncoderStep, out: torch.Tensor
     ) -> None:
         def record(hidden: Buffer, turns: Buffer) -> Value:
-            return self._tower.run_stage(stage, hidden, turns, self._backend)
+            return self._tower.run_stage(stage, hidden, turns, step)
 
-        self._run(("stage", stage), record, (x, rotation), out, plan)
+        self._run(("stage", stage), record, (x, rotation), out, step.encoder)
 
     def _run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
@@ -14,7 +15,6 @@ from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, layer_attention
 

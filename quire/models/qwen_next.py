@@ -9,10 +9,12 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import LayerAttention, PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
+from quire.kernels.arguments import LayerAttention
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
@@ -23,7 +25,6 @@ from quire.layers.interleaved import shared_slot
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnitOffsetRMSNorm
-from quire.layers.operations import RotationTable
 from quire.logging import get_logger
 from quire.models.decoder import FeedForward, TextDecoder, layer_attention, read_activation, usual_rope
 from quire.models.draft_head import DraftHead
@@ -64,10 +65,10 @@ class GatedAttention(Attention):
         x: Value,
         residual: Value | None,
         rotation: RotationTable | None,
-        step: PlannedStep,
+        step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        attended = self._operations.attend(self._heads, self._project(x), rotation, step)
+        attended = step.attend(self._heads, self._project(x), rotation)
         if rows is not None:
             attended, x = (self._operations.gather_rows(each, rows) for each in (attended, x))
             residual = None if residual is None else self._operations.gather_rows(residual, rows)

@@ -87,4 +87,4 @@ def build_model(config: ModelConfig, context: LayerContext, calls: EagerCalls | 
     from quire.models.eager_calls import TensorCalls
     from quire.models.transformers_model import TransformersModel
 
-    return TransformersModel(config, context, calls or TensorCalls(context))
+    return TransformersModel(config, context, calls or TensorCalls())

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quire.attention.interface import LayerAttention, PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear
 from quire.models.eager_calls import Attend, EagerCalls, Layer, Lookup
@@ -22,7 +22,7 @@ from quire.models.recognized_code import Rotate, own_mlp, own_norm, replace_rota
 from quire.models.shared_inputs import Columns, Producer, SharedInput, Taker
 from quire.models.transformers_probe import ATTEND, AttentionCall, Probe, probe
 from quire.quantization.integer_weight import WeightSource
-from quire.quantization.interface import LayerLinear, LinearShape
+from quire.quantization.interface import LinearMethod, LinearShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ class ModuleReplacement:
     def _replace_tables(self, config: ModelConfig) -> None:
         """Embeddings, and linear layers outside of the body: the head."""
         context, model = self._context, self._model
-        tables: dict[str, tuple[LayerLinear, Any]] = {}
+        tables: dict[str, tuple[LinearMethod, Any]] = {}
         for module, name in self._names.items():
             if type(module) is nn.Embedding:
                 method = context.vocabulary if module.num_embeddings == config.vocab_size else context.positions
@@ -97,12 +97,12 @@ class ModuleReplacement:
         method = self._method(module)
         return partial(_apply, method, self._create(name, method, shape))
 
-    def _method(self, module: nn.Linear) -> LayerLinear:
+    def _method(self, module: nn.Linear) -> LinearMethod:
         if module is self._model.get_output_embeddings():
             return self._context.vocabulary
         return self._context.positions if UNQUANTIZED.search(self._names[module]) else self._context.linear
 
-    def _create(self, name: str, method: LayerLinear, shape: LinearShape) -> Any:
+    def _create(self, name: str, method: LinearMethod, shape: LinearShape) -> Any:
         parameters, rows = method.create(shape), shape.out_features
         sizes = {"weight": (rows, shape.in_features)} | ({"bias": (rows,)} if shape.bias else {})
         for suffix, size in sizes.items():
@@ -136,7 +136,7 @@ class ModuleReplacement:
         heads = HeadWeights(call.shape, None, None)
         self._context.cache_scales[call.shape.layer] = call.shape.cache_scale
         self._context.operations.check_heads(heads)
-        attend = self._calls.attend(heads, [layer for layer, _ in behind])
+        attend = self._calls.attention(heads, [layer for layer, _ in behind])
         attention = _PagedAttention(self.steps, attend, self._install(behind))
         setattr(call.module, ATTEND, attention)
         if call.rotates and self._calls.rotates:
@@ -190,16 +190,16 @@ class Steps:
     """The step that runs, and the rotations of its positions."""
 
     def __init__(self) -> None:
-        self._running: PlannedStep | None = None
+        self._running: AttentionStep | None = None
         self._rotations: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
     @property
-    def running(self) -> PlannedStep:
+    def running(self) -> AttentionStep:
         assert self._running is not None, "attention is computed in steps"
         return self._running
 
     @contextmanager
-    def during(self, step: PlannedStep) -> Iterator[None]:
+    def during(self, step: AttentionStep) -> Iterator[None]:
         self._running = step
         try:
             yield
@@ -290,9 +290,9 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return query.as_strided((num_tokens, width), (row, 1))
 
 
-def _apply(method: LayerLinear, parameters: Any, x: Any) -> Any:
+def _apply(method: LinearMethod, parameters: Any, x: Any) -> Any:
     return method.apply(parameters, x)
 
 
-def _load_rows(method: LayerLinear, parameters: Any, suffix: str, num_rows: int, tensor: WeightSource) -> None:
+def _load_rows(method: LinearMethod, parameters: Any, suffix: str, num_rows: int, tensor: WeightSource) -> None:
     method.load_rows(parameters, suffix, tensor.narrow(0, 0, num_rows), 0, num_rows)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quire.attention.interface import LayerAttention
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import LayerAttention
 from quire.models.recognized_code import Rotate, replace_rotation
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Probe:
 
         return rotate
 
-    def attend(
+    def note_attention(
         self,
         module: nn.Module,
         query: torch.Tensor,
@@ -206,5 +206,5 @@ def attention_function(
     """An attention function as Transformers' layers call it."""
     attend: Probe | Callable[..., torch.Tensor] = getattr(module, ATTEND)
     if isinstance(attend, Probe):
-        return attend.attend(module, query, key, value, **keywords), None
+        return attend.note_attention(module, query, key, value, **keywords), None
     return attend(query, key, value), None

@@ -16,20 +16,19 @@ from typing import Protocol
 import torch
 
 from quire.attention.encoder_backend import EncoderAttention
-from quire.attention.interface import PlannedStep
+from quire.attention.interface import AttentionStep
 from quire.config.vision import VisionConfig
 from quire.errors import ModelLoadError
 from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.arguments import LayerAttention
+from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import Value
+from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
-from quire.layers.encoder_attention import EncoderSelfAttention
-from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import unquantized
 from quire.layers.norm import LayerNorm
-from quire.layers.operations import RotationTable
-from quire.layers.rotation import Rotation
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 from quire.models.vision_grid import Grid, GridInputs, blended, grid_inputs
 from quire.quantization.integer_weight import WeightSource, copy_into
@@ -63,15 +62,15 @@ class VisionEncoder(Protocol):
 class VisionLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
-        size = config.hidden_size
-        heads = EncoderHeads(config.num_heads, config.head_dim, config.head_dim**-0.5)
+    def __init__(self, config: VisionConfig, context: LayerContext, layer: int) -> None:
+        size, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        shape = LayerAttention(layer, heads, heads, dim, dim**-0.5)
         self._attention_norm = LayerNorm(size, EPSILON, context)
-        self._attention = EncoderSelfAttention(size, heads, bias=True, context=context)
+        self._attention = Attention(size, shape, qkv_bias=True, output_bias=True, context=context)
         self._mlp_norm = LayerNorm(size, EPSILON, context)
         self._mlp = MLP(size, config.intermediate_size, config.activation, bias=True, context=context)
 
-    def __call__(self, x: Value, rotation: RotationTable, step: PlannedStep) -> Value:
+    def __call__(self, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
         x = self._attention(self._attention_norm(x), x, rotation, step)
         return self._mlp(self._mlp_norm(x), x)
 
@@ -130,7 +129,7 @@ class VisionTower:
         self._embedding = RowParallelLinear(config.patch_values, config.hidden_size, bias=True, context=context)
         size = (config.table_side**2, config.hidden_size)
         self._positions = torch.empty(size, dtype=context.dtype, device=context.device)
-        self._layers = [VisionLayer(config, context) for _ in range(config.num_layers)]
+        self._layers = [VisionLayer(config, context, layer) for layer in range(config.num_layers)]
         self.merger = Merger(config, context, norms_merged=False)
         self.deepstack_mergers = [Merger(config, context, norms_merged=True) for _ in config.deepstack_layers]
         bounds = sorted({0, *(layer + 1 for layer in config.deepstack_layers), config.num_layers})
@@ -141,7 +140,7 @@ class VisionTower:
         """[T, patch_values], [T, hidden_size] -> [T, hidden_size]; the positions are used up."""
         return self._embedding(patches, positions)
 
-    def run_stage(self, stage: int, x: Value, rotation: RotationTable, step: PlannedStep) -> Value:
+    def run_stage(self, stage: int, x: Value, rotation: RotationTable, step: AttentionStep) -> Value:
         """[T, hidden_size] -> [T, hidden_size]."""
         for layer in self._layers[slice(*self.stages[stage])]:
             x = layer(x, rotation, step)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from quire.kernels.arguments import ExpertWeights
-from quire.kernels.value import Indices, Value
+from quire.kernels.value import AnyValue, Value
 from quire.quantization.integer_weight import WeightTensor
 
 Parameters: TypeAlias = Any
@@ -38,12 +38,8 @@ class LinearShape:
         return self.out_features // 2 if self.gated else self.out_features
 
 
-ValueT = TypeVar("ValueT")
-IndicesT_contra = TypeVar("IndicesT_contra", contravariant=True)
-
-
-class LinearMethod(Protocol[ValueT, IndicesT_contra]):
-    """One way to keep the weights of a linear layer, over one kind of values."""
+class LinearMethod(Protocol):
+    """One way to keep the weights of a linear layer. It takes and returns values of one kind."""
 
     def create(self, shape: LinearShape) -> Parameters:
         """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
@@ -61,29 +57,29 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         rows first_row .. first_row + num_rows."""
         ...
 
-    def apply(self, parameters: Parameters, x: ValueT, residual: ValueT | None = None) -> ValueT:
+    def apply(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
         """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's
         result depends on that row alone. The residual is used up: the result may be written over it."""
         ...
 
-    def lookup(self, parameters: Parameters, indices: IndicesT_contra, onto: ValueT | None = None) -> ValueT:
+    def lookup(self, parameters: Parameters, indices: AnyValue, onto: AnyValue | None = None) -> Value:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
         ...
 
-    def lookup_share(self, parameters: Parameters, indices: IndicesT_contra, first_row: int, num_rows: int) -> ValueT:
+    def lookup_share(self, parameters: Parameters, indices: AnyValue, first_row: int, num_rows: int) -> Value:
         """As `lookup`, of a table of `num_rows` rows that ranks share out, of which this matrix is those from
         `first_row` on: the rows of others are zeros."""
         ...
 
-    def apply_heads(self, stack: Sequence[Parameters], x: ValueT) -> ValueT:
+    def apply_heads(self, stack: Sequence[Parameters], x: AnyValue) -> Value:
         """x: [T, heads * in_features] -> [T, heads * out_features]: each head's columns times its own matrix of a stack
         without biases and activations. A row's result depends on that row alone."""
         ...
 
     def apply_experts(
-        self, weights: ExpertWeights, x: ValueT, routing: ValueT, residual: ValueT | None = None
-    ) -> ValueT:
-        """x: [T, size], routing: [T, 2 * top_k] of `ExpertOperations.route` -> [T, size] in x's dtype: residual + the
+        self, weights: ExpertWeights, x: AnyValue, routing: AnyValue, residual: AnyValue | None = None
+    ) -> Value:
+        """x: [T, size], routing: [T, 2 * top_k] of `Operations.route` -> [T, size] in x's dtype: residual + the
         weighted sum of the chosen experts' results, added in the order of the experts. A row's result depends on that
         row alone. The residual is used up."""
         ...
@@ -91,7 +87,3 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Bytes that a matrix or bias of this shape takes."""
         ...
-
-
-LayerLinear: TypeAlias = LinearMethod[Value, Indices]
-"""A linear method as layers see it: values of one kind, whichever it is."""

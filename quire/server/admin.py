@@ -16,7 +16,7 @@ from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
 from quire.server.protocol.common import RequestStruct
-from quire.server.query import truth
+from quire.server.query import truth, whole_number
 from quire.server.reading import read_request
 from quire.server.responses import json_response
 from quire.version import __version__
@@ -37,6 +37,11 @@ class Sleeping(msgspec.Struct):
 
 class Paused(msgspec.Struct):
     is_paused: bool
+
+
+class Replica(msgspec.Struct):
+    replica: int
+    is_up: bool
 
 
 class PrefixCacheReset(msgspec.Struct):
@@ -89,7 +94,7 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
         (
             settings.enable_admin_routes,
             "--enable-admin-routes",
-            (_add_pause_routes, _add_cache_routes, _add_abort_route, _add_info_routes),
+            (_add_pause_routes, _add_cache_routes, _add_abort_route, _add_replica_routes, _add_info_routes),
         ),
         (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
@@ -158,6 +163,25 @@ def _add_abort_route(app: FastAPI, context: ServerContext) -> None:
         body = await read_request(request, context, AbortRequest)
         await context.engine.abort(context.running.end_turns(body.ids))
         return Response()
+
+
+def _add_replica_routes(app: FastAPI, context: ServerContext) -> None:
+    engine = context.engine
+
+    @app.post("/stop_replica")
+    @admin
+    async def stop_replica(replica: str) -> Response:
+        """As AsyncLLM.stop_replica."""
+        context.check_alive()
+        await engine.stop_replica(whole_number("replica", replica, 0))
+        return json_response(Replica(int(replica), False))
+
+    @app.post("/start_replica")
+    @admin
+    async def start_replica(replica: str) -> Response:
+        """As AsyncLLM.start_replica."""
+        context.check_alive()
+        return json_response(Replica(whole_number("replica", replica, 0), await engine.start_replica(int(replica))))
 
 
 def _add_info_routes(app: FastAPI, context: ServerContext) -> None:

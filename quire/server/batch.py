@@ -7,12 +7,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import msgspec
 from fastapi import FastAPI
 
+from quire.server.batch_lines import BYTE_ORDER_MARK, BatchLine, BatchResponse, BatchResult, custom_id_of
 from quire.server.errors import error_type
 from quire.server.openapi import OPERATIONS
 
@@ -21,35 +21,7 @@ PATHS = tuple(path for (_, path), operation in OPERATIONS.items() if operation.i
 MALFORMED = "malformed_batch_line"
 """Code of the error of a line that is no request."""
 DUPLICATE = "duplicate_custom_id"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""What editors on Windows put in front of a text. A JSON text does not begin with it."""
 _HOST = "http://localhost"
-
-
-class BatchLine(msgspec.Struct):
-    """One line of the input, in OpenAI's form."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    method: str = "POST"
-
-
-class BatchResponse(msgspec.Struct):
-    """body: None where the answer is an error, which the line has as its own."""
-
-    status_code: int
-    request_id: str
-    body: msgspec.Raw | None = None
-
-
-class BatchResult(msgspec.Struct):
-    """One line of the output. response: None for a line that is no request; error: None where it was answered."""
-
-    id: str
-    custom_id: str | None
-    response: BatchResponse | None
-    error: Any = None
 
 
 @dataclass
@@ -66,13 +38,19 @@ class BatchCounts:
 
 
 async def run_batch(
-    app: FastAPI, lines: Iterable[bytes], write: Callable[[bytes], object], *, concurrency: int
+    app: FastAPI,
+    lines: Iterable[bytes],
+    write: Callable[[bytes], object],
+    *,
+    concurrency: int,
+    custom_ids: Iterable[str] = (),
 ) -> BatchCounts:
     """Answer each line that is not blank, `concurrency` at a time, and write a line for each, in their order. What is
     wrong with a line is written in its place; the others go on. A second line with a `custom_id` is refused: its answer
-    could not be told from the first one's. An error of `lines` or `write` ends all."""
+    could not be told from the first one's. custom_ids: those of lines that were answered before. An error of `lines` or
+    `write` ends all."""
     counts = BatchCounts()
-    custom_ids: set[str] = set()
+    seen = set(custom_ids)
     running: deque[asyncio.Task[BatchResult]] = deque()
 
     async def finish_first() -> None:
@@ -92,7 +70,7 @@ async def run_batch(
                     continue
                 if len(running) >= concurrency:
                     await finish_first()
-                running.append(asyncio.ensure_future(_answer(client, line, custom_ids)))
+                running.append(asyncio.ensure_future(_answer(client, line, seen)))
             while running:
                 await finish_first()
         finally:
@@ -108,7 +86,7 @@ async def _answer(client: httpx.AsyncClient, line: bytes, custom_ids: set[str]) 
     try:
         request = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return BatchResult(result_id, _custom_id(line), None, _error(f"the line is no request: {error}", MALFORMED))
+        return BatchResult(result_id, custom_id_of(line), None, _error(f"the line is no request: {error}", MALFORMED))
     if request.custom_id in custom_ids:
         message = f"an earlier line has the custom_id {request.custom_id!r:.100}"
         return BatchResult(result_id, request.custom_id, None, _error(message, DUPLICATE))
@@ -135,16 +113,6 @@ def _problem(request: BatchLine) -> str | None:
     if request.url == "/v1/responses" and request.body.get("background"):
         return "a batch waits for its answers (background must be false)"
     return None
-
-
-def _custom_id(line: bytes) -> str | None:
-    """Of a line that is no request, where it can be read."""
-    try:
-        value = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    found = value.get("custom_id") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def _error(message: str, code: str = "invalid_batch_line") -> dict[str, str]:

@@ -15,6 +15,7 @@ from quire.server.admin import (
     AbortRequest,
     Paused,
     PrefixCacheReset,
+    Replica,
     ServerInfo,
     Sleeping,
     Status,
@@ -191,6 +192,7 @@ _RESPONSE_ID = {"response_id": "the id of the response"}
 _SCORE = _generating("Scores of pairs of texts", ScoreRequest, ScoreResponse)
 _RERANK = _generating("Documents in the order of their relevance", RerankRequest, RerankResponse)
 _NO_MODELS = Operation("Refused: the server serves the model that it was started with", OllamaStatus)
+_REPLICA = {"replica": "its number, from 0"}
 _HEALTH = Operation("Whether requests can be served; 503 says why not", Health, is_public=True)
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -301,6 +303,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("post", "/reset_mm_cache"): Operation("Forget cached images: there are none", None, is_admins=True),
     ("post", "/reset_encoder_cache"): Operation("Forget what encoders made: there are none", None, is_admins=True),
     ("post", "/abort_requests"): Operation("End answers that are being generated", None, AbortRequest, is_admins=True),
+    ("post", "/stop_replica"): Operation("End a replica's engine", Replica, parameters=_REPLICA, is_admins=True),
+    ("post", "/start_replica"): Operation("Start a replica again", Replica, parameters=_REPLICA, is_admins=True),
     ("get", "/server_info"): Operation(
         "How the server is set up", ServerInfo, parameters={"config_format": "json (default) or text"}, is_admins=True
     ),

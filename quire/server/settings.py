@@ -427,7 +427,8 @@ HELP: dict[str, str] = {
     "or auto (as the template asks for it)",
     "max_stored_responses": "responses of /v1/responses that are kept for requests that go on from them; 0: none",
     "response_store_size": "most memory that these responses may take, such as 64MiB",
-    "enable_admin_routes": "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache and GET /server_info",
+    "enable_admin_routes": "serve POST /pause, /resume, /abort_requests, /reset_prefix_cache, /stop_replica and "
+    "/start_replica, and GET /server_info",
     "admin_api_key": "key that control routes ask for; may be given several times (default: only clients on this "
     "machine may use them)",
     "enable_tokenizer_info_endpoint": "serve GET /tokenizer_info: the tokenizer's configuration and chat template",

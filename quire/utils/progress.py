@@ -1,11 +1,12 @@
-"""Progress of work that takes a while, on standard error: a bar on a terminal, lines of the log elsewhere."""
+"""Progress of work that takes a while: a bar on a terminal and in notebooks, lines of the log elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from quire.clock import Clock, SystemClock
 from quire.logging import note
@@ -14,47 +15,48 @@ SHOW_AFTER_SECONDS = 1.0
 LOG_EVERY_SECONDS, LOG_EVERY_SHARE = 10.0, 0.1
 
 
-class ProgressBar:
-    """Counts up to `total`. Silent when standard error is no terminal, when not `enabled`, and in the first second."""
+MakeBar: TypeAlias = Callable[..., Any]
+"""Makes a bar as tqdm's class does, of `total`, `desc`, `dynamic_ncols`. Bars have `update`, `postfix` and `close`."""
 
-    def __init__(self, description: str, total: int, *, enabled: bool = True) -> None:
+
+class ProgressBar:
+    """Counts up to `total`. make: what makes the bar, from the beginning; True: tqdm, on a terminal or in a notebook,
+    once the work has taken a second; False: none."""
+
+    def __init__(self, description: str, total: int, *, make: bool | MakeBar = True) -> None:
         self._description = description
         self._total = total
-        self._enabled = enabled and sys.stderr.isatty()
+        self._completed = 0
         self._started = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
+        self._is_wanted = make is True and (sys.stderr.isatty() or _is_notebook())
+        self._bar: Any = None if isinstance(make, bool) else self._made(make)
 
     def update(self, completed: int, note: str = "") -> None:
         """`completed` of `total` are done; `note` stands at the end of the line."""
-        if not self._enabled or (self._bar is None and time.monotonic() - self._started < SHOW_AFTER_SECONDS):
-            return
         if self._bar is None:
-            self._open()
-        self._bar.update(self._task, completed=completed, note=note)
+            if not self._is_wanted or time.monotonic() - self._started < SHOW_AFTER_SECONDS:
+                return
+            from tqdm.auto import tqdm  # most work ends before there is anything to show
+
+            self._bar = self._made(tqdm)
+        self._bar.postfix = note
+        self._bar.update(completed - self._completed)
+        self._completed = completed
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
 
-    def _open(self) -> None:
-        # Imported here: most work ends before there is anything to show.
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def _made(self, make: MakeBar) -> Any:
+        return make(total=self._total, desc=self._description, dynamic_ncols=True)
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._bar.add_task(self._description, total=self._total, note="")
-        self._bar.start()
+
+def _is_notebook() -> bool:
+    """Standard error is a cell of a notebook."""
+    return type(sys.stderr).__module__.startswith("ipykernel.")
 
 
 class ProgressLog:

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.attention.device_batch import NO_PROMPTS, DeviceBatch, StateKernels, TokenColumns
-from quire.attention.interface import PlannedStep
-from quire.attention.latent import IndexShape, LatentExpansion, LatentShape
+from quire.attention.interface import AttentionStep
 from quire.attention.states import StateBackend
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentExpansion, LatentShape
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.overlay import RowOverlay
 from quire.logging import get_logger
@@ -31,7 +30,7 @@ logger = get_logger(__name__)
 class DeviceBackend(Protocol):
     """The part of the attention back end that a forward pass uses."""
 
-    def plan(self, batch: DeviceBatch) -> PlannedStep: ...
+    def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
         """As that of TritonAttention."""
@@ -287,7 +286,7 @@ class _PiecewisePass:
         self.last.replay()
 
 
-class _Pieces:
+class _Pieces(AttentionStep):
     """Takes the place of the attention back end's step, of the states' and of an overlay, while pieces are captured:
     each call ends one piece and begins the next."""
 
@@ -300,72 +299,53 @@ class _Pieces:
         self.graphs: list[Graph] = []
         self.calls: list[_AttentionCall] = []
 
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any) -> torch.Tensor:
         out = self._part(qkv, heads.shape.num_heads * heads.shape.head_dim)
-        self._between("attend", (heads,), qkv, rotation, out)
-        return out
+        return self._between("attend", (heads,), qkv, rotation, out)
 
     def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Any) -> None:
         self._between("write_kv", (heads,), key_value, rotation)
 
-    def attend_cached(
-        self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend_cached(self, heads: HeadWeights, query: torch.Tensor, rotation: Any) -> torch.Tensor:
         out = self._part(query, heads.shape.num_heads * heads.shape.head_dim)
-        self._between("attend_cached", (heads,), query, rotation, out)
-        return out
+        return self._between("attend_cached", (heads,), query, rotation, out)
 
     def attend_latent(
-        self,
-        shape: LatentShape,
-        inputs: tuple[torch.Tensor, ...],
-        rotation: Any,
-        selected: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, selected: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._part(inputs[0], shape.num_heads * shape.rank)
-        self._between("attend_latent", (shape,), inputs, rotation, selected, out)
-        return out
+        return self._between("attend_latent", (shape,), inputs, rotation, selected, out)
 
     def attend_expanded(
-        self,
-        shape: LatentShape,
-        expansion: LatentExpansion,
-        inputs: tuple[torch.Tensor, ...],
-        rotation: Any,
-        out: torch.Tensor | None = None,
+        self, shape: LatentShape, expansion: LatentExpansion, inputs: tuple[torch.Tensor, ...], rotation: Any
     ) -> torch.Tensor:
         out = self._part(inputs[0], shape.num_heads * expansion.value_dim)
-        self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
-        return out
+        return self._between("attend_expanded", (shape, expansion), inputs, rotation, out)
 
-    def select_keys(
-        self, shape: IndexShape, inputs: tuple[torch.Tensor, ...], rotation: Any, selected: torch.Tensor
-    ) -> None:
-        self._between("select_keys", (shape,), inputs, rotation, selected)
+    def select_keys(self, shape: IndexShape, inputs: tuple[torch.Tensor, ...], rotation: Any) -> torch.Tensor:
+        out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
+        return self._between("select_keys", (shape,), inputs, rotation, out)
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
         self._between("compute_states", (kernels, weights), *tensors)
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        self._between("put", (), x)
-        return x
+        return self._between("put", (), x)
 
     def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        self._between("add", (layer,), x)
-        return x
+        return self._between("add", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """[T, width] of the shared output, contiguous: layers differ in their widths."""
         return self._attended.view(-1)[: len(tokens) * width].view(len(tokens), width)
 
-    def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> None:
-        """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
+    def _between(self, method: str, layer: tuple[Any, ...], *args: Any) -> Any:
+        """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are.
+        args: ends with the tensor that the call writes to, which is returned."""
         self.graphs.append(self._capture.end_capture())
         self.calls.append(_AttentionCall(method, (*layer, *(_borrowed(self._capture, value) for value in args))))
         self._capture.begin_capture()
+        return args[-1]
 
 
 def _borrowed(capture: GraphCapture, value: Any) -> Any:

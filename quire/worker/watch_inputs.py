@@ -17,7 +17,7 @@ from quire.kernels.arguments import ExpertWeights
 from quire.kernels.experts import experts
 from quire.kernels.matmul import row_linear
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.layers.context import layer_context
+from quire.layers.context import LayerContext
 from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
 from quire.models.loader import checkpoint_tensors
@@ -84,7 +84,7 @@ def watch_inputs(
     """Mean squares by Hugging Face's names, over the text in pieces of CHUNK_TOKENS, in float32: the whole model is in
     memory. Raises ModelLoadError."""
     linear, plain = WatchingLinear(), UnquantizedLinear(torch.float32)
-    context = layer_context(
+    context = LayerContext(
         dtype=torch.float32,
         device=torch.device("cpu"),
         cache_dtype="float32",

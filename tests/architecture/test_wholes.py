@@ -13,15 +13,6 @@ from tests.architecture.test_sizes import num_lines
 SMALL_MODULE_LINES = 60
 MAX_CRUMBS = 20
 MAX_READING_LINES = 7_000
-PARTS_OF_OPERATIONS = {
-    "NativeCacheOperations",
-    "NativeStates",
-    "TorchCacheOperations",
-    "TorchEncoderOperations",
-    "TorchExpertOperations",
-    "TorchStates",
-}
-"""The operations of one kind of layer on one back end. Each back end puts its kinds together in one class."""
 PARTS_OF_BODIES = {"ToolFields"}
 """Fields of request bodies: the documented schema has them as one."""
 READ = re.compile(r"`(quire/[\w/]+\.py)`")
@@ -65,7 +56,7 @@ def test_a_class_is_whole() -> None:
         and module.name not in {heir for heir, _ in heirs_of[node.name]}
         and num_uses[node.name] == 1
     }
-    assert parts <= PARTS_OF_OPERATIONS | PARTS_OF_BODIES
+    assert parts <= PARTS_OF_BODIES
 
 
 def test_few_modules_are_crumbs() -> None:

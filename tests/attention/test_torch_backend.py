@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quire.attention import tiles
-from quire.attention.interface import AttentionBatch, CacheScale, LayerAttention, LengthScale
+from quire.attention.interface import AttentionBatch
 from quire.attention.torch_backend import TorchAttention
+from quire.kernels.arguments import CacheScale, HeadWeights, LayerAttention, LengthScale
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
@@ -94,8 +95,9 @@ class Pool:
             )
 
         planned = self.backend.plan(batch)
-        planned.write_kv(self.layer, rows("k"), rows("v"))
-        out = planned.attend_cached(self.layer, rows("q"))
+        heads = HeadWeights(self.layer, None, None)
+        planned.write_kv(heads, torch.cat((rows("k").flatten(1), rows("v").flatten(1)), dim=1), None)
+        out = planned.attend_cached(heads, rows("q").flatten(1), None).unflatten(1, (-1, self.layer.value_width))
         for sequence, count in work:
             self.computed[sequence] += count
         return list(out.split([count for _, count in work]))

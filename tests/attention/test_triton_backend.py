@@ -9,9 +9,8 @@ import torch
 
 from quire.attention import triton_backend
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.attention_tiles import DeviceLimits, SplitPlan, Tiles
 from quire.kv_cache.layout import KVCacheLayout, group_layers

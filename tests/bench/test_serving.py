@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def load(
                 [0.0] * num_requests,
                 max_concurrency=None,
                 timeout=timeout,
-                on_done=lambda: None,
+                on_done=lambda _: None,
             )
         )
     return records, server
@@ -180,6 +182,23 @@ def test_the_command_reports_successes_and_failures(tmp_path: Path, capsys: pyte
     assert "time to first token (ttft)" in printed
 
 
+def test_ctrl_c_prints_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def reply(index: int, body: dict[str, Any]) -> Reply:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            return Reply(completion_parts(TEXTS), delay=60.0)
+        return Reply(completion_parts(TEXTS))
+
+    file = tmp_path / "result.json"
+    with running(OpenAIServer(reply)) as server:
+        flags = ["--base-url", server.base_url, "--json", str(file), "--num-prompts", "6", "--max-concurrency", "1"]
+        assert main(["bench", "serve", *flags]) == 130
+    assert "interrupted: 3 of 6 requests had ended" in capsys.readouterr().err
+    result = json.loads(file.read_text())
+    assert result["is_interrupted"] is True
+    assert result["num_completed"] == 3
+
+
 def test_the_command_fails_when_every_request_fails(tmp_path: Path) -> None:
     with running(OpenAIServer(lambda index, body: Reply([b"no"], status=500))) as server:
         status, result = bench(server, tmp_path)
@@ -226,7 +245,7 @@ def test_requests_go_out_when_they_are_due(tmp_path: Path) -> None:
     with running(OpenAIServer(lambda index, body: Reply(completion_parts(["a"])))) as server:
         settings = ClientSettings(server.base_url, "completions", "m")
         records = asyncio.run(
-            run_load(settings, [prompt] * 3, offsets, max_concurrency=None, timeout=60, on_done=lambda: None)
+            run_load(settings, [prompt] * 3, offsets, max_concurrency=None, timeout=60, on_done=lambda _: None)
         )
     assert [record.due - records[0].due for record in records] == pytest.approx(offsets)
     assert all(record.sent >= record.due for record in records)

@@ -1,4 +1,4 @@
-"""Two replicas of a real model: one of them is killed, or requests move between them, and no token differs."""
+"""Two replicas of a real model: one of them is killed or stopped, and no token differs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from quire.config.options import EngineOptions
 from quire.engine.fleet import Fleet
 from quire.engine.process_client import ProcessClient
 from quire.errors import ConfigError
-from tests.e2e.test_restart import GUARD_SECONDS, KINDS, OPTIONS, ask, ask_all, text_request, think
+from tests.e2e.test_restart import GUARD_SECONDS, KINDS, OPTIONS, ask_all, text_request, think
 from tests.processes import has_ended
 
 NUM_REQUESTS = len(KINDS) + 4
-MOVED_EVERY = 3
-"""Tokens of a request between two moves: stop strings, thoughts and constraints are cut anywhere."""
 
 
 @pytest.fixture
@@ -72,24 +70,20 @@ async def test_kill_9_of_one_of_two_replicas_under_load_changes_no_bit(engine: A
 
 
 @pytest.mark.long
-async def test_requests_that_move_at_every_few_tokens_get_equal_tokens(engine: AsyncLLM) -> None:
-    """Greedy and sampled ones, several sequences, logprobs, penalties, stop strings, constraints, thoughts."""
+async def test_requests_of_stopped_replicas_get_equal_tokens(engine: AsyncLLM) -> None:
+    """Greedy and sampled ones, several sequences, logprobs, penalties, stop strings, constraints, thoughts, beams."""
     fleet = fleet_of(engine)
-    movable = [number for number in range(len(KINDS)) if not KINDS[number].get("use_beam_search")]
-    undisturbed = [await ask(engine, number, text_request) for number in movable]
-    num_moves = 0
-    for number, expected in zip(movable, undisturbed, strict=True):
-        asking = asyncio.ensure_future(ask(engine, number, text_request))
-        moved_at = 0
-        while not asking.done():
-            for source in range(2):
-                for request_id, position in produced(fleet, source).items():
-                    if position >= moved_at + MOVED_EVERY:
-                        fleet.move(request_id, 1 - source)
-                        moved_at, num_moves = position, num_moves + 1
-            await asyncio.sleep(0.0005)
-        assert await asking == expected, f"request {number}"
-    assert num_moves > 2 * len(movable)
+    undisturbed = await ask_all(engine, NUM_REQUESTS, text_request)
+    for num_tokens in (10, 40, 90):
+        running = asyncio.ensure_future(ask_all(engine, NUM_REQUESTS, text_request))
+        for number in (0, 1):
+            while sum(produced(fleet, number).values()) < num_tokens and not running.done():
+                await asyncio.sleep(0.001)
+            await engine.stop_replica(number)
+            assert not produced(fleet, number)
+            assert await engine.start_replica(number)
+        for number, (expected, found) in enumerate(zip(undisturbed, await running, strict=True)):
+            assert found == expected, f"request {number}"
     stats = await engine.stats()
     assert (stats.num_used_blocks, stats.num_used_host_blocks) == (0, 0)
     processes = [psutil.Process(pid) for pid in pids(engine)]

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from quire import LLM
 from quire.attention.device_batch import NO_PROMPTS, HostColumns
 from quire.attention.expanded import Prompt
-from quire.attention.latent import LatentExpansion, LatentShape
 from quire.attention.triton_expanded import DeviceExpansion
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
+from quire.kernels.arguments import LatentExpansion, LatentShape
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.outputs import RequestOutput
 from tests.e2e.device_models import OPTIONS, continuation, greedy, run

@@ -18,7 +18,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.layers.context import LayerContext, layer_context
+from quire.layers.context import LayerContext
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.models.interface import CausalLM
@@ -51,14 +51,14 @@ NUM_BLOCKS = 60
 
 def device_context() -> LayerContext:
     linear = DeviceLinear(torch.float32, batch_invariant=True)
-    return layer_context(
+    return LayerContext(
         torch.float32, torch.device("cpu"), "float32", SINGLE_RANK, DeviceOperations(), linear, linear, linear
     )
 
 
 def native_context() -> LayerContext:
     linear = PackedLinear(WeightFormat("float32"))
-    return layer_context(
+    return LayerContext(
         torch.float32, torch.device("cpu"), "float32", SINGLE_RANK, NativeOperations(), linear, linear, linear
     )
 

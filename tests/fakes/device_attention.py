@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.arguments import HeadWeights
-from quire.layers.operations import TorchOperations
-from quire.layers.rotation import Rotation
-
-
-class StepOperations(TorchOperations):
-    """Plain operators whose attention is the step's, as on a device."""
-
-    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: Any) -> torch.Tensor:
-        attended: torch.Tensor = step.attend(heads, qkv, rotation, None)
-        return attended
+from quire.kernels.rotation import Rotation
 
 
 class TwinBackend:

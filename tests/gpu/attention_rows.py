@@ -7,9 +7,8 @@ import sys
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, LayerAttention
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.block_copy import PageTable, gather_blocks

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights
-from quire.layers.states import TorchStates
+from quire.layers.states import gated_norm
 from tests.layers.state_steps import (
     CHANNELS,
     CUTS,
@@ -72,4 +72,4 @@ def test_gated_norm() -> None:
     x, gate = randn(5, 18, seed=2), randn(5, 18, seed=3)
     heads = x.double().unflatten(1, (3, 6))
     expected = F.rms_norm(heads, (6,), weights.weight.double(), 1e-6).flatten(1) * F.silu(gate.double())
-    torch.testing.assert_close(TorchStates().gated_norm(weights, x, gate).double(), expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(gated_norm(weights, x, gate).double(), expected, rtol=0, atol=5e-6)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.attention.interface import CacheScale
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError
+from quire.kernels.arguments import CacheScale
 from quire.models.cache_scales import load_cache_scales
 from tests.models.conftest import SavedModel
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.kernels.arguments import HeadWeights
+from quire.kernels.arguments import HeadWeights, IndexShape, LatentShape
+from quire.kernels.rotation import DeviceRotation, Rotation
 from quire.layers.device import DeviceLayers
-from quire.layers.operations import TorchOperations
-from quire.layers.rotation import DeviceRotation, Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from quire.parallel.single import SINGLE_RANK
@@ -38,32 +36,22 @@ class PlainAttention:
 
     step: TorchAttentionStep
 
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert out is None
-        return TorchOperations().attend(heads, qkv, _plain(rotation, qkv.dtype), self.step)
+    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None) -> torch.Tensor:
+        return self.step.attend(heads, qkv, _plain(rotation, qkv.dtype))
 
     def attend_latent(
         self,
         shape: LatentShape,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation,
-        selected: torch.Tensor | None,
-        out: torch.Tensor | None,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert out is None
-        return TorchOperations().attend_latent(shape, inputs, _plain(rotation, inputs[0].dtype), self.step, selected)
+        return self.step.attend_latent(shape, inputs, _plain(rotation, inputs[0].dtype), selected)
 
     def select_keys(
-        self,
-        shape: IndexShape,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: DeviceRotation,
-        selected: torch.Tensor,
-    ) -> None:
-        plain = TorchOperations().select_keys(shape, inputs, _plain(rotation, inputs[0].dtype), self.step)
-        selected.copy_(plain)
+        self, shape: IndexShape, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rotation: DeviceRotation
+    ) -> torch.Tensor:
+        return self.step.select_keys(shape, inputs, _plain(rotation, inputs[0].dtype))
 
 
 def _plain(rotation: DeviceRotation | None, dtype: torch.dtype) -> Rotation | None:

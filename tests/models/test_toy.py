@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
 from quire.errors import ConfigError
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.layers.attention import Attention
-from quire.layers.context import LayerContext, layer_context
+from quire.layers.context import LayerContext
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.models.native import NativeModel
@@ -38,7 +39,7 @@ ORDERS = ["full window state", "state window full", "state full window"]
 
 def context(operations: object, linear: object) -> LayerContext:
     cpu = torch.device("cpu")
-    return layer_context(torch.float32, cpu, "float32", SINGLE_RANK, operations, linear, linear, linear)
+    return LayerContext(torch.float32, cpu, "float32", SINGLE_RANK, operations, linear, linear, linear)
 
 
 def torch_runner(order: str) -> PagedRunner:

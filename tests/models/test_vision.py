@@ -19,6 +19,7 @@ from quire.models.loader import load_vision
 from quire.models.native_vision import NativeVision
 from quire.models.vision import VisionEncoder
 from quire.models.vision_grid import Grid
+from quire.parallel.single import SINGLE_RANK
 from tests.models.harness import randomize, save
 from tests.models.vision_models import expected_features, qwen3_vl, random_patches
 
@@ -36,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 def tower(directory: Path, backend: str = "torch", load_format: str = "auto", dtype: str = "float32") -> VisionEncoder:
     config = load_model_config(str(directory), dtype=dtype, max_model_len=None, revision=None, config_only=True)
     runtime = NativeRuntime("auto", 2, "float32") if backend == "native" else None
-    return load_vision(config, LoadConfig(load_format, 0), runtime)
+    return load_vision(config, LoadConfig(load_format, 0), SINGLE_RANK, runtime)
 
 
 def check(model: PreTrainedModel, encoder: VisionEncoder, grids: tuple[Grid, ...]) -> None:

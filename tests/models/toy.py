@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import LayerAttention
 from quire.config.rope import RopeConfig
-from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, Routing
+from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, Gating, LayerAttention, Routing
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.attention import Attention
@@ -20,7 +20,6 @@ from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder

@@ -91,7 +91,8 @@ async def serving_apart(
         executor=f"tests.server.executor:{executor}",
     )
     try:
-        app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
+        settings = ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST], enable_admin_routes=True)
+        app = create_app(engine, settings)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
             yield Served(engine, app.state.context, client)

@@ -81,6 +81,7 @@ async def test_without_the_settings_there_are_no_such_routes(model_path: Path) -
     async with serving(model_path) as served:
         routes = [("POST", path) for path in ("/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache")]
         routes += [("POST", path) for path in ("/reset_mm_cache", "/reset_encoder_cache", "/abort_requests")]
+        routes += [("POST", path) for path in ("/stop_replica", "/start_replica")]
         routes += [("GET", path) for path in ("/is_sleeping", "/is_paused", "/server_info", "/tokenizer_info")]
         options = {"/sleep": "sleep-mode", "/wake_up": "sleep-mode", "/is_sleeping": "sleep-mode"}
         options["/tokenizer_info"] = "tokenizer-info-endpoint"

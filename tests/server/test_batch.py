@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from quire.cli import run_batch as run_batch_command
 from quire.cli.main import main
 from quire.server.batch import run_batch
+from quire.server.batch_lines import custom_id_of
 from tests.server.conftest import Served, serving
 
 
@@ -185,6 +187,62 @@ def test_wrong_use(
     assert message in capsys.readouterr().err
 
 
+ANSWERS = [{"id": f"r{index}", "custom_id": f"r{index}", "response": None} for index in range(3)]
+
+
+def batch_files(tmp_path: Path, answers: bytes) -> tuple[Path, Path]:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(line(index, prompt="a") for index in range(5)))
+    target.write_bytes(answers)
+    return source, target
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"id": "r3", "cus', b'{"id": "r3", "custom_id": "r3", "response": null}'])
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_answers_go_on_behind_those_of_before(
+    cut: bytes, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = b"".join(json.dumps(answer).encode() + b"\n" for answer in ANSWERS[:count])
+    source, target = batch_files(tmp_path, whole + cut)
+    asked: list[bytes] = []
+    seen: list[object] = []
+
+    async def run(_: object, settings: object, concurrency: object, files: run_batch_command.Files, __: object) -> int:
+        asked.extend(files.requests)
+        seen.extend([files.answered, files.total])
+        files.answers.write(b"more\n")
+        return 0
+
+    monkeypatch.setattr(run_batch_command, "_run", run)
+    assert main(["run-batch", str(source), str(target), "--resume"]) == 0
+    assert [custom_id_of(each) for each in asked if each.strip()] == [f"r{index}" for index in range(count, 5)]
+    assert seen == [[f"r{index}" for index in range(count)], 5]
+    assert target.read_bytes() == whole + b"more\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "flags", "message"),
+    [
+        (b"x\n", [], "has content: --resume goes on behind it"),
+        (b"x\n", ["--resume"], "line 1 of"),
+        (b'{"id": "r", "custom_id": "r1", "response": null}\n', ["--resume"], "answer 1 is to no request"),
+        (b'{"id": "r", "custom_id": "r0", "response": null}\n' * 6, ["--resume"], "answer 2 is to no request"),
+    ],
+)
+def test_a_file_that_has_content_is_not_written_over(
+    answers: bytes, flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    async def run(_: object, settings: object, concurrency: object, files: run_batch_command.Files, __: object) -> int:
+        return len(list(files.requests))
+
+    monkeypatch.setattr(run_batch_command, "_run", run)
+    source, target = batch_files(tmp_path, answers)
+    assert main(["run-batch", str(source), str(target), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert target.read_bytes() == answers
+
+
 @pytest.mark.long
 def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -198,6 +256,7 @@ def test_the_bundled_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     told = capfd.readouterr().err
     assert "2 requests in" in told
     assert re.search(r"quire: metrics on http://127\.0\.0\.1:\d+/metrics\n", told)
+    target.unlink()
     source.write_bytes(b'{"custom_id": "no url"}\n' + line(0, prompt="import os\n", temperature=0))
     assert main(["run-batch", str(source), str(target), "--num-blocks-override", "64"]) == 1
     assert [json.loads(each)["error"] is None for each in target.read_text().splitlines()] == [False, True]

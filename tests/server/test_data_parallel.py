@@ -84,6 +84,26 @@ async def test_one_replica_is_away(apart: Served, fates: Fates) -> None:
         await apart.until_idle()
 
 
+async def test_a_replica_is_taken_out_of_service(apart: Served) -> None:
+    """Its requests go on at the other one with the tokens that they would have had."""
+    fleet, post = fleet_of(apart), apart.client.post
+    async with asyncio.timeout(GUARD_SECONDS):
+        undisturbed = await asyncio.gather(*(ask(apart, fields) for fields in FEW))
+        running = [asyncio.ensure_future(ask(apart, fields)) for fields in FEW]
+        await until(lambda: any(entry.position for entry in entries_of(fleet, 1)))
+        assert (await post("/stop_replica?replica=1")).json() == {"replica": 1, "is_up": False}
+        assert not entries_of(fleet, 1)
+        assert await asyncio.gather(*running) == undisturbed
+        assert (await apart.client.get("/ready")).status_code == 200
+        for number, problem in (("0", "cannot be stopped"), ("2", "there is no replica 2"), ("one", "whole number")):
+            response = await post(f"/stop_replica?replica={number}")
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "replica")
+            assert problem in response.text
+        assert (await post("/start_replica?replica=1")).json() == {"replica": 1, "is_up": True}
+        assert await asyncio.gather(*(ask(apart, fields) for fields in FEW)) == undisturbed
+        assert entries_of(fleet, 0) == entries_of(fleet, 1) == []
+
+
 @pytest.mark.long
 async def test_all_replicas_are_away(apart: Served, fates: Fates) -> None:
     fleet = fleet_of(apart)

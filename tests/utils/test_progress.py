@@ -32,7 +32,7 @@ def shown(
         patch.setenv("COLUMNS", "120")
         patch.setattr(sys, "stderr", terminal)
         patch.setattr(progress, "SHOW_AFTER_SECONDS", after)
-        with ProgressBar("prompts", 12, enabled=enabled) as bar:
+        with ProgressBar("prompts", 12, make=enabled) as bar:
             bar.update(7, "90 tokens")
             bar.update(12, "150 tokens")
     return terminal.getvalue()
@@ -55,6 +55,32 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, is_terminal=False) == ""
+
+
+def test_a_bar_of_the_callers_own_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Bar:
+        postfix = ""
+
+        def __init__(self, **keywords: object) -> None:
+            seen.append(keywords)
+
+        def update(self, count: int) -> None:
+            seen.append((count, self.postfix))
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    with ProgressBar("prompts", 12, make=Bar) as bar:
+        bar.update(7, "a")
+        bar.update(12, "b")
+    assert seen == [{"total": 12, "desc": "prompts", "dynamic_ncols": True}, (7, "a"), (5, "b"), "closed"]
+
+
+def test_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terminal, "__module__", "ipykernel.iostream")
+    assert "12/12" in shown(monkeypatch, is_terminal=False)
 
 
 def logged(

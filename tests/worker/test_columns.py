@@ -18,11 +18,11 @@ from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
 from quire.executors.local import LocalExecutor
+from quire.kernels.rotation import RotationTable
 from quire.kernels.value import ReadRows, Value
 from quire.layers.batch import ForwardBatch, ForwardResult
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding
-from quire.layers.operations import RotationTable
 from quire.models.interface import CausalLM
 from quire.models.native import NativeModel
 from quire.step import TokenValues

@@ -18,11 +18,11 @@ from benchmarks.kernels.subjects.machine import (
     parts,
     relative_error,
 )
-from quire.attention.interface import AttentionBatch, AttentionStep, LayerAttention
-from quire.attention.native_backend import NativeAttention
+from quire.attention.interface import AttentionBatch
+from quire.attention.native_backend import NativeAttention, RecordedAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels import reference
-from quire.kernels.arguments import HeadWeights, RotaryFrequencies
+from quire.kernels.arguments import HeadWeights, LayerAttention, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import copy_blocks
@@ -203,7 +203,7 @@ class _Native:
     ) -> tuple[Runner, torch.Tensor]:
         """Attention in `layers`, one call each, and where the last one's result will be. Each layer rotates the
         queries where they lie: only the first run of the first layer has those of `qkv`."""
-        recorder, operations = Recorder(), NativeOperations()
+        recorder, step = Recorder(), RecordedAttention(self._backend)
         rows = aligned_rows(*qkv.shape)
         rows.copy_(qkv)
         out = aligned_rows(len(qkv), self._problem.layer.num_heads * self._problem.layer.head_dim)
@@ -211,9 +211,9 @@ class _Native:
         target = recorder.external(out.shape[1], out.stride(0))
         rotation = None
         if frequencies is not None:
-            rotation = operations.rotation(frequencies, RecordedIndices(recorder, _native.SLOT_POSITIONS))
+            rotation = NativeOperations().rotation(frequencies, RecordedIndices(recorder, _native.SLOT_POSITIONS))
         for layer in layers:
-            result = operations.attend(HeadWeights(layer, None, None), source, rotation, self._backend)
+            result = step.attend(HeadWeights(layer, None, None), source, rotation)
             recorder.redirect(result, target)
         program = recorder.finish_program(result, self._runtime, len(qkv))
 
@@ -243,7 +243,7 @@ class _Twin:
             repeat_blocks(pages[0])
             pages[1:] = pages[0]
         self._operations = TorchOperations()
-        self._step: AttentionStep = self._backend.plan(problem.batch)
+        self._step = self._backend.plan(problem.batch)
         rotation = problem.frequencies
         self._rotation = None if rotation is None else replace(rotation, dtype=dtype)
         self._qkv = problem.qkv.to(dtype)
@@ -267,7 +267,7 @@ class _Twin:
         rotation = None
         if self._rotation is not None:
             rotation = self._operations.rotation(self._rotation, self._problem.batch.slot_positions)
-        return self._operations.attend(HeadWeights(layer, None, None), self._qkv, rotation, self._step)
+        return self._step.attend(HeadWeights(layer, None, None), self._qkv, rotation)
 
 
 class CopySubject:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.native_backend import NativeAttention
-from quire.kernels.arguments import HeadWeights
+from quire.attention.interface import AttentionBatch
+from quire.attention.native_backend import NativeAttention, RecordedAttention
+from quire.kernels.arguments import HeadWeights, LayerAttention
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import block_bytes
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.native import NativeOperations
 
 NUM_HEADS, HEAD_DIM = 40, 128
 CACHE_DTYPE, CACHE_BYTES = "bfloat16", 2
@@ -75,6 +74,6 @@ class PagedKernel:
         recorder = Recorder()
         source = recorder.external(3 * hidden, 3 * hidden)
         target = recorder.external(hidden, hidden)
-        attended = NativeOperations().attend(HeadWeights(layer, None, None), source, None, self._backend)
+        attended = RecordedAttention(self._backend).attend(HeadWeights(layer, None, None), source, None)
         recorder.redirect(attended, target)
         self._program = recorder.finish_program(attended, self._runtime, count)

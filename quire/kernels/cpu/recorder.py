@@ -229,6 +229,15 @@ def _rows_at(address: int, num_rows: int, width: int, stride: int) -> torch.Tens
     return torch.frombuffer(memory, dtype=torch.float32).as_strided((num_rows, width), (stride, 1))
 
 
+def address_of(vector: torch.Tensor | None) -> int:
+    """The address of a vector that a kernel reads; 0 for None."""
+    if vector is None:
+        return 0
+    assert vector.dtype == torch.float32, "kernels take float32 vectors"
+    assert vector.is_contiguous(), "in one piece"
+    return vector.data_ptr()
+
+
 def rounded_rows(num_rows: int) -> int:
     """Rows that a program for `num_rows` is made for."""
     return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.float8 import operand, widen_pairs
 from quire.kernels.triton.runtime import bound, dot
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
     first_seen,

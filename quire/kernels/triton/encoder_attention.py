@@ -116,7 +116,7 @@ def _attend_kernel(
     tl.store(at, narrow(result, dtype), mask=is_row[:, None] & (dims < 2 * HALF)[None, :])
 
 
-def attend(
+def attend_both_ways(
     qkv: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     query_start: torch.Tensor,

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import LatentShape
+from quire.kernels.arguments import LatentShape
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence, sequence_and_keys
-from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
 
 MOST_ROWS = 64
@@ -417,24 +417,24 @@ class LatentKernels:
     def run(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: Rotation | None,
+        rotation: DeviceRotation | None,
         out: torch.Tensor,
         batch: DeviceBatch,
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """inputs, selected: as `CacheOperations.attend_latent` has them, contiguous; queries are turned in place. out:
+        """inputs, selected: as `AttentionStep.attend_latent` has them, contiguous; queries are turned in place. out:
         [T, num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
-        self.attend(query, turned_query, out, batch, group, selected)
+        self.attend_written(query, turned_query, out, batch, group, selected)
 
     def prepare(
         self,
         turned_query: torch.Tensor,
         latent: torch.Tensor,
         turned_key: torch.Tensor,
-        rotation: Rotation | None,
+        rotation: DeviceRotation | None,
         batch: DeviceBatch,
         group: int,
     ) -> None:
@@ -445,7 +445,7 @@ class LatentKernels:
         grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
         self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)
 
-    def attend(
+    def attend_written(
         self,
         query: torch.Tensor,
         turned_query: torch.Tensor,

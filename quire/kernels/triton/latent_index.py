@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import IndexShape
+from quire.kernels.arguments import IndexShape
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.bound_launch import ALIGNMENT
 from quire.kernels.triton.float8 import as_bits, from_cache, operand, to_cache
 from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_and_keys
-from quire.kernels.triton.qkv_write import Rotation
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, next_power_of_2
 
 SMALLEST_TILE = 16
@@ -203,13 +203,13 @@ def _choose_kernel(
 def select_keys(
     shape: IndexShape,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rotation: Rotation | None,
+    rotation: DeviceRotation | None,
     pages: torch.Tensor,
     batch: DeviceBatch,
     group: int,
     selected: torch.Tensor,
 ) -> None:
-    """As `CacheOperations.select_keys`. inputs: contiguous; queries are turned in place. pages: [num_blocks,
+    """As `AttentionStep.select_keys`. inputs: contiguous; queries are turned in place. pages: [num_blocks,
     block_size, latent_width + dim]. group: the layer's KV group. selected: [T, top] int32, of which only rows of tokens
     that see more than `top` keys are written."""
     query, key, weights = inputs

@@ -144,7 +144,7 @@ def _keep_inputs_kernel(
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.Tensor, states: DeviceStateStep) -> None:
-    """As `StateOperations.short_convolution`. x: rows of elements side by side. out: [T, channels], contiguous; rows of
+    """As `Operations.short_convolution`. x: rows of elements side by side. out: [T, channels], contiguous; rows of
     padding are not written."""
     width, channels = weights.kernel.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
@@ -431,7 +431,7 @@ def _keep_rows_kernel(
 def gated_delta_rule(
     rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, states: DeviceStateStep
 ) -> None:
-    """As `StateOperations.gated_delta_rule`. qkv, gates: rows of elements side by side. out: [T, num_value_heads *
+    """As `Operations.gated_delta_rule`. qkv, gates: rows of elements side by side. out: [T, num_value_heads *
     value_dim], contiguous; rows of padding are not written."""
     assert qkv.stride(1) == gates.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
@@ -534,7 +534,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `StateOperations.gated_norm`. x, gate: contiguous."""
+    """As `Operations.gated_norm`. x, gate: contiguous."""
     assert x.is_contiguous(), "heads lie one behind the other"
     assert gate.is_contiguous(), "and so do their gates"
     out, num_heads, block = torch.empty_like(x), x.numel() // weights.size, next_power_of_2(weights.size)

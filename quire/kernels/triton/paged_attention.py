@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
     first_seen,

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_core import score_constants
 from quire.kernels.triton.attention_tiles import ROWS, Tiles
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, launch_over
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, find_sequence, launch_over
 from quire.kernels.triton.runtime import INTERPRETED, bind
 
 GROUP_ROWS = ROWS // 2
@@ -51,20 +51,6 @@ def can_attend(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -
         and layer.head_dim == layer.value_width == HEAD_DIM
         and GROUP_ROWS % group == 0
     )
-
-
-@gluon.jit
-def _find_sequence(query_start, tile, num_seqs, TOKENS: gl.constexpr):
-    """As `paged_attention.find_sequence`."""
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if gl.load(query_start + middle) // TOKENS + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @gluon.jit
@@ -228,7 +214,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
     element: gl.constexpr = pages.dtype.element_ty
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     kv_head = gl.program_id(1)
-    sequence = _find_sequence(query_start, tile, num_seqs, TOKENS)
+    sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = gl.load(query_start + sequence)
     num_new = gl.load(query_start + sequence + 1) - begin
     seq_len = gl.load(seq_lens + sequence)

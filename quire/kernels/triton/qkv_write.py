@@ -10,14 +10,12 @@ thread loads 16 bytes at a time.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 
-from quire.attention.interface import CacheScale
-from quire.kernels.arguments import HeadWeights, NormWeights
+from quire.kernels.arguments import CacheScale, HeadWeights, NormWeights
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.float8 import as_bits, to_cache
 from quire.kernels.triton.runtime import bind
 
@@ -25,16 +23,6 @@ HEADS = 8
 """Heads of one program, at most."""
 ELEMENTS = 2048
 """Elements of one program, at least: 32 for each thread of two warps."""
-
-
-class Rotation(Protocol):
-    """cos, sin: [T, rotary_dim / 2] float32, contiguous."""
-
-    @property
-    def cos(self) -> torch.Tensor: ...
-
-    @property
-    def sin(self) -> torch.Tensor: ...
 
 
 @triton.jit
@@ -190,7 +178,7 @@ class HeadPreparation:
         self._sizes = [count * shape.head_dim for count in (self._num_heads, num_kv_heads, num_kv_heads)]
         self._kernels: dict[int, _WriteKernel] = {}
 
-    def run(self, qkv: torch.Tensor, rotation: Rotation | None, slots: torch.Tensor) -> None:
+    def run(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
         half = 0 if rotation is None else rotation.cos.shape[1]
         kernel = self._kernels.get(half)
         if kernel is None:
@@ -203,7 +191,7 @@ class HeadPreparation:
 
 
 def prepare_heads(
-    heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, pages: torch.Tensor, slots: torch.Tensor
+    heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write keys and values to their pages.
 
@@ -277,7 +265,7 @@ class _WriteKernel:
         key: torch.Tensor,
         value: torch.Tensor,
         slots: torch.Tensor,
-        rotation: Rotation | None,
+        rotation: DeviceRotation | None,
     ) -> None:
         if self._num_parts == 0:
             return

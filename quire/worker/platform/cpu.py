@@ -131,7 +131,7 @@ class CpuPlatform:
         found = image_inputs(self._config)
         if isinstance(found, NoImages):
             return None
-        encoder = load_vision(self._config.model, self._config.load, self._runtime)
+        encoder = load_vision(self._config.model, self._config.load, self._group, self._runtime)
         return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> CpuMeter:

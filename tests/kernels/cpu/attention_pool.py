@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention, first_seen
+from quire.attention.interface import AttentionBatch
+from quire.kernels.arguments import LayerAttention, first_seen
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block_bytes
 from quire.kernels.reference import paged_attention_dense

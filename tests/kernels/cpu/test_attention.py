@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.attention.interface import CacheScale, LayerAttention
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.errors import ConfigError
+from quire.kernels.arguments import CacheScale, LayerAttention
 from quire.kernels.cpu import _native, paged_attention
 from quire.kernels.cpu.paged_attention import block_bytes, check_shape
 from quire.kv_cache.spec import AttentionSpec

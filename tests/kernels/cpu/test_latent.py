@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import LatentShape
-from quire.attention.native_backend import NativeAttention
+from quire.attention.native_backend import NativeAttention, RecordedAttention
 from quire.errors import ConfigError
-from quire.kernels.arguments import RotaryFrequencies
+from quire.kernels.arguments import LatentShape, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -49,7 +48,7 @@ class Pool:
         positions = RecordedIndices(recorder, _native.SLOT_POSITIONS)
         self.frequencies = 3.0 ** -torch.arange(shape.rope_dim // 2).float()
         turn = operations.rotation(RotaryFrequencies(self.frequencies, 1.0, torch.float32), positions)
-        result = operations.attend_latent(shape, inputs, turn, self._backend)
+        result = RecordedAttention(self._backend).attend_latent(shape, inputs, turn)
         self._program = recorder.finish_program(result, NativeRuntime(isa, threads, precision), MOST_ROWS)
 
     def step(self, work: list[tuple[int, int, tuple[torch.Tensor, ...]]]) -> list[torch.Tensor]:

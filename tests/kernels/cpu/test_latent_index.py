@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.attention.latent import IndexShape, LatentShape
-from quire.attention.native_backend import NativeAttention
+from quire.attention.native_backend import NativeAttention, RecordedAttention
 from quire.errors import ConfigError
+from quire.kernels.arguments import IndexShape, LatentShape
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -37,11 +37,11 @@ class Pool:
         self._pages = allocate_pages(layout)
         self._pages[0].fill_(0xC7)  # what a former owner left: finite numbers
         self._backend = NativeAttention(layout, self._pages, cache, self.shape.num_heads, threads)
-        operations, recorder = NativeOperations(), Recorder()
+        step, recorder = RecordedAttention(self._backend), Recorder()
         inputs = [recorder.external(width, width) for width in self.widths()]
-        selected = operations.select_keys(self.index, (inputs[0], inputs[1], inputs[2]), None, self._backend)
+        selected = step.select_keys(self.index, (inputs[0], inputs[1], inputs[2]), None)
         latent = (inputs[3], inputs[4], inputs[5], inputs[6])
-        result = operations.attend_latent(self.shape, latent, None, self._backend, selected)
+        result = step.attend_latent(self.shape, latent, None, selected)
         self._program = recorder.finish_program(result, NativeRuntime(isa, threads, "float32"), MOST_ROWS)
 
     def widths(self) -> list[int]:
@@ -124,10 +124,10 @@ def test_where_all_keys_are_read_the_bits_are_those_of_dense_attention(isa: str)
     # A dense pool of the same latents, without an indexer.
     layout = KVCacheLayout(16, 40, *group_layers([LatentSpec(32, 4)], 16))
     pages = allocate_pages(layout)
-    backend, operations, recorder = NativeAttention(layout, pages, "float32", 5, 2), NativeOperations(), Recorder()
+    backend, recorder = NativeAttention(layout, pages, "float32", 5, 2), Recorder()
     inputs = [recorder.external(width, width) for width in sparse.widths()[3:]]
     shape = LatentShape(0, 5, 24, 8, 0.3)
-    result = operations.attend_latent(shape, (inputs[0], inputs[1], inputs[2], inputs[3]), None, backend)
+    result = RecordedAttention(backend).attend_latent(shape, (inputs[0], inputs[1], inputs[2], inputs[3]), None)
     program = recorder.finish_program(result, NativeRuntime(isa, 2, "float32"), MOST_ROWS)
     positions = torch.arange(300)
     table = torch.arange(1, 40, dtype=torch.int32)[None]

@@ -14,8 +14,8 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.recorder import Buffer, RecordedProgram, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.layers.native_states import NativeStates
-from quire.layers.states import TorchStates
+from quire.layers.native import NativeOperations
+from quire.layers.operations import TorchOperations
 from tests.layers.state_steps import (
     CUTS,
     HEADS,
@@ -45,7 +45,7 @@ def runtime(isa: str) -> NativeRuntime:
 
 
 class OneOperation:
-    """A program of one operation of NativeStates, over tensors."""
+    """A program of one operation of NativeOperations, over tensors."""
 
     def __init__(self, isa: str, widths: list[int], record: Callable[..., Buffer]) -> None:
         recorder = Recorder()
@@ -71,7 +71,7 @@ def native_rule(
     operation = OneOperation(
         isa,
         [width, 2 * rule.num_value_heads],
-        lambda qkv, gates: NativeStates().gated_delta_rule(rule, qkv, gates, None),
+        lambda qkv, gates: NativeOperations().gated_delta_rule(rule, qkv, gates, None),
     )
     return lambda rule, qkv, gates, step: operation(qkv, gates, step=step)
 
@@ -94,7 +94,9 @@ def test_short_convolution(isa: str) -> None:
     channels = 37
     for bias, activation in ((None, "silu"), (randn(channels, seed=1), None)):
         weights = ConvolutionWeights(randn(WIDTH, channels), bias, activation, LAYER, 8)
-        operation = OneOperation(isa, [channels], lambda x, own=weights: NativeStates().short_convolution(own, x, None))
+        operation = OneOperation(
+            isa, [channels], lambda x, own=weights: NativeOperations().short_convolution(own, x, None)
+        )
         inputs = [randn(length, channels, seed=2 + length) for length in LENGTHS]
 
         def apply(
@@ -113,9 +115,9 @@ def test_short_convolution(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_gated_norm(isa: str) -> None:
     weights = GatedNormWeights(20, randn(20, seed=1), 1e-6)
-    operation = OneOperation(isa, [60, 60], lambda x, gate: NativeStates().gated_norm(weights, x, gate))
+    operation = OneOperation(isa, [60, 60], lambda x, gate: NativeOperations().gated_norm(weights, x, gate))
     x, gate = randn(33, 60, seed=2), 3.0 * randn(33, 60, seed=3)
-    torch.testing.assert_close(operation(x, gate), TorchStates().gated_norm(weights, x, gate), rtol=0, atol=5e-6)
+    torch.testing.assert_close(operation(x, gate), TorchOperations().gated_norm(weights, x, gate), rtol=0, atol=5e-6)
 
 
 def test_a_snapshot_is_read_and_never_written() -> None:
@@ -154,4 +156,4 @@ def test_heads_that_the_kernels_do_not_have() -> None:
         native_rule("auto", delta_rule((1, 1, 16, 300)))
     weights = ConvolutionWeights(randn(9, 4), None, None, LAYER, 0)
     with pytest.raises(ValueError, match="too many taps"):
-        OneOperation("auto", [4], lambda x: NativeStates().short_convolution(weights, x, None))
+        OneOperation("auto", [4], lambda x: NativeOperations().short_convolution(weights, x, None))

@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from tests.kernels.cpu.attention_pool import History, NativePool, Setting
 from tests.kernels.cpu.linear_calls import pool as pool_of
 from tests.kernels.cpu.linear_calls import precision_of, random_matrix, run_linear

@@ -47,10 +47,19 @@ from benchmarks.gpu.product_sweep import ProductSweep
 from benchmarks.gpu.shapes import QWEN3_8B as QWEN3_8B_SHAPE
 from quire import envs
 from quire.attention.device_batch import DeviceBatch, DeviceStateStep
-from quire.attention.interface import CacheScale, LayerAttention
-from quire.attention.latent import IndexShape, LatentShape
 from quire.attention.triton_backend import TritonAttention
-from quire.kernels.arguments import ConvolutionWeights, DeltaRule, GatedNormWeights, HeadWeights, NormWeights
+from quire.kernels.arguments import (
+    CacheScale,
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    HeadWeights,
+    IndexShape,
+    LatentShape,
+    LayerAttention,
+    NormWeights,
+)
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
@@ -68,7 +77,6 @@ from quire.kernels.triton.weight_formats import E4M3, I4, I8, MXFP4, NVFP4, PLAI
 from quire.kernels.triton.widen import widen
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec
-from quire.layers.rotation import DeviceRotation
 from tests.architecture.source import ROOT
 from tests.kernels.triton.sampling_calls import sampling_calls
 from tests.kernels.triton.stored_launchers import Python, keys_of, stored_for

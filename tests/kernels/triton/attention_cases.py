@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
+from quire.kernels.arguments import LayerAttention
 from quire.kernels.triton.attention_tiles import HeadShape, SplitPlan, Tiles, scratch_rows
 from quire.kernels.triton.decode_attention import SplitScratch, split_attention
 from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attention.interface import CacheScale, LayerAttention
+from quire.kernels.arguments import CacheScale, LayerAttention
 from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
 from tests.kernels.triton.attention_cases import Case, assert_equals_reference
 from tests.long import one_in

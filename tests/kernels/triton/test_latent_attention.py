@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import LatentShape
+from quire.kernels.arguments import LatentShape
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton import latent_attention
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
-from quire.layers.rotation import DeviceRotation
 
 pytestmark = pytest.mark.usefixtures("default_device")
 

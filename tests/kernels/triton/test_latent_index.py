@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.latent import IndexShape, LatentShape
+from quire.kernels.arguments import IndexShape, LatentShape
+from quire.kernels.rotation import DeviceRotation
 from quire.kernels.triton import latent_index
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.runtime import recorded_launches
-from quire.layers.rotation import DeviceRotation
 from tests.fakes.compilations import CompilationRecorder
 from tests.layers.state_steps import randn
 

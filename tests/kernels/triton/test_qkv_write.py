@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quire.attention.interface import CacheScale, LayerAttention
 from quire.kernels import reference
-from quire.kernels.arguments import HeadWeights, NormWeights
+from quire.kernels.arguments import CacheScale, HeadWeights, LayerAttention, NormWeights
 from quire.kernels.triton.qkv_write import prepare_heads, write_kv
 from tests.kernels.triton.attention_cases import NAN, TOLERANCE
 

@@ -19,6 +19,7 @@ from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.batch import ForwardResult
 from quire.layers.context import LayerContext
+from quire.layers.operations import TorchOperations
 from quire.layers.overlay import RowOverlay
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
@@ -27,7 +28,7 @@ from quire.parallel.single import SingleRank
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
-from tests.fakes.device_attention import StepOperations, TwinBackend
+from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import RecordingCapture
 
 BLOCK_SIZE, NUM_ROWS, NUM_TOKENS, NUM_BLOCKS = 4, 8, 32, 64
@@ -127,7 +128,7 @@ class Passes:
         """numbers, taps: the layers that run, and those that are tapped."""
         plain = UnquantizedLinear(torch.float32)
         context = LayerContext(
-            torch.float32, torch.device("cpu"), "float32", SingleRank(), StepOperations(), plain, plain, plain
+            torch.float32, torch.device("cpu"), "float32", SingleRank(), TorchOperations(), plain, plain, plain
         )
         self.model: Decoder = model_architectures().load(config.architecture)(config, context)
         self.model.load_weights(dummy_weights(self.model.slots, 3, lambda *_: None, torch.device("cpu")))

@@ -1,10 +1,14 @@
-"""Rotations of one step's positions, as plain torch applies them."""
+"""Rotations of one step's positions, as each back end takes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.recorder import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRotation:
-    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each. Element i of a head's
-    first half turns with element i of the second by angle i."""
+    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each, contiguous. Element i
+    of a head's first half turns with element i of the second by angle i."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+
+RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
+"""What `Operations.rotation` returns, for the operations of an AttentionStep."""

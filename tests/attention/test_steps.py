@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.interface import AttentionBatch, AttentionStep
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention
-from quire.kernels.arguments import HeadWeights, NormWeights, RotaryFrequencies
+from quire.kernels.arguments import HeadWeights, LayerAttention, NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -54,53 +54,51 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def at_once(operations: Operations, backend: object) -> torch.Tensor:
+def at_once(operations: Operations, step: AttentionStep) -> torch.Tensor:
     """Both layers' queries over the first layer's keys: [T, 2 WIDTH]."""
     first, second, key_value = rows()
-    step, turn = backend.plan(BATCH), operations.rotation(FREQUENCIES, POSITIONS)
-    results = [
-        operations.attend(heads(0), torch.cat((query, key_value), dim=1), turn, step) for query in (first, second)
-    ]
+    turn = operations.rotation(FREQUENCIES, POSITIONS)
+    results = [step.attend(heads(0), torch.cat((query, key_value), dim=1), turn) for query in (first, second)]
     return torch.cat(results, dim=1)
 
 
-def apart(operations: Operations, backend: object) -> torch.Tensor:
+def apart(operations: Operations, step: AttentionStep) -> torch.Tensor:
     first, second, key_value = rows()
-    step, turn = backend.plan(BATCH), operations.rotation(FREQUENCIES, POSITIONS)
-    operations.write_kv(heads(0), key_value, turn, step)
-    results = [operations.attend_cached(heads(0), query, turn, step) for query in (first, second)]
+    turn = operations.rotation(FREQUENCIES, POSITIONS)
+    step.write_kv(heads(0), key_value, turn)
+    results = [step.attend_cached(heads(0), query, turn) for query in (first, second)]
     return torch.cat(results, dim=1)
 
 
 def torch_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
-    return compute(TorchOperations(), TorchAttention(LAYOUT, pages))
+    return compute(TorchOperations(), TorchAttention(LAYOUT, pages).plan(BATCH))
 
 
 def device_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
     options = {"num_heads": HEADS, "dtype": torch.float32, "max_num_seqs": 1, "max_model_len": 64}
-    return compute(DeviceOperations(), Planner(TritonAttention(LAYOUT, pages, DeviceLimits(), **options)))
+    return compute(DeviceOperations(), Planner(TritonAttention(LAYOUT, pages, DeviceLimits(), **options)).plan(BATCH))
 
 
 def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     backend = NativeAttention(LAYOUT, allocate_pages(LAYOUT), "float32", HEADS, 2)
-    operations, recorder = NativeOperations(), Recorder()
+    step, recorder = backend.plan(BATCH), Recorder()
     inputs = [recorder.external(WIDTH, WIDTH), recorder.external(WIDTH, WIDTH), recorder.external(KV_WIDTH, KV_WIDTH)]
-    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.SLOT_POSITIONS))
+    turn = NativeOperations().rotation(FREQUENCIES, RecordedIndices(recorder, _native.SLOT_POSITIONS))
     first, second, key_value = (recorder.call_torch(torch.clone, each.width, [each]) for each in inputs)
     if compute is apart:
-        operations.write_kv(heads(0), key_value, turn, backend)
-        results = [operations.attend_cached(heads(0), query, turn, backend) for query in (first, second)]
+        step.write_kv(heads(0), key_value, turn)
+        results = [step.attend_cached(heads(0), query, turn) for query in (first, second)]
     else:
         joined = [
             recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), WIDTH + KV_WIDTH, [query, key_value])
             for query in (first, second)
         ]
-        results = [operations.attend(heads(0), qkv, turn, backend) for qkv in joined]
+        results = [step.attend(heads(0), qkv, turn) for qkv in joined]
     result = recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), 2 * WIDTH, results)
     program = recorder.finish_program(result, NativeRuntime("auto", 2), TOKENS)
-    program.run(TOKENS, (None, POSITIONS), plans=backend.plan(BATCH).plans, externals=rows())
+    program.run(TOKENS, (None, POSITIONS), plans=step.plans, externals=rows())
     return program.result(TOKENS).clone()
 
 

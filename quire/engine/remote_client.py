@@ -1,0 +1,132 @@
+"""The half of an EngineClient that every client of another process has: its sockets, its threads, and signs of life."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from quire.engine.long_prompts import encode_message, send_parts
+from quire.engine.messages import EngineOutputs, EngineReady, SessionMessage
+from quire.errors import QuireError
+from quire.utils.heartbeat import BEAT_SECONDS, Heartbeat
+
+Other = TypeVar("Other")
+"""Messages of the other process beside EngineReady and EngineOutputs."""
+
+
+def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A socket that messages come to, however many wait."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(address)
+    return socket
+
+
+def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> zmq.Socket[bytes]:
+    """A socket that sends messages without waiting for its peer. Without an address it is to be connected."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    if address is not None:
+        socket.connect(address)
+    return socket
+
+
+class RemoteClient(ABC, Generic[Other]):
+    """Any thread may send; one receives at a time, and hears the signs of life meanwhile."""
+
+    def __init__(self, inbox: str, received: Any, watched: int) -> None:
+        """inbox: address of the socket that messages come to. received: their type. watched: file descriptor, closed
+        with the sockets, that wakes the thread which receives."""
+        self._prefix: list[bytes] = []
+        """First parts of what is sent."""
+        self._ready: EngineReady | None = None
+        self._death: QuireError | None = None
+        """What all further calls raise."""
+        self._closed = False
+        self._heartbeat = Heartbeat()
+        self._sending, self._receiving, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[EngineReady | EngineOutputs | Other] = msgspec.msgpack.Decoder(received)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox, self._outbox, self._watched = pull_socket(context, inbox), push_socket(context), watched
+        # Left to the garbage collector, a context waits for ever for a socket that is collected after it.
+        self._close_sockets = weakref.finalize(self, _close, context, self._inbox, self._outbox, watched)
+        self._close_sockets.atexit = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(watched, zmq.POLLIN)
+
+    @property
+    def ready(self) -> EngineReady:
+        """As EngineClient.ready."""
+        # A lock of its own: a caller of `ready` must not queue behind a `receive` that waits for outputs.
+        with self._starting:
+            if self._ready is None:
+                with self._receiving:
+                    self._ready = self._wait_until_ready()
+            return self._ready
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        """As EngineClient.receive."""
+        _ = self.ready
+        with self._receiving:
+            message = self._poll(timeout)
+        assert not isinstance(message, EngineReady)
+        return message
+
+    def _send(self, *messages: SessionMessage) -> None:
+        """Send, under the lock of sending. The parts of one message: the other process is woken once, and reads them
+        one by one."""
+        send_parts(self._outbox, self._prefix + [encode_message(self._encoder, message) for message in messages])
+
+    def _wait_until_ready(self) -> EngineReady:
+        """The first message."""
+        message = self._poll(None)
+        assert isinstance(message, EngineReady)
+        return message
+
+    def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
+        """The next message; None when time is up. Raises what the other process ended with."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._raise_if_dead()
+            remaining = BEAT_SECONDS if deadline is None else min(BEAT_SECONDS, deadline - time.monotonic())
+            events = dict(self._poller.poll(math.ceil(max(0.0, remaining) * 1000)))
+            if self._listen(self._inbox in events, self._watched in events):
+                message = self._decoder.decode(self._inbox.recv())
+                if isinstance(message, EngineReady | EngineOutputs):
+                    return message
+                self._note(message)
+            elif deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    @abstractmethod
+    def _listen(self, has_message: bool, is_woken: bool) -> bool:
+        """Take note of a sign of life, or of its absence. is_woken: `watched` can be read. Returns whether a message is
+        there; raises what the other process has ended with."""
+
+    @abstractmethod
+    def _note(self, message: Other) -> None:
+        """Take a message that is not for the front end."""
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise self._death.again()
+
+
+def _close(
+    context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], watched: int
+) -> None:
+    inbox.close(linger=0)
+    outbox.close()
+    context.term()
+    os.close(watched)

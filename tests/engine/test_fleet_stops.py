@@ -1,0 +1,131 @@
+"""Replicas that are stopped and started again: the callers of their requests see nothing of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from quire.config.options import EngineOptions
+from quire.engine import fleet as fleets
+from quire.engine import member
+from quire.engine.client import EngineClient
+from quire.engine.fleet import Fleet
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.messages import AddRequest, Call, CallResult
+from quire.errors import EngineDeadError
+from quire.request import FinishReason
+from tests.engine.driving import add, call, stats, tokens_until_finished
+from tests.engine.fleets import PATIENCE, Gated, note, owners, wait_for
+from tests.engine.requests import FAKE, KINDS, Heard, hear, hear_rest, request, told
+
+NUMBERS = itertools.count(1000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def looks_often() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (member, fleets):
+            patch.setattr(module, "WATCH_SECONDS", 0.002)
+        yield
+
+
+@pytest.fixture
+def gated(options: EngineOptions) -> Iterator[Gated]:
+    gated = Gated(options)
+    yield gated
+    gated.open()
+    gated.fleet.shutdown()
+
+
+def tell(fleet: Fleet, method: str, number: int, heard: Heard | None = None) -> CallResult:
+    """Stop or start a replica; its answer. heard: takes the tokens that come meanwhile."""
+    call_id = next(NUMBERS)
+    fleet.send(Call(call_id, method, str(number)))
+    while True:
+        outputs = fleet.receive(PATIENCE)
+        assert outputs is not None
+        note(outputs.updates, {} if heard is None else heard)
+        for result in outputs.results:
+            if result.call_id == call_id:
+                return result
+
+
+@hypothesis_settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 1)), min_size=1, max_size=5), st.integers(1, 2))
+def test_requests_of_stopped_replicas_get_equal_tokens(
+    small: EngineOptions, stops: list[tuple[int, int]], queue_depth: int
+) -> None:
+    """stops: steps that the engines make before a stop, and the replica that is stopped and started again."""
+    requests = [request(number, **KINDS[number % len(KINDS)]) for number in range(6)]
+    alone = InProcessClient(small, executor=FAKE)
+    expected = told(hear(alone, requests)[0])
+    alone.shutdown()
+    gated = Gated(msgspec.structs.replace(small, queue_depth=queue_depth))
+    fleet, heard = gated.fleet, Heard()
+    fleet.send(*map(AddRequest, requests))
+    for num_steps, number in stops:
+        for engine in (gated[0], gated[1]):
+            engine.let(num_steps)
+        wait_for(lambda: gated[0].is_waiting and gated[1].is_waiting)
+        assert tell(fleet, "stop_replica", number, heard).value == 0
+        assert gated[number].was_shut_down
+        assert not fleet.members[number].num_live
+        assert tell(fleet, "start_replica", number, heard).value == 1
+    gated.open()
+    assert not hear_rest(fleet, requests, heard)
+    assert told(heard) == expected
+    assert stats(fleet).num_used_blocks == 0
+    assert call(fleet, "check").error is None
+    fleet.shutdown()
+
+
+def test_a_stopped_replica_gets_nothing_until_it_is_started(gated: Gated) -> None:
+    fleet = gated.fleet
+    assert tell(fleet, "stop_replica", 1).value == tell(fleet, "stop_replica", 1).value == 0
+    fleet.send(add("a"), add("b"))
+    assert owners(fleet, "a", "b") == [0, 0]
+    gated.open()
+    tokens_until_finished(fleet, "a", "b")
+    assert stats(fleet).finished_requests_total == 2
+    assert not fleet.is_restarting
+    assert tell(fleet, "start_replica", 1).value == tell(fleet, "start_replica", 1).value == 1
+    fleet.send(add("c"), add("d"))
+    assert sorted(owners(fleet, "c", "d")) == [0, 1]
+
+
+def test_the_last_replica_that_is_up_is_not_stopped(gated: Gated) -> None:
+    assert tell(gated.fleet, "stop_replica", 0).value == 0
+    error = tell(gated.fleet, "stop_replica", 1).error
+    assert error == "replica 1 cannot be stopped: none of the others is up to go on with its requests"
+    assert gated.fleet.members[1].takes_new
+
+
+def test_a_prefix_of_a_stopped_replica_is_registered_at_the_other(gated: Gated) -> None:
+    fleet, heard = gated.fleet, Heard()
+    prefix = msgspec.structs.replace(request(3, max_tokens=1), register_prefix=True)
+    fleet.send(AddRequest(prefix))
+    [owner] = owners(fleet, "r3")
+    gated.step(owner, heard)
+    assert heard["r3", 0][-1].finish_reason is FinishReason.LENGTH
+    tell(fleet, "stop_replica", owner)
+    assert owners(fleet, "r3") == [1 - owner]
+    gated[1 - owner].let(1)
+    wait_for(lambda: fleet._entries["r3"].is_over)
+
+
+def test_a_replica_that_does_not_start_says_so(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 0.0)
+    tell(gated.fleet, "stop_replica", 1)
+
+    def fail(_ready: object, _stats: object) -> EngineClient:
+        raise EngineDeadError("no memory")
+
+    gated.fleet.members[1].start = fail
+    assert tell(gated.fleet, "start_replica", 1).value == 0
+    assert gated.fleet.members[0].takes_new
