@@ -296,7 +296,7 @@ class Scheduler:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            sampled = self._ask_matchers(sampled, in_flight, may_go_ahead=may_go_ahead and self.can_discard)
+            sampled = self.matching.take_samples(sampled, in_flight, ends, self.kv, may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -338,28 +338,6 @@ class Scheduler:
         self._stats.generation_tokens_total += len(updates) + num_tokens  # one token an update, but for those above
         if any_finished:
             self._running.drop_finished()
-
-    def _ask_matchers(self, sampled: Iterable[Sampled], in_flight: InFlight, *, may_go_ahead: bool) -> list[Sampled]:
-        """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
-        when they answer. Returns the other samples."""
-        others, discarded, has_drafts = [], in_flight.discarded, bool(in_flight.plan.num_drafts)
-        for sample in sampled:
-            sequence, new_ids, token_logprobs = sample
-            if discarded and sequence in discarded:
-                continue
-            if sequence.foreseen is not None:
-                self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None or not new_ids:
-                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
-            else:
-                sequence.num_pending_tokens -= 1
-                if has_drafts:
-                    new_ids = take_accepted(sequence, new_ids, self.kv)
-                    token_logprobs = token_logprobs and token_logprobs[: len(new_ids)]
-                else:
-                    sequence.token_ids += new_ids
-                self.matching.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
-        return others
 
     @property
     def awaits_answers(self) -> bool:
