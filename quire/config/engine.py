@@ -9,6 +9,7 @@ from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
+from quire.config.media import MediaConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
@@ -40,3 +41,5 @@ class EngineConfig:
     adapters: AdaptersConfig = NO_ADAPTERS
     """Those that requests may have."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """How pictures are taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Unpack
 
@@ -23,9 +23,17 @@ from quire.engine.engine_process import EngineProcess
 from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, mix_seed, num_units, prompt_text
+from quire.engine.input_processor import (
+    IMAGE_KEY,
+    InputProcessor,
+    Prompt,
+    RenderedChat,
+    mix_seed,
+    num_units,
+    prompt_text,
+)
 from quire.engine.messages import EngineReady
-from quire.engine.output_stream import StatsListener
+from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
 from quire.engine.public_names import described, missing, user_tokenizer
@@ -37,6 +45,7 @@ from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
 from quire.lora_request import LoRARequest
+from quire.multimodal.inputs import NoImages
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -183,6 +192,11 @@ class AsyncLLM:
         return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return not isinstance(self.input_processor.images, NoImages)
+
+    @property
     def max_num_seqs(self) -> int:
         """Sequences that run at once."""
         return self._front_end.config.scheduler.max_num_seqs
@@ -287,13 +301,13 @@ class AsyncLLM:
         lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
-        process = partial(self._process, prompt, sampling_params, cache_salt, priority, lora_request)
+        process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
         kind = getattr(
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
         outputs = self._session.run(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
+        return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -360,8 +374,8 @@ class AsyncLLM:
         if self.pooling.is_cross_encoder:
             pairs = [(data_1[place], second) for place, second in zip(places, data_2, strict=True)]
             running = [self.pool(first, params, second=second, priority=priority) for first, second in pairs]
-            return [self.pooling.pair_score(output, params) for output in await _all(running)]
-        outputs = await _all([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
+            return [self.pooling.pair_score(output, params) for output in await all_of(running)]
+        outputs = await all_of([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
         lefts, rights = outputs[: len(data_1)], outputs[len(data_1) :]
         return [
             self.pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)
@@ -549,31 +563,21 @@ class AsyncLLM:
             self._session.die(EngineDeadError("the engine was shut down"))
 
     async def _process(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        cache_salt: str,
-        priority: int,
-        lora_request: Any,
-        request_id: str,
+        self, prompt: Prompt, params: SamplingParams, terms: tuple[str, int], lora_request: Any, request_id: str
     ) -> EngineRequest:
         adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
+        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
+            prompt = await self.texts.pictures.of_prompt(prompt)
 
         def process() -> EngineRequest:
+            salt, priority = terms
             return self.input_processor.process(
-                request_id, prompt, params, cache_salt=cache_salt, priority=priority, adapter=adapter
+                request_id, prompt, params, cache_salt=salt, priority=priority, adapter=adapter
             )
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
         return await self.texts.off_loop(num_units(prompt, params), process)
-
-
-async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            if output.finished:
-                yield output
 
 
 def _starter(
@@ -590,14 +594,3 @@ def _starter(
         return ProcessClient(options, executor=executor, process=process)
 
     return start
-
-
-async def _all(running: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, in order. When one fails, the others are cancelled."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_awaited(each)) for each in running]
-    return [task.result() for task in tasks]
-
-
-async def _awaited(each: Awaitable[T]) -> T:
-    return await each

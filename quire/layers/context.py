@@ -12,6 +12,7 @@ from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.integer_weight import LoadWeight
 from quire.quantization.interface import LinearMethod
 
@@ -25,6 +26,7 @@ class LayerContext:
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
     mixtures of experts count rows (None: they do not). cache_scales: by layer, where those with keys and values put
     the scales that a checkpoint may bring for an fp8 cache. adapters: those of the layers (None: the model takes none).
+    stage: the layers that this rank computes.
     """
 
     dtype: torch.dtype
@@ -38,6 +40,7 @@ class LayerContext:
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
     adapters: Adapters | None = None
+    stage: Stage = WHOLE_MODEL
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

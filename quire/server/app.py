@@ -103,7 +103,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     )
     if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
         engine.input_processor.reasoning = formats.reasoning
-    served, size = ServedAdapters(engine, settings.lora_dir, names), settings.max_body_bytes
+    size = settings.max_body_bytes_of(takes_images=engine.takes_images)
+    served = ServedAdapters(engine, settings.lora_dir, names)
     context = ServerContext(engine, engine.tokenizer, settings, metrics, names, size, formats, common.responses, served)
 
     app = FastAPI(

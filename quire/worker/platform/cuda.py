@@ -25,6 +25,7 @@ from quire.models.loader import Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
@@ -59,6 +60,7 @@ class CudaPlatform:
 
     adapters: ModelAdapters | None = None
     """None are taken yet."""
+    stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
         """group: the ranks that share each layer."""
