@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.scheduler import PRIORITY_SECONDS
-from quire.kv_cache.block_hash import NO_KEYS, HashChain
+from quire.kv_cache.block_hash import NO_KEYS, ROOT, HashChain
 from quire.kv_cache.block_table import BlockTable
 from quire.multimodal.positions import add_image_keys
 from quire.request import EngineRequest, FinishReason
@@ -261,7 +261,7 @@ class Request:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
         if self.adapter is not None:
-            keys[0] += (b"adapter=" + self.adapter.digest,)
+            keys[ROOT] += (b"adapter=" + self.adapter.digest,)
         for name, value in sorted(self.columns.items()):
             first = self.token_columns[name].end if name in self.token_columns else 0
             keys[first // block_size] += (f"{name}={value}".encode(),)

@@ -3,7 +3,8 @@
 h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of
 block i, each behind its length as little-endian uint32). A block is a hash block (quire/kv_cache/coordinator.py). Extra
 keys tell apart content that the same tokens do not: the adapter, or the image that stands at a placeholder. A key of
-one block holds for all blocks behind it, as each hash covers those before.
+one block holds for all blocks behind it, as each hash covers those before; keys of block -1 are the root's, hashed with
+it, and so tell a partly filled first block apart too.
 SHA-256 makes a collision (and so a wrong hit, or a probe into another tenant's prompts) infeasible; a predictable
 hash in this place has been an advisory elsewhere. Values are the same in every process, so that the KV connector can
 store them.
@@ -23,6 +24,14 @@ _ROOT_LABEL = b"quire.kv.v1\0"
 NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 
+ROOT = -1
+"""The block whose keys are the root's."""
+
+
+def _written(keys: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(key)) + key for key in keys)
+
+
 class HashChain:
     """The hashes of one sequence's full blocks, extended as tokens become known."""
 
@@ -32,7 +41,9 @@ class HashChain:
         """extra_keys: block index -> what else its content depends on."""
         self._block_size = block_size
         self._extra_keys = extra_keys
-        self.hashes: list[bytes] = [hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()]
+        root = hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()
+        of_root = extra_keys.get(ROOT)
+        self.hashes: list[bytes] = [root if of_root is None else hashlib.sha256(root + _written(of_root)).digest()]
         """hashes[0] is the root; hashes[i + 1] belongs to block i."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
@@ -49,8 +60,7 @@ class HashChain:
         for start in range(0, len(encoded), num_bytes):
             content = encoded[start : start + num_bytes]
             if extra_keys:
-                keys = extra_keys.get(len(hashes) - 1, ())
-                content += b"".join(struct.pack("<I", len(key)) + key for key in keys)
+                content += _written(extra_keys.get(len(hashes) - 1, ()))
             previous = sha256(previous + content).digest()
             hashes.append(previous)
 

@@ -153,6 +153,19 @@ def test_blocks_are_of_the_adapters_content(tiny: Tiny, tmp_path: Path) -> None:
     assert cached == [0, 0, 0, 16, 16]
 
 
+def test_registered_prefixes_are_the_bases(tiny: Tiny) -> None:
+    """Also one that ends inside the first block, which no full block's hash tells apart."""
+    for length in (5, 18):
+        with engine(tiny.directory) as llm:
+            llm.register_prefix(PROMPTS[0][:length])
+            base, adapted = llm.generate([PROMPTS[0]] * 2, GREEDY, use_tqdm=False, lora_request=[None, tiny.first])
+            alone = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]
+        assert base.num_cached_tokens >= length
+        assert adapted.num_cached_tokens == 0
+        assert bits(alone) == bits(adapted)
+    check_logprobs(merged(tiny.model, Path(tiny.first.path)), PROMPTS[0], adapted)
+
+
 def test_more_adapters_than_run_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
     """They take turns in one slot, and requests without an adapter do not wait."""
     paths = [write_adapter(tiny.model, tmp_path / str(seed), seed=seed) for seed in range(3)]

@@ -10,6 +10,7 @@ from quire.adapter_orders import AdapterRef
 from quire.config.adapters import AdaptersConfig
 from quire.decoding.parallel import create_sequences
 from quire.decoding.sequence import Request
+from quire.kv_cache.block_hash import ROOT
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adapters import AdapterGate, AdapterSlots
@@ -128,4 +129,4 @@ def test_a_load_that_fails() -> None:
 
 @pytest.mark.parametrize("adapter", [A, None])
 def test_blocks_have_the_adapters_key(adapter: AdapterRef | None) -> None:
-    assert request(adapter).extra_keys(16) == ({} if adapter is None else {0: (b"adapter=a",)})
+    assert request(adapter).extra_keys(16) == ({} if adapter is None else {ROOT: (b"adapter=a",)})
