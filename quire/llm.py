@@ -14,13 +14,13 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.multimodal.inputs import NoImages
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
@@ -61,7 +61,7 @@ class LLM(OfflineEngine):
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
@@ -155,16 +155,11 @@ class LLM(OfflineEngine):
             with _naming(index, "conversation", of=len(conversations)):
                 whole = conversation_of(
                     conversation,  # type: ignore[arg-type]  # told apart above
-                    takes_images=not isinstance(self._input_processor.images, NoImages),
                     source=chat_template,
                     content_format=content_format,
                     **options,
                 )
-                rendered = self._input_processor.render_chat(whole)
-            images = {"image": whole.images} if whole.images else {}
-            prompts.append(
-                {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "multi_modal_data": images}
-            )
+                prompts.append(self._input_processor.render_chat(whole).prompt())
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:

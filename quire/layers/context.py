@@ -11,6 +11,7 @@ from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.integer_weight import LoadWeight
 from quire.quantization.interface import LinearMethod
 
@@ -25,7 +26,7 @@ class LayerContext:
     methods that store the weights of linear layers, the matrices of the vocabulary, and tables of learned positions
     (and what else is never quantised: routers). expert_counts: counters of the rows that each expert computes (None:
     nothing is counted). cache_scales: by layer, the scales that a checkpoint may bring for an fp8 cache, put there by
-    layers with keys and values.
+    layers with keys and values. stage: the layers that this rank computes.
     """
 
     dtype: torch.dtype
@@ -38,6 +39,7 @@ class LayerContext:
     positions: LinearMethod
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
+    stage: Stage = WHOLE_MODEL
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

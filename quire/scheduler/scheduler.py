@@ -23,6 +23,7 @@ from quire.decoding.drafts import (
     take_accepted,
     take_back_rejected,
     take_back_token,
+    take_masked_drafts,
 )
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
@@ -76,6 +77,7 @@ class Scheduler:
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
         self._priority_seconds = config.priority_seconds
+        self._num_stages = config.num_stages
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         self._running = RunningSet()
@@ -117,6 +119,8 @@ class Scheduler:
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )
+        if self._num_stages > 1:
+            request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.check_registration(request, self._requests.values())
@@ -288,14 +292,14 @@ class Scheduler:
                 self._stats.accepted_draft_tokens_total += accepted
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
-            note_found_drafts(samples, result.found_drafts)
+            note_found_drafts(samples, result)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            sampled = self._ask_matchers(sampled, in_flight.discarded, may_go_ahead=may_go_ahead and self.can_discard)
+            sampled = self.matching.take_samples(sampled, in_flight, ends, self.kv, may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -338,26 +342,6 @@ class Scheduler:
         if any_finished:
             self._running.drop_finished()
 
-    def _ask_matchers(
-        self, sampled: Iterable[Sampled], discarded: list[Sequence], *, may_go_ahead: bool
-    ) -> list[Sampled]:
-        """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
-        when they answer. Returns the other samples. Sequences under a constraint have no drafts."""
-        others = []
-        for sample in sampled:
-            sequence, new_ids, token_logprobs = sample
-            if discarded and sequence in discarded:
-                continue
-            if sequence.foreseen is not None:
-                self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None or not new_ids:
-                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
-            else:
-                sequence.num_pending_tokens -= 1
-                sequence.token_ids += new_ids
-                self.matching.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
-        return others
-
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
@@ -390,6 +374,8 @@ class Scheduler:
                 continue
             num_sampled = len(sequence.token_ids)
             new_ids = new_ids + take_forced(sequence)
+            if sequence.draft_token_ids:
+                take_masked_drafts(sequence)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs
@@ -428,11 +414,14 @@ class Scheduler:
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         preempted = False
+        most = -(-len(running) // self._num_stages)
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
+            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+                break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
@@ -441,6 +430,8 @@ class Scheduler:
                 continue
             if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
+            if num_pending and sequence.draft_token_ids:
+                continue  # there are masks behind drafts when all tokens before them are known
             if num_tokens > 1:
                 # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
                 num_free = builder.budget - (len(running) - index)

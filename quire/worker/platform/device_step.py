@@ -113,6 +113,7 @@ class DeviceCompute:
         """pages: the pool's on the device (None: there is none). has_head: pooled samples go through the model's own
         projection (`CausalLM.compute_logits`)."""
         self.prepare: Callable[[Launch], None] | None = None
+        self.samples = True
         self.has_drafts = columns.drafts is not None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.utils.control_groups import ROOT, group_directories
+from quire.utils.garbage import without_collections
 
 GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -43,10 +43,10 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
     Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
     side. Returns None, having run `work`, where the system does not let a process reset its peak.
     """
-    gc.collect()  # what is freed meanwhile would hide what is taken
     can_reset = _reset_peak(root)
     before = resident_memory(root)
-    work()
+    with without_collections():  # which would free what was there before, and hide what is taken
+        work()
     after = _status(root, "VmHWM:")
     if not can_reset or before is None or after is None:
         return None

@@ -19,6 +19,7 @@ from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
+from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
@@ -130,6 +131,8 @@ class StepCompute(Protocol):
     prompt_logits_elements: int
     has_drafts: bool
     """True where plans may have drafts."""
+    samples: bool
+    """The last layer is computed here, and samples are drawn here."""
 
     @property
     def columns(self) -> RequestColumns: ...
@@ -238,6 +241,8 @@ class Platform(Protocol):
         """The code that computes: blocks on disk are shared only between engines whose code computes the same bits."""
         ...
 
+    stage: Stage
+    """The layers that it computes."""
     expert_counts: ExpertCounters | None
     """Rows that each expert of each layer has computed, by the expert's number: int64, where the model computes. None
     without the option of that name."""
