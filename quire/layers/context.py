@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from quire.kernels.arguments import CacheScale
+from quire.layers.adapters import AdapterPlace, Adapters
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
@@ -26,7 +27,8 @@ class LayerContext:
     methods that store the weights of linear layers, the matrices of the vocabulary, and tables of learned positions
     (and what else is never quantised: routers). expert_counts: counters of the rows that each expert computes (None:
     nothing is counted). cache_scales: by layer, the scales that a checkpoint may bring for an fp8 cache, put there by
-    layers with keys and values. stage: the layers that this rank computes.
+    layers with keys and values. adapters: those of the layers (None: the model takes none). stage: the layers that
+    this rank computes.
     """
 
     dtype: torch.dtype
@@ -39,6 +41,7 @@ class LayerContext:
     positions: LinearMethod
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
+    adapters: Adapters | None = None
     stage: Stage = WHOLE_MODEL
 
     def replicated(self) -> LayerContext:
@@ -54,7 +57,7 @@ class WeightSlot:
     any dtype, to where the layer keeps it, or a quantised one of `matrix_shape`; of a FileTensor it reads no more than
     that. nbytes: bytes that the share takes there. dummy_mean, dummy_std: mean and deviation of random weights.
     transposed: the checkpoint's tensor is [in, out]. turned: it may be [in, out] although `shape` is [out, in]; a
-    square one is not.
+    square one is not. adapter: place of the matrix's adapters (None: it takes none).
     """
 
     shape: tuple[int, ...]
@@ -64,6 +67,7 @@ class WeightSlot:
     dummy_std: float = 0.02
     transposed: bool = False
     turned: bool = False
+    adapter: AdapterPlace | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     def load(source: WeightSource) -> None:
         slot.load((source.read() if isinstance(source, FileTensor) else source)[order])
 
-    return replace(slot, load=load)
+    return replace(slot, load=load, adapter=None if slot.adapter is None else slot.adapter.ordered(order))
 
 
 def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
@@ -43,4 +43,5 @@ def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> 
             slot.load(rows[order])
 
     rows = sum(slot.shape[0] for slot in slots)
-    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=sum(slot.nbytes for slot in slots))
+    nbytes = sum(slot.nbytes for slot in slots)
+    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=nbytes, adapter=None)

@@ -4,7 +4,7 @@ torch, or recorded for native kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
+from quire.layers.adapters import AdapterStack, StepSlots, add_adapted
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
 
@@ -135,6 +136,11 @@ class Operations(Protocol):
         of their means is that of the whole. x is used up."""
         ...
 
+    def add_adapted(self, stack: AdapterStack, x: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """y + what the adapters in the slots of x's rows add to the products y of x. slots: `Adapters.step`. y is used
+        up."""
+        ...
+
     def upcast_logits(self, x: AnyValue) -> Value:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
@@ -190,6 +196,9 @@ class SharedOperations:
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
         return norm_shares(group, norms, x)
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        return add_adapted(stack, x, y, slots)
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:
