@@ -14,7 +14,7 @@ from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.kv_cache.stage_layout import layout_of_stage, most_pages
 from quire.parallel.link_files import NUM_SLOTS, LinkFiles
 from quire.parallel.stage import WHOLE_MODEL, Link, Stage
-from quire.simulator.catalog import find_shape
+from quire.simulator.shape import find_shape
 
 FULL, WINDOW = AttentionSpec(1, 8, 8, 4), SlidingWindowSpec(1, 8, 8, 4, window=32)
 
