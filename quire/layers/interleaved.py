@@ -20,7 +20,8 @@ from quire.quantization.integer_weight import WeightSource
 def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     """The slot of a query or key matrix, or of its bias, for a checkpoint whose rotated pairs are side by side.
 
-    head_dim: rows of a head; rotary_dim: of them, the first ones, which are rotated."""
+    head_dim: rows of a head; rotary_dim: number of its first rows, which are rotated.
+    """
     inside = torch.cat(
         (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim))
     )

@@ -108,13 +108,14 @@ class Operations(Protocol):
         ...
 
     def short_convolution(self, weights: ConvolutionWeights, x: AnyValue, states: StepStates | None) -> Value:
-        """[T, channels] -> [T, channels], causal in each sequence. states: those of the step (None while recording)."""
+        """A convolution over successive tokens of each sequence, causal: [T, channels] -> [T, channels]. states: the
+        step's (None while recording)."""
         ...
 
     def gated_delta_rule(self, rule: DeltaRule, qkv: AnyValue, gates: AnyValue, states: StepStates | None) -> Value:
         """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
-        * num_value_heads], for the updates and for the decay. states: those of the step (None while recording). Returns
-        [T, num_value_heads * value_dim]."""
+        * num_value_heads], for the updates and for the decay. states: the step's (None while recording). Returns [T,
+        num_value_heads * value_dim]."""
         ...
 
     def gated_norm(self, weights: GatedNormWeights, x: AnyValue, gate: AnyValue) -> Value:
@@ -149,7 +150,7 @@ class SharedOperations:
     """The operations that torch computes in the same way on every device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-        """As Operations.norm."""
+        """The norm of a back end: Operations.norm."""
         raise NotImplementedError
 
     def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
