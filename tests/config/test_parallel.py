@@ -11,7 +11,8 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig
-from quire.config.resolve import resolve
+from quire.config.resolve import STAGED_TOKENS, resolve
+from quire.config.speculation import OPTION as SPECULATION
 from quire.errors import ConfigError
 
 
@@ -104,3 +105,34 @@ def test_key_and_value_heads_are_shared_out_or_repeated(model: str) -> None:
         assert resolved(model, tensor_parallel_size=size).parallel.tp == size
     with pytest.raises(ConfigError, match="neither divides the model's 3 key and value heads nor is a multiple"):
         resolved(model, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size", "must be at least 1"),
+        ({"pipeline_parallel_size": 65}, "pipeline_parallel_size", "must be at most 64, not 65"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size", "=9 is more than the model's 2 layers"),
+        ({"queue_depth": 3}, "queue_depth", "must be from 1 to 2, not 3"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, SPECULATION, "=2 yet"),
+    ],
+    ids=str,
+)
+def test_stages_that_cannot_be_had_are_refused(model: str, options: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(model, **{"pipeline_parallel_size": 2, **options})
+    assert caught.value.param == param
+
+
+def test_stages(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many plans in flight as stages, of fewer tokens; cores are divided by all ranks."""
+    monkeypatch.delenv("QUIRE_NUM_THREADS")
+    monkeypatch.setattr("quire.config.resolve.usable_cores", lambda: 6)
+    alone, config = resolved(model), resolved(model, pipeline_parallel_size=2)
+    assert (config.parallel.pp, config.parallel.num_devices) == (2, 2)
+    scheduler = config.scheduler
+    assert (scheduler.num_stages, scheduler.queue_depth, scheduler.max_num_batched_tokens) == (2, 2, STAGED_TOKENS)
+    assert alone.scheduler.max_num_batched_tokens > STAGED_TOKENS
+    assert config.device.num_threads == 3
+    assert resolved(model, pipeline_parallel_size=2, tensor_parallel_size=2).device.num_threads == 1
+    assert resolved(model, pipeline_parallel_size=2, queue_depth=1).scheduler.queue_depth == 1
