@@ -122,7 +122,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         reports = self._rejections or self._ended
-        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.has_transfers)
+        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.kv.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a rejected request by the next `step`."""
@@ -173,13 +173,14 @@ class EngineCore:
             now = self._clock.now()
             may_go_ahead = not self._in_flight and now - began <= BRIEF_SECONDS
             outputs.updates += self.scheduler.update(result, now, may_go_ahead=may_go_ahead)
-            if self.scheduler.awaits_others:
-                self._settle(outputs)
-            elif self.scheduler.awaits_answers:
-                self._masks.flush()
+            if self.scheduler.awaits_answers:
+                if self.scheduler.awaits_others:
+                    self._settle(outputs)
+                else:
+                    self._masks.flush()
             if self._unsent is not None:
                 self._send_sampling_inputs(outputs)
-        if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
+        if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.kv.can_transfer:
             self._transfer()  # a caller that waited for the last request may not call again
         self._is_stepping = False
         return outputs
@@ -254,6 +255,8 @@ class EngineCore:
 
     def _execute(self, plan: StepPlan) -> StepFuture:
         """Start a plan, observed."""
+        if not self._observers:
+            return self._executor.execute(plan)
         ends = [observer.executes(plan) for observer in self._observers]
         future = self._executor.execute(plan)
         for end in ends:
@@ -309,10 +312,10 @@ class EngineCore:
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
-            if not self.scheduler.has_transfers:
+            if not self.scheduler.kv.has_transfers:
                 return True
             self._transfer()
-        return not self.scheduler.has_transfers
+        return not self.scheduler.kv.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> None:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
@@ -324,7 +327,7 @@ class EngineCore:
         """Let the KV connector learn what it holds, so that the first request can hit it. The start waits for a while:
         the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
-            if self.scheduler.is_connector_ready:
+            if self.scheduler.kv.knows_stored:
                 break
             self._transfer(awaits_report=True)
 

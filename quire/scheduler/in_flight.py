@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
 
 from quire.decoding.sequence import Sequence
@@ -11,10 +9,7 @@ from quire.errors import UserError
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.matching import matcher_of
-from quire.step import SamplingInputs, StepPlan, TokenLogprobs
-
-Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
-"""(sequence, its new tokens, their logprobs where asked for)"""
+from quire.step import SamplingInputs, StepPlan
 
 
 class InFlight(msgspec.Struct, frozen=True):

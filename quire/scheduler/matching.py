@@ -6,12 +6,16 @@ the scheduler neither reports that token nor plans the next one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
 
 from quire.decoding.masks import ConstraintSpec, Matcher, num_forceable
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import UserError
 from quire.step import TokenLogprobs
+
+Sampled: TypeAlias = tuple[Sequence, list[int], list[TokenLogprobs] | None]
+"""(sequence, its new tokens, their logprobs where asked for)"""
 
 
 class Asked(NamedTuple):
@@ -67,6 +71,32 @@ class Matching:
         matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead)
         self._asked.append(Asked(sequence, token_ids, logprobs))
 
+    def take_samples(
+        self,
+        sampled: Iterable[Sampled],
+        discarded: list[Sequence],
+        take_foreseen: Callable[[Sequence, list[int]], None],
+        *,
+        may_go_ahead: bool,
+    ) -> list[Sampled]:
+        """Append the sampled tokens of sequences under a constraint, which have no drafts, and ask their matchers about
+        them. Returns the other samples. discarded: sequences without a token. take_foreseen: takes the tokens that were
+        known before."""
+        others = []
+        for sample in sampled:
+            sequence, new_ids, token_logprobs = sample
+            if discarded and sequence in discarded:
+                continue
+            if sequence.foreseen is not None:
+                take_foreseen(sequence, new_ids)
+            elif sequence.matcher is None or not new_ids:
+                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
+            else:
+                sequence.num_pending_tokens -= 1
+                sequence.token_ids += new_ids
+                self.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
+        return others
+
     def note_late(self, sequence: Sequence) -> None:
         """A sample of the sequence was discarded: it stays out of steps until its mask is there."""
         sequence.goes_ahead = False
@@ -113,7 +143,8 @@ class Matching:
     @property
     def is_held_up(self) -> bool:
         """An answer would change what the next step computes."""
-        return bool(self._starting or self._late) or not all(each.sequence.goes_ahead for each in self._asked)
+        others = self._starting or self._late
+        return bool(others or (self._asked and not all(each.sequence.goes_ahead for each in self._asked)))
 
     def awaited(self) -> list[Matcher]:
         """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that

@@ -23,6 +23,12 @@ def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wa
     )
 
 
+def report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
+    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
+    is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
+    report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))
+
+
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
     """The updates that end a request early (time limit, error). A beam search that runs out of time reports the
     hypotheses found so far; one that failed reports none."""

@@ -24,9 +24,9 @@ from quire.decoding.drafts import (
     take_back_rejected,
     take_back_token,
 )
-from quire.decoding.masks import Constraint, Matcher, take_forced
+from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import PENDING_PREFIX, Request, RequestStatus, Sequence
+from quire.decoding.sequence import PENDING_PREFIX, Request, RequestStatus
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
@@ -36,19 +36,14 @@ from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossi
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Collections, Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
-from quire.scheduler.in_flight import InFlight, Sampled
+from quire.scheduler.in_flight import InFlight
 from quire.scheduler.invariants import check_requests
 from quire.scheduler.kv_usage import count_copies, describe_kv, first_stats
-from quire.scheduler.matching import Matching
+from quire.scheduler.matching import Matching, Sampled
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import (
-    attach_prompt_logprobs,
-    ends_in_text,
-    finish_reason,
-    report_times,
-)
+from quire.scheduler.reporting import attach_prompt_logprobs, report_times_early
 from quire.scheduler.running import RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
@@ -88,9 +83,7 @@ class Scheduler:
         self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
-        self._seq_ids = count()
-        self._arrivals = count()
-        self._step_ids = count()
+        self._seq_ids, self._arrivals, self._step_ids = count(), count(), count()
         self.matching = Matching()
         self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
@@ -119,8 +112,7 @@ class Scheduler:
         )
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
-            self._registration.check_registration(request, self._requests.values())
-            self._registration.reserve(request)
+            self._registration.reserve(request, self._requests.values())
         request.sequences = create_sequences(request, source, self._seq_ids)
         self.matching.begin(request)
         if not request.bypass_prefix_cache:
@@ -204,20 +196,6 @@ class Scheduler:
         self.kv.transfer_blocks.begin_pass()
         return self._finish_plan(builder, awaits_report=awaits_report)
 
-    @property
-    def is_connector_ready(self) -> bool:
-        return self.kv.connector.is_ready
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to move or to release, even without live requests."""
-        return self.kv.has_transfers
-
-    @property
-    def can_transfer(self) -> bool:
-        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
-        return self.kv.has_transfers and not self.kv.awaits_transfers
-
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
@@ -226,17 +204,14 @@ class Scheduler:
     def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
         is_idle = builder.is_idle
-        may_wait = is_idle and not self._in_flight
-        builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
+        builder.order_transfers(self.kv, may_wait=is_idle and not self._in_flight, awaits_report=awaits_report)
         if is_idle and builder.transfers is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
-        self._in_flight[plan.step_id] = InFlight(
-            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed, []
-        )
+        self._in_flight[plan.step_id] = builder.in_flight(plan)
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         if plan.block_copies or plan.transfers is not None:
@@ -259,10 +234,7 @@ class Scheduler:
             self.matching.note_late(sequence)
             self._changes.trimmed |= take_back_token(sequence, self.kv)
         for sequence, error in failed:
-            if sequence.request.beam_search is not None:
-                sequence.request.beam_search.give_up(sequence, error.message)
-            else:
-                self._ends.end_unmatched(sequence, error.message)
+            self._ends.end_unmatched(sequence, error.message)
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
@@ -295,7 +267,8 @@ class Scheduler:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            sampled = self._ask_matchers(sampled, in_flight.discarded, may_go_ahead=may_go_ahead and self.can_discard)
+            discarded, may_go_ahead = in_flight.discarded, may_go_ahead and self.can_discard
+            sampled = self.matching.take_samples(sampled, discarded, ends.take_foreseen, may_go_ahead=may_go_ahead)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -330,43 +303,23 @@ class Scheduler:
             num_known = len(token_ids)
             if num_known >= sequence.max_total_tokens or new_ids[-1] in request.end_token_ids:
                 any_finished = True
-                self._finish_in_time(sequence, update, now)
+                self._ends.finish_in_time(sequence, update, now)
             elif num_known <= sequence.report_times_until:
-                _report_times_early(update, sequence, num_known, now)
+                report_times_early(update, sequence, num_known, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_tokens  # one token an update, but for those above
         if any_finished:
             self._running.drop_finished()
 
-    def _ask_matchers(
-        self, sampled: Iterable[Sampled], discarded: list[Sequence], *, may_go_ahead: bool
-    ) -> list[Sampled]:
-        """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
-        when they answer. Returns the other samples. Sequences under a constraint have no drafts."""
-        others = []
-        for sample in sampled:
-            sequence, new_ids, token_logprobs = sample
-            if discarded and sequence in discarded:
-                continue
-            if sequence.foreseen is not None:
-                self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None or not new_ids:
-                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
-            else:
-                sequence.num_pending_tokens -= 1
-                sequence.token_ids += new_ids
-                self.matching.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
-        return others
-
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
-        return self.matching.is_waiting or bool(self._changes.beam_reorder.awaited)
+        return self.matching.is_waiting or self._changes.beam_reorder.is_waiting
 
     @property
     def awaits_others(self) -> bool:
         """Matchers have yet to answer for sequences that do not go ahead."""
-        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited)
+        return self.matching.is_held_up or self._changes.beam_reorder.is_waiting
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -377,30 +330,7 @@ class Scheduler:
         """Go on with the sequences whose matchers have answered for their last tokens: append what is forced behind
         those, end what is finished, report. End the requests that cannot start under their constraints: their ids and
         the reasons are the second result."""
-        updates = self._ends.settle_beams(now)
-        num_tokens = sum([len(update.new_token_ids) for update in updates])
-        for sequence, new_ids, token_logprobs in self.matching.take_answered():
-            matcher, request = sequence.matcher, sequence.request
-            if matcher is None:
-                continue  # it ended meanwhile
-            if matcher.error is not None or matcher.num_accepted < len(new_ids):
-                del sequence.token_ids[-len(new_ids) :]
-                reason = f"token {new_ids[-1]} does not follow the constraint"
-                self._ends.end_unmatched(sequence, reason if matcher.error is None else matcher.error.message)
-                continue
-            num_sampled = len(sequence.token_ids)
-            new_ids = new_ids + take_forced(sequence)
-            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
-            if token_logprobs:
-                update.logprobs = token_logprobs
-            is_full = len(sequence.token_ids) >= sequence.max_total_tokens
-            if is_full or new_ids[-1] in request.end_token_ids or matcher.is_finished:
-                self._finish_in_time(sequence, update, now)
-            elif num_sampled <= sequence.report_times_until:
-                _report_times_early(update, sequence, num_sampled, now)
-            updates.append(update)
-            num_tokens += len(new_ids)
-        self._stats.generation_tokens_total += num_tokens
+        updates = self._ends.settle(self.matching, now)
         refused = self.matching.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
@@ -409,13 +339,6 @@ class Scheduler:
         if self._ends.unmatched:
             updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
-
-    def _finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
-        """End a sequence with its last token, and tell so in its update."""
-        update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
-        update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
-        self._ends.finish(sequence, reason[0])
-        report_times(update, sequence.request, now)
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
@@ -512,8 +435,8 @@ class Scheduler:
 
     def current_load(self) -> Load:
         """The statistics that take constant time."""
-        num_waiting, num_used = len(self._waiting), self.kv.pool.num_used
-        return Load(len(self._requests) - num_waiting, num_waiting, num_used, self._stats.preemptions_total)
+        num_waiting, preemptions = len(self._waiting), self._stats.preemptions_total
+        return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""
@@ -525,9 +448,3 @@ class Scheduler:
         self._changes.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
         check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)
-
-
-def _report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
-    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
-    is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
-    report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))
