@@ -246,16 +246,16 @@ void Program::run_kernels(std::size_t first, std::size_t last, const Step& step,
   pool_->run(
       [](void* argument, Team& team) {
         const auto& [program, step, reading, first, last] = *static_cast<Run*>(argument);
-        for (std::size_t i = first; i < last; ++i) {
+        for (std::size_t i = std::max(first, static_cast<std::size_t>(team.place())); i < last; ++i) {
           const Op& op = program.ops_[i];
           // All rows are read: a gather leaves every row where it is.
           if (step.read_rows == nullptr && std::holds_alternative<Call<GatherArgs>>(op)) continue;
           const Step& rows = i >= program.first_gather_ ? reading : step;
           std::visit([&](const auto& call) { call.kernel(call.args, rows, team); }, op);
-          team.barrier();
+          team.next(static_cast<int64_t>(i) + 1);
         }
       },
-      &run);
+      &run, ranks_ == nullptr ? Pool::Crew::kAnyHelpers : Pool::Crew::kWhole);
 }
 
 }  // namespace quire

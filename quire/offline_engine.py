@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
@@ -16,11 +16,10 @@ from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Call, EngineOutputs, EngineReady
+from quire.engine.public_names import described, missing, user_tokenizer
 from quire.engine.sleep import part_of
-from quire.errors import UserError
 from quire.kv_cache.stats import EngineStats, shares
 from quire.sampling_params import SamplingParams
-from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.user_tokenizer import UserTokenizer
 
@@ -36,6 +35,7 @@ class OfflineEngine:
             return self._client
 
         front_end = open_front_end(options, start)
+        self._options = front_end.options
         self._input_processor = front_end.input_processor
         self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor
@@ -44,6 +44,14 @@ class OfflineEngine:
         self._busy = threading.Lock()
         self._finalizer = weakref.finalize(self, front_end.shutdown)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({described(self._options)})"
+
+    if not TYPE_CHECKING:  # with it, a type checker would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
+
     @property
     def ready(self) -> EngineReady:
         """Facts found at the start: context length, number of blocks, seconds of each phase."""
@@ -51,14 +59,7 @@ class OfflineEngine:
 
     def get_tokenizer(self) -> UserTokenizer:
         """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer")
-
-        def render(messages: Conversation, **options: Any) -> str:
-            inputs = self._input_processor
-            return inputs.write_text(inputs.prepare_chat(conversation_of(messages, **options))).text
-
-        return UserTokenizer(self.tokenizer, render)
+        return user_tokenizer(self.tokenizer, self._input_processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take when they are given none: the model's generation_config.json over

@@ -64,8 +64,27 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
             _integer("min_count", self.min_count, 2, None)
 
 
+class _NamesTheNearest(type(msgspec.Struct)):  # type: ignore[misc]  # a metaclass that is no plain class
+    """Says which field a wrong keyword comes nearest to."""
+
+    def __call__(cls, *arguments: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*arguments, **fields)
+        except TypeError:
+            for name in fields:
+                if name not in cls.__struct_fields__:
+                    nearest = nearest_name(name, cls.__struct_fields__)
+                    raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
+            raise
+
+
 class SamplingParams(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
+    msgspec.Struct,
+    metaclass=_NamesTheNearest,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
 ):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here or where a field is set,
     and nowhere later. A request that was made keeps the settings that it was made with.

@@ -7,14 +7,15 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Unpack
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.engine import EngineConfig
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
-from quire.config.options import EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.fleet import open_fleet
@@ -26,6 +27,7 @@ from quire.engine.messages import EngineReady
 from quire.engine.output_stream import StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
+from quire.engine.public_names import described, missing, user_tokenizer
 from quire.engine.request_part import RequestPart
 from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
@@ -46,6 +48,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.snapshot import KVSnapshot
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.user_tokenizer import UserTokenizer
 
 POLL_SECONDS = 0.01
 """Seconds between two looks of a caller that waits for the end of requests."""
@@ -66,17 +69,18 @@ class AsyncLLM:
     def __init__(
         self,
         *,
+        model: str = BUNDLED_MODEL,
         in_process: bool = False,
         restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
-        **engine_options: Any,
+        **engine_options: Unpack[EngineKeywords],
     ) -> None:
         """in_process: run the core in a thread of this process. restart_engine: when an engine process dies, or has
         given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
         every request goes on (quire/engine/fleet.py); None: where there are several (`data_parallel_size`). Raises
         ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
-        options = EngineOptions.from_keywords(engine_options)
+        options = EngineOptions.from_keywords({"model": model, **engine_options})
         self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
 
     @classmethod
@@ -130,6 +134,14 @@ class AsyncLLM:
         """Facts found at the start; waits for its end. Raises what the start-up failed with."""
         return self._session.client.ready
 
+    def __repr__(self) -> str:
+        return f"AsyncLLM({described(self._front_end.options)})"
+
+    if not TYPE_CHECKING:  # with it, a type checker would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
+
     @property
     def model_config(self) -> ModelConfig:
         return self._front_end.config.model
@@ -141,6 +153,10 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._front_end.tokenizer
+
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
+        return user_tokenizer(self.tokenizer, self.input_processor)
 
     @property
     def input_processor(self) -> InputProcessor:

@@ -474,6 +474,14 @@ def wake_politely() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def leave_the_first_core() -> None:
+    """Keep this process off the core on which the engine core's thread computes (csrc/pool.cpp): it waits for masks and
+    goes on at once, where the threads on other cores take what work is left."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[1:] or cores)
+
+
 def be_nice(thread: int) -> None:
     """Let a thread of this process, on Linux, work while others do not need the processors."""
     if sys.platform == "linux":
@@ -504,6 +512,7 @@ def serve_masks(
     """The work of the fork."""
     sys.setswitchinterval(SWITCH_SECONDS)
     wake_politely()
+    leave_the_first_core()
     shape = MaskShape.of(vocab_size, end_ids)
     process = MaskProcess(connection, MaskMemory(memory, vocab_size), vocabulary, shape)
     threading.stack_size(STACK * limits.stack)
