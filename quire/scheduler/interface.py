@@ -13,8 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.decoding.drafts import NO_DRAFTER, WorkerDrafts
 from quire.decoding.masks import Constraint, Matcher
 from quire.errors import UserError
-from quire.kv_cache.connectors.interface import no_connector
-from quire.kv_cache.connectors.offload import OffloadConnector
+from quire.kv_cache.connectors.choice import connector_of
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
@@ -160,7 +159,7 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        make_connector=no_connector if config.cache.offload_dir is None else OffloadConnector,
+        make_connector=connector_of(config.cache),
     )
     max_drafts = config.speculation.max_drafts
     return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)
