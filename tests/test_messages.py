@@ -29,7 +29,7 @@ from quire.engine.messages import (
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.prompt_image import PromptImage
+from quire.prompt_image import PromptImage, ReadyImage
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
@@ -55,7 +55,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-IMAGE = PromptImage(3, (1, 2, 2), b"key", b"pixels", (8, 4))
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
     8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
 )
@@ -141,6 +141,7 @@ EXAMPLES: list[msgspec.Struct] = [
     NEW_SEQUENCE,
     SAMPLING,
     IMAGE,
+    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4)),
     TOKEN_VALUES,
     FORK,
     StepPlan(
@@ -165,8 +166,9 @@ EXAMPLES: list[msgspec.Struct] = [
         trimmed_tables={8: [3, 1]},
         pooled=[0],
         expects_sampling_inputs=[0],
+        sampled=[(8, 77)],
     ),
-    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2]),
+    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2], {0: [b"", bytes(4)]}),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,
@@ -178,6 +180,7 @@ EXAMPLES: list[msgspec.Struct] = [
         candidates={0: CANDIDATES},
         num_drafts=3,
         found_drafts={0: 2},
+        draft_token_ids={0: [5, 6]},
         transfers=REPORT,
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},

@@ -63,6 +63,7 @@ class Sequence:
         "awaits_matcher",
         "blocks",
         "chain",
+        "draft_token_ids",
         "fast_path_until",
         "finish_reason",
         "first_step_id",
@@ -95,6 +96,8 @@ class Sequence:
         self.num_pending_drafts = 0
         self.num_found_drafts = 0
         """Drafts that the workers have for its next step, as far as results say."""
+        self.draft_token_ids: list[int] = []
+        """These drafts, of a sequence under a constraint: its matcher is asked for masks behind them."""
         self.first_step_id = 0
         """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.decoding.drafts import take_masked_drafts
 from quire.decoding.masks import take_forced
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
@@ -144,6 +145,8 @@ class Ends:
                 continue
             num_sampled = len(sequence.token_ids)
             new_ids = new_ids + take_forced(sequence)
+            if sequence.draft_token_ids:
+                take_masked_drafts(sequence)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs

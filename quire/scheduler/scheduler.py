@@ -36,14 +36,14 @@ from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossi
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Collections, Ends
 from quire.scheduler.gates import Gate, Gates, default_gates
-from quire.scheduler.in_flight import InFlight
+from quire.scheduler.in_flight import InFlight, Sampled
 from quire.scheduler.invariants import check_requests
 from quire.scheduler.kv_usage import count_copies, describe_kv, first_stats
-from quire.scheduler.matching import Matching, Sampled
+from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, report_times_early
+from quire.scheduler.reporting import attach_prompt_logprobs, count_drafts, report_times_early
 from quire.scheduler.running import RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
@@ -70,11 +70,9 @@ class Scheduler:
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
-        self._priority_seconds = config.priority_seconds
+        self._priority_seconds, self._num_stages = config.priority_seconds, config.num_stages
         self._requests: dict[str, Request] = {}
-        self._waiting = RequestQueue()
-        self._running = RunningSet()
-        self._deadlines = Deadlines()
+        self._waiting, self._running, self._deadlines = RequestQueue(), RunningSet(), Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
@@ -110,6 +108,8 @@ class Scheduler:
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )
+        if self._num_stages > 1:
+            request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.reserve(request, self._requests.values())
@@ -254,21 +254,17 @@ class Scheduler:
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
         if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
-            if result.num_drafts:
-                self._stats.draft_tokens_total += result.num_drafts
-                accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
-                self._stats.accepted_draft_tokens_total += accepted
+            count_drafts(self._stats, result)
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
-            note_found_drafts(samples, result.found_drafts)
+            note_found_drafts(samples, result)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            discarded, may_go_ahead = in_flight.discarded, may_go_ahead and self.can_discard
-            sampled = self.matching.take_samples(sampled, discarded, ends.take_foreseen, may_go_ahead=may_go_ahead)
+            sampled = self.matching.take_samples(sampled, in_flight, ends, self.kv, may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -351,11 +347,14 @@ class Scheduler:
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         preempted = False
+        most = -(-len(running) // self._num_stages)
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
+            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+                break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
@@ -364,6 +363,8 @@ class Scheduler:
                 continue
             if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
+            if num_pending and sequence.draft_token_ids:
+                continue  # there are masks behind drafts when all tokens before them are known
             if num_tokens > 1:
                 # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
                 num_free = builder.budget - (len(running) - index)
