@@ -51,9 +51,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 class Scheduler:
     """Serves requests in their order (`Request.order_key`), under a token budget and a limit of sequences; preempts the
-    last in order.
-
-    `schedule` and `update` alternate freely as long as results come back in plan order.
+    last in order. `schedule` and `update` alternate freely as long as results come back in plan order.
     """
 
     def __init__(
