@@ -175,11 +175,10 @@ class EngineCore:
             now = self._clock.now()
             may_go_ahead = not self._in_flight and now - began <= BRIEF_SECONDS
             outputs.updates += self.scheduler.update(result, now, may_go_ahead=may_go_ahead)
-            if self.scheduler.awaits_answers:
-                if self.scheduler.awaits_others:
-                    self._settle(outputs)
-                else:
-                    self._masks.flush()
+            if self.scheduler.awaits_others:
+                self._settle(outputs)
+            elif self.scheduler.awaits_answers:
+                self._masks.flush()
             if self._unsent is not None:
                 self._send_sampling_inputs(outputs)
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.kv.can_transfer:

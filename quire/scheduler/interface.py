@@ -162,4 +162,5 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
         make_connector=connector_of(config.cache),
     )
     max_drafts = config.speculation.max_drafts
-    return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)
+    drafter = WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER
+    return Scheduler(config.scheduler, kv, costs, drafter=drafter, adapters=config.adapters)
