@@ -62,25 +62,25 @@ class HostTransfers(msgspec.Struct, tag="host", array_like=True):
     worker half has a report, or after a short while."""
 
 
-class OffloadTransfers(HostTransfers, tag="offload"):
-    """The orders of OffloadConnector (quire/kv_cache/connectors/offload.py). Stores and loads touch host memory only:
-    loads begin with the plan, stores behind its copies."""
+class StoreTransfers(HostTransfers, tag="store"):
+    """The orders of a KV connector that keeps copies of blocks in a store (quire/kv_cache/connectors/). They touch host
+    memory only: loads begin with the plan, stores behind its copies."""
 
     stores: list[tuple[int, int, bytes]] = []
-    """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
+    """(host block, KV group, block hash): keep a copy, behind this plan's swap_out. The host block keeps its
     content until the result of this or a later plan names it as released."""
     loads: list[tuple[int, bytes, int]] = []
-    """(KV group, block hash, host block): bring a block from disk. Until a result names the host block as loaded (or
+    """(KV group, block hash, host block): bring a block back. Until a result names the host block as loaded (or
     failed) no plan refers to it."""
 
 
-class OffloadReport(msgspec.Struct, tag="offload", array_like=True):
-    """The transfers of OffloadConnector since the result before; each end is reported once, in any order."""
+class StoreReport(msgspec.Struct, tag="store", array_like=True):
+    """The transfers to and from a store since the result before; each end is reported once, in any order."""
 
     found: list[BlockKey] = []
-    """Blocks that are on disk: stored now, or found there at the start."""
+    """Blocks that the store has: stored now, or found there at the start."""
     gone: list[BlockKey] = []
-    """Removed from disk to make room."""
+    """Removed to make room."""
     loaded: list[int] = []
     """Host blocks that now hold the content asked for, checked."""
     failed: list[int] = []
@@ -100,9 +100,9 @@ class OffloadReport(msgspec.Struct, tag="offload", array_like=True):
     """More of what the directory held at the start is to come."""
 
 
-Transfers: TypeAlias = HostTransfers | OffloadTransfers
+Transfers: TypeAlias = HostTransfers | StoreTransfers
 """Whatever a plan can order; a new connector adds its type."""
-TransferReport: TypeAlias = OffloadReport
+TransferReport: TypeAlias = StoreReport
 """Whatever a result can report; a new connector adds its type."""
 
 

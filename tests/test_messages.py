@@ -39,14 +39,14 @@ from quire.step import (
     Candidates,
     HostTransfers,
     NewSequence,
-    OffloadReport,
-    OffloadTransfers,
     PromptLogprobs,
     SamplingInputs,
     SequenceFork,
     SequenceSampling,
     StepPlan,
     StepResult,
+    StoreReport,
+    StoreTransfers,
     TokenLogprobs,
     TokenValues,
 )
@@ -120,7 +120,7 @@ SNAPSHOT = KVSnapshot(
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
 REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_culprit=True)
-REPORT = OffloadReport(
+REPORT = StoreReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
     loaded=[3],
@@ -134,7 +134,7 @@ REPORT = OffloadReport(
     is_scanning=True,
 )
 SWAPS = HostTransfers([(4, 2)], [(3, 5)], awaits_report=True)
-ORDERS = OffloadTransfers(
+ORDERS = StoreTransfers(
     [(4, 2)], [(3, 5)], awaits_report=True, stores=[(2, 1, b"\x01" * 32)], loads=[(0, b"\xff" * 32, 7)]
 )
 EXAMPLES: list[msgspec.Struct] = [

@@ -180,15 +180,6 @@ class ContiguousScheduler(ABC):
     def has_requests(self) -> bool:
         return bool(self._requests)
 
-    is_connector_ready = True
-
-    @property
-    def has_transfers(self) -> bool:
-        """Never: nothing is cached below the device."""
-        return False
-
-    can_transfer = has_transfers
-
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
         return None
 
@@ -198,10 +189,8 @@ class ContiguousScheduler(ABC):
     def awaits_masks(self, plan: StepPlan) -> bool:
         raise AssertionError("no plan expects masks")
 
-    can_discard = has_transfers
-
-    awaits_answers = awaits_others = has_transfers
-    """Never: there are no constraints."""
+    can_discard = awaits_answers = awaits_others = False
+    """There are no constraints."""
 
     def awaited(self) -> list[Matcher]:
         return []

@@ -46,6 +46,10 @@ class SlotAccounts:
 class Regions:
     """The pool of an engine, handed out in regions. Sequences are known by their ids."""
 
+    has_transfers = can_transfer = False
+    """Nothing is cached below the device."""
+    knows_stored = True
+
     def __init__(self, layout: KVCacheLayout) -> None:
         """Raises ConfigError for a model with sliding windows: a region holds every token."""
         if len(layout.groups) != 1 or layout.groups[0].spec.window is not None:

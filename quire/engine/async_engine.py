@@ -544,10 +544,6 @@ class AsyncLLM:
         assert isinstance(value, int)
         return value
 
-    def begin_drain(self) -> None:
-        """From now on `generate` rejects new requests; running requests go on."""
-        self._session.is_draining = True
-
     async def drain(self, timeout: float | None = None) -> bool:
         """Reject new requests and wait for the running ones; after `timeout` seconds abort what is left.
 

@@ -124,7 +124,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         reports = self._rejections or self._ended
-        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.has_transfers)
+        return bool(self._in_flight or reports or self.scheduler.has_requests or self.scheduler.kv.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a rejected request by the next `step`."""
@@ -181,7 +181,7 @@ class EngineCore:
                 self._masks.flush()
             if self._unsent is not None:
                 self._send_sampling_inputs(outputs)
-        if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
+        if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.kv.can_transfer:
             self._transfer()  # a caller that waited for the last request may not call again
         self._is_stepping = False
         return outputs
@@ -258,6 +258,8 @@ class EngineCore:
 
     def _execute(self, plan: StepPlan) -> StepFuture:
         """Start a plan, observed."""
+        if not self._observers:
+            return self._executor.execute(plan)
         ends = [observer.executes(plan) for observer in self._observers]
         future = self._executor.execute(plan)
         for end in ends:
@@ -314,10 +316,10 @@ class EngineCore:
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
-            if not self.scheduler.has_transfers:
+            if not self.scheduler.kv.has_transfers:
                 return True
             self._transfer()
-        return not self.scheduler.has_transfers
+        return not self.scheduler.kv.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> None:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
@@ -329,7 +331,7 @@ class EngineCore:
         """Let the KV connector learn what it holds, so that the first request can hit it. The start waits for a while:
         the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
-            if self.scheduler.is_connector_ready:
+            if self.scheduler.kv.knows_stored:
                 break
             self._transfer(awaits_report=True)
 

@@ -16,7 +16,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import BlockKey, OffloadReport, SamplingInputs, StepPlan, StepResult, TransferReport
+from quire.step import BlockKey, SamplingInputs, StepPlan, StepResult, StoreReport, TransferReport
 
 
 class SampledTokens:
@@ -194,7 +194,7 @@ class TransferReports:
     released when it is on every rank, and gone or failed when it is on one."""
 
     def __init__(self) -> None:
-        self._last: list[OffloadReport] = []
+        self._last: list[StoreReport] = []
         """Of each rank, for what a report says that is no event."""
         self._found: list[set[BlockKey]] = []
         self._loads: dict[int, list[bool]] = {}
@@ -207,11 +207,11 @@ class TransferReports:
         if not new:
             return None
         if not self._last:
-            self._last = [OffloadReport(is_scanning=True) for _ in reports]
+            self._last = [StoreReport(is_scanning=True) for _ in reports]
             self._found = [set() for _ in reports]
         for rank, report in new:
             self._last[rank] = report
-        merged = OffloadReport(
+        merged = StoreReport(
             num_stored=sum(report.num_stored for _, report in new),
             num_store_failures=sum(report.num_store_failures for _, report in new),
             num_bytes=max(last.num_bytes for last in self._last),
@@ -232,7 +232,7 @@ class TransferReports:
             self._end_loads(report, len(reports), merged)
         return merged
 
-    def _end_loads(self, report: OffloadReport, num_ranks: int, merged: OffloadReport) -> None:
+    def _end_loads(self, report: StoreReport, num_ranks: int, merged: StoreReport) -> None:
         for blocks, failed in ((report.loaded, False), (report.failed, True)):
             for block in blocks:
                 ended = self._loads.setdefault(block, [])

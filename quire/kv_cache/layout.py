@@ -88,13 +88,6 @@ class KVCacheLayout:
         """Blocks of `block_size` tokens in a page of the group; 1 for states, which are read and written whole."""
         return group.block_size // self.block_size if group.spec.token_bytes else 1
 
-    def page_of_layer(self, layer: int) -> tuple[int, int]:
-        """(group index, page index) of a layer."""
-        for index, group in enumerate(self.groups):
-            if layer in group.layers:
-                return index, group.layers.index(layer)
-        raise KeyError(f"layer {layer} has no KV cache")
-
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
     """Bytes of every page: the largest that a group uses, aligned where groups use different numbers."""

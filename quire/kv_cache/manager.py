@@ -328,6 +328,16 @@ class KVCacheManager:
         return self.connector.has_work or self.transfer_blocks.is_holding
 
     @property
+    def can_transfer(self) -> bool:
+        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
+        return self.has_transfers and not self.awaits_transfers
+
+    @property
+    def knows_stored(self) -> bool:
+        """Whether the KV connector has learned what was stored before the engine started."""
+        return self.connector.is_ready
+
+    @property
     def awaits_transfers(self) -> bool:
         """Whether a request, or the KV connector's next order, waits for the end of a transfer."""
         return self.connector.must_wait or self.transfer_blocks.is_transferring

@@ -156,14 +156,15 @@ class PrefixRegistration:
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, self.num_usable, key=lambda n: self._kv.most_blocks(n, self._max_chunk))
 
-    def check_registration(self, prefix: Request, others: Iterable[Request]) -> None:
-        """Raise UserError when `prefix` may not be registered beside `others`, all requests that have not ended."""
-        kv = self._kv
+    def reserve(self, prefix: Request, others: Iterable[Request]) -> None:
+        """Reserve the blocks of a new prefix. Raises UserError when it may not be registered beside `others`, all
+        requests that have not ended."""
+        kv, num_reserved = self._kv, blocks_at_most(prefix, self._kv, self._max_chunk)
         if not kv.enable_prefix_caching:
             raise UserError("a registered prefix needs enable_prefix_caching=True", param="enable_prefix_caching")
         if kv.is_registered(prefix.request_id):
             raise UserError(f"a prefix {prefix.request_id!r} is registered already", param="request_id")
-        left = self.num_usable - blocks_at_most(prefix, kv, self._max_chunk)
+        left = self.num_usable - num_reserved
         # The smallest request behind the prefix computes one token and generates one.
         num_tokens = prefix.num_prompt_tokens
         behind = kv.most_blocks(num_tokens + 1, self._max_chunk) - kv.groups.num_kept_blocks(num_tokens)
@@ -181,10 +182,7 @@ class PrefixRegistration:
                 f"is running or waiting may need {needed}: register it later",
                 param="prompt",
             )
-
-    def reserve(self, prefix: Request) -> None:
-        """Reserve the blocks of an accepted prefix."""
-        self._reserved[prefix.request_id] = blocks_at_most(prefix, self._kv, self._max_chunk)
+        self._reserved[prefix.request_id] = num_reserved
 
     def release(self, prefix: Request) -> None:
         """Drop the reservation of a prefix that is registered by now, or ended without that."""

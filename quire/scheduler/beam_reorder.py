@@ -47,6 +47,11 @@ class BeamReorder:
         return self.decide(running, kv)
 
     @property
+    def is_waiting(self) -> bool:
+        """A search is yet to be decided."""
+        return bool(self._undecided)
+
+    @property
     def awaited(self) -> list[Matcher]:
         """The matchers that undecided searches wait for."""
         searches = [request.beam_search for request in self._undecided]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.decoding.drafts import take_masked_drafts
+from quire.decoding.masks import take_forced
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats
@@ -13,9 +15,19 @@ from quire.request import FinishReason
 from quire.scheduler.admission import PrefixRegistration
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.in_flight import InFlight
+from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanChanges
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import early_end, ended_search, live_requests, pooled_end, report_times
+from quire.scheduler.reporting import (
+    early_end,
+    ended_search,
+    ends_in_text,
+    finish_reason,
+    live_requests,
+    pooled_end,
+    report_times,
+    report_times_early,
+)
 from quire.scheduler.running import RunningSet
 from quire.step import StepResult
 
@@ -88,7 +100,12 @@ class Ends:
         return self.end_requests(requests, FinishReason.ERROR, now)
 
     def end_unmatched(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that cannot go on under its constraint; `report_unmatched` reports it."""
+        """End a sequence that cannot go on under its constraint; `report_unmatched` reports it. A beam is given up: its
+        search goes on with the others."""
+        search = sequence.request.beam_search
+        if search is not None:
+            search.give_up(sequence, reason)
+            return
         self.unmatched.append((sequence, reason))
         self.end(sequence.request, [sequence], FinishReason.ERROR)
 
@@ -111,6 +128,43 @@ class Ends:
         return updates
 
     # -- in their time ----------------------------------------------------------------------------------------------
+
+    def settle(self, matching: Matching, now: float) -> list[SequenceUpdate]:
+        """Go on with the beam searches and sequences whose matchers have answered: append what is forced behind their
+        tokens, end what is finished. The caller then removes ended sequences from those that run."""
+        ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
+        updates = self._end_searches(ended, released, now)
+        for sequence, new_ids, token_logprobs in matching.take_answered():
+            matcher, request = sequence.matcher, sequence.request
+            if matcher is None:
+                continue  # it ended meanwhile
+            if matcher.error is not None or matcher.num_accepted < len(new_ids):
+                del sequence.token_ids[-len(new_ids) :]
+                reason = f"token {new_ids[-1]} does not follow the constraint"
+                self.end_unmatched(sequence, reason if matcher.error is None else matcher.error.message)
+                continue
+            num_sampled = len(sequence.token_ids)
+            new_ids = new_ids + take_forced(sequence)
+            if sequence.draft_token_ids:
+                take_masked_drafts(sequence)
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
+            if token_logprobs:
+                update.logprobs = token_logprobs
+            is_full = len(sequence.token_ids) >= sequence.max_total_tokens
+            if is_full or new_ids[-1] in request.end_token_ids or matcher.is_finished:
+                self.finish_in_time(sequence, update, now)
+            elif num_sampled <= sequence.report_times_until:
+                report_times_early(update, sequence, num_sampled, now)
+            updates.append(update)
+        self._stats.generation_tokens_total += sum([len(update.new_token_ids) for update in updates])
+        return updates
+
+    def finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
+        """End a sequence with its last token, and tell so in its update."""
+        update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
+        update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
+        self.finish(sequence, reason[0])
+        report_times(update, sequence.request, now)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence, and the request with its last one. The caller removes the sequence from those that run."""
@@ -159,11 +213,6 @@ class Ends:
         """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
         caller then removes their sequences from those that run."""
         ended, released = self._changes.beam_reorder.advance(samples, result.candidates, self._running, self._kv)
-        return self._end_searches(ended, released, now)
-
-    def settle_beams(self, now: float) -> list[SequenceUpdate]:
-        """Decide the searches that waited for matchers; returns as `update_beams`."""
-        ended, released = self._changes.beam_reorder.decide(self._running, self._kv)
         return self._end_searches(ended, released, now)
 
     def _end_searches(self, ended: list[Request], released: list[int], now: float) -> list[SequenceUpdate]:

@@ -13,8 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.decoding.drafts import NO_DRAFTER, WorkerDrafts
 from quire.decoding.masks import Constraint, Matcher
 from quire.errors import UserError
-from quire.kv_cache.connectors.interface import no_connector
-from quire.kv_cache.connectors.offload import OffloadConnector
+from quire.kv_cache.connectors.choice import connector_of
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
@@ -26,8 +25,19 @@ from quire.scheduler.snapshot import KVSnapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
 
 
-class PrefixCache(Protocol):
-    """The part of the KV cache that the engine core calls directly."""
+class CachedBlocks(Protocol):
+    """The part of the KV cache that the engine core asks directly. knows_stored: the KV connector has learned what was
+    stored before the engine started. has_transfers: it has blocks to move or to release, even without live requests.
+    can_transfer: and the next transfer need not wait for an earlier one."""
+
+    @property
+    def knows_stored(self) -> bool: ...
+
+    @property
+    def has_transfers(self) -> bool: ...
+
+    @property
+    def can_transfer(self) -> bool: ...
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; returns the number of blocks set free."""
@@ -38,26 +48,11 @@ class EngineScheduler(Protocol):
     """Plans steps and takes their results, in order; `schedule` and `update` alternate freely otherwise."""
 
     @property
-    def kv(self) -> PrefixCache: ...
+    def kv(self) -> CachedBlocks: ...
 
     @property
     def has_requests(self) -> bool:
         """Whether any request lives, running or waiting."""
-        ...
-
-    @property
-    def is_connector_ready(self) -> bool:
-        """Whether the KV connector has learned what was stored before the engine started."""
-        ...
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to move, even without live requests."""
-        ...
-
-    @property
-    def can_transfer(self) -> bool:
-        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
         ...
 
     def longest_sequence(self, limit: int) -> int:
@@ -164,7 +159,7 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        make_connector=no_connector if config.cache.offload_dir is None else OffloadConnector,
+        make_connector=connector_of(config.cache),
     )
     max_drafts = config.speculation.max_drafts
     drafter = WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER

@@ -147,7 +147,8 @@ class Matching:
     @property
     def is_held_up(self) -> bool:
         """An answer would change what the next step computes."""
-        return bool(self._starting or self._late) or not all(each.sequence.goes_ahead for each in self._asked)
+        others = self._starting or self._late
+        return bool(others or (self._asked and not all(each.sequence.goes_ahead for each in self._asked)))
 
     def awaited(self) -> list[Matcher]:
         """The matchers that a step may wait for, briefly, because they are quick as a rule: those of sequences that

@@ -10,6 +10,7 @@ from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.multimodal.positions import row_fields
 from quire.scheduler.beam_reorder import BeamReorder
+from quire.scheduler.in_flight import InFlight
 from quire.step import HostTransfers, NewSequence, SequenceFork, StepPlan, Transfers
 
 
@@ -239,6 +240,10 @@ class PlanBuilder:
             transfers = transfers or HostTransfers()
             transfers.awaits_report = True
         self.transfers = transfers
+
+    def in_flight(self, plan: StepPlan) -> InFlight:
+        """What the scheduler knows of the plan that was built, until its result comes."""
+        return InFlight(plan, self.sequences, self.filled, self.samples, self.forked, self.resumed, [])
 
     def build(self, changes: PlanChanges) -> StepPlan:
         """The plan, which carries and clears the changes since the last one."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from quire.decoding.sequence import Request, RequestStatus, Sequence
+from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import FinishReason
 from quire.scheduler.beam_reorder import hypothesis_updates
-from quire.step import PromptLogprobs
+from quire.step import PromptLogprobs, StepResult
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:
@@ -21,6 +22,12 @@ def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wa
     update.timing = RequestTiming(
         request.arrival_time, now if started is None else started, now, request.num_preemptions, can_wait
     )
+
+
+def report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
+    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
+    is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
+    report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))
 
 
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
@@ -89,6 +96,13 @@ def attach_prompt_logprobs(
                 break
         else:
             updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
+
+
+def count_drafts(stats: EngineStats, result: StepResult) -> None:
+    """Count the drafts that a step verified, and those that it accepted."""
+    if result.num_drafts:
+        stats.draft_tokens_total += result.num_drafts
+        stats.accepted_draft_tokens_total += sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
 
 
 def ends_in_text(sequence: Sequence, token_id: int) -> bool:

@@ -24,11 +24,10 @@ from quire.decoding.drafts import (
     take_accepted,
     take_back_rejected,
     take_back_token,
-    take_masked_drafts,
 )
-from quire.decoding.masks import Constraint, Matcher, take_forced
+from quire.decoding.masks import Constraint, Matcher
 from quire.decoding.parallel import create_sequences
-from quire.decoding.sequence import PENDING_PREFIX, Request, RequestStatus, Sequence
+from quire.decoding.sequence import PENDING_PREFIX, Request, RequestStatus
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
@@ -46,12 +45,7 @@ from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import (
-    attach_prompt_logprobs,
-    ends_in_text,
-    finish_reason,
-    report_times,
-)
+from quire.scheduler.reporting import attach_prompt_logprobs, count_drafts, report_times_early
 from quire.scheduler.running import RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
@@ -59,9 +53,7 @@ from quire.step import SamplingInputs, StepPlan, StepResult
 
 class Scheduler:
     """Serves requests in their order (`Request.order_key`), under a token budget and a limit of sequences; preempts the
-    last in order.
-
-    `schedule` and `update` alternate freely as long as results come back in plan order.
+    last in order. `schedule` and `update` alternate freely as long as results come back in plan order.
     """
 
     def __init__(
@@ -79,12 +71,9 @@ class Scheduler:
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
-        self._priority_seconds = config.priority_seconds
-        self._num_stages = config.num_stages
+        self._priority_seconds, self._num_stages = config.priority_seconds, config.num_stages
         self._requests: dict[str, Request] = {}
-        self._waiting = RequestQueue()
-        self._running = RunningSet()
-        self._deadlines = Deadlines()
+        self._waiting, self._running, self._deadlines = RequestQueue(), RunningSet(), Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
         self.can_discard = not drafter.max_drafts and len(kv.token_groups) == kv.num_groups
@@ -93,9 +82,7 @@ class Scheduler:
         self._has_found_drafts = False
         """Whether the workers had drafts for a sequence of the last result."""
         self._in_flight: dict[int, InFlight] = {}
-        self._seq_ids = count()
-        self._arrivals = count()
-        self._step_ids = count()
+        self._seq_ids, self._arrivals, self._step_ids = count(), count(), count()
         self.matching = Matching()
         self._stats = first_stats(kv)
         self._adapters = AdapterSlots(self._running, adapters)
@@ -127,8 +114,7 @@ class Scheduler:
             request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
-            self._registration.check_registration(request, self._requests.values())
-            self._registration.reserve(request)
+            self._registration.reserve(request, self._requests.values())
         request.sequences = create_sequences(request, source, self._seq_ids)
         self.matching.begin(request)
         if not request.bypass_prefix_cache:
@@ -212,20 +198,6 @@ class Scheduler:
         self.kv.transfer_blocks.begin_pass()
         return self._finish_plan(builder, awaits_report=awaits_report)
 
-    @property
-    def is_connector_ready(self) -> bool:
-        return self.kv.connector.is_ready
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to move or to release, even without live requests."""
-        return self.kv.has_transfers
-
-    @property
-    def can_transfer(self) -> bool:
-        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
-        return self.kv.has_transfers and not self.kv.awaits_transfers
-
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
@@ -243,9 +215,7 @@ class Scheduler:
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._changes)
-        self._in_flight[plan.step_id] = InFlight(
-            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed, []
-        )
+        self._in_flight[plan.step_id] = builder.in_flight(plan)
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         if plan.block_copies or plan.transfers is not None:
@@ -268,10 +238,7 @@ class Scheduler:
             self.matching.note_late(sequence)
             self._changes.trimmed |= take_back_token(sequence, self.kv)
         for sequence, error in failed:
-            if sequence.request.beam_search is not None:
-                sequence.request.beam_search.give_up(sequence, error.message)
-            else:
-                self._ends.end_unmatched(sequence, error.message)
+            self._ends.end_unmatched(sequence, error.message)
         return inputs
 
     def update(self, result: StepResult, now: float, *, may_go_ahead: bool = False) -> list[SequenceUpdate]:
@@ -293,10 +260,7 @@ class Scheduler:
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
         if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
-            if result.num_drafts:
-                self._stats.draft_tokens_total += result.num_drafts
-                accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
-                self._stats.accepted_draft_tokens_total += accepted
+            count_drafts(self._stats, result)
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
             note_found_drafts(samples, result)
@@ -341,9 +305,9 @@ class Scheduler:
             num_known = len(token_ids)
             if num_known >= sequence.max_total_tokens or new_ids[-1] in request.end_token_ids:
                 any_finished = True
-                self._finish_in_time(sequence, update, now)
+                self._ends.finish_in_time(sequence, update, now)
             elif num_known <= sequence.report_times_until:
-                _report_times_early(update, sequence, num_known, now)
+                report_times_early(update, sequence, num_known, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_tokens  # one token an update, but for those above
         if any_finished:
@@ -352,12 +316,12 @@ class Scheduler:
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
-        return self.matching.is_waiting or bool(self._changes.beam_reorder.awaited)
+        return self.matching.is_waiting or self._changes.beam_reorder.is_waiting
 
     @property
     def awaits_others(self) -> bool:
         """Matchers have yet to answer for sequences that do not go ahead, or requests are refused: `settle` is due."""
-        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited) or self._adapters.has_refused
+        return self.matching.is_held_up or self._changes.beam_reorder.is_waiting or self._adapters.has_refused
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -368,32 +332,7 @@ class Scheduler:
         """Go on with the sequences whose matchers have answered for their last tokens: append what is forced behind
         those, end what is finished, report. End the requests that cannot start under their constraints: their ids and
         the reasons are the second result."""
-        updates = self._ends.settle_beams(now)
-        num_tokens = sum([len(update.new_token_ids) for update in updates])
-        for sequence, new_ids, token_logprobs in self.matching.take_answered():
-            matcher, request = sequence.matcher, sequence.request
-            if matcher is None:
-                continue  # it ended meanwhile
-            if matcher.error is not None or matcher.num_accepted < len(new_ids):
-                del sequence.token_ids[-len(new_ids) :]
-                reason = f"token {new_ids[-1]} does not follow the constraint"
-                self._ends.end_unmatched(sequence, reason if matcher.error is None else matcher.error.message)
-                continue
-            num_sampled = len(sequence.token_ids)
-            new_ids = new_ids + take_forced(sequence)
-            if sequence.draft_token_ids:
-                take_masked_drafts(sequence)
-            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
-            if token_logprobs:
-                update.logprobs = token_logprobs
-            is_full = len(sequence.token_ids) >= sequence.max_total_tokens
-            if is_full or new_ids[-1] in request.end_token_ids or matcher.is_finished:
-                self._finish_in_time(sequence, update, now)
-            elif num_sampled <= sequence.report_times_until:
-                _report_times_early(update, sequence, num_sampled, now)
-            updates.append(update)
-            num_tokens += len(new_ids)
-        self._stats.generation_tokens_total += num_tokens
+        updates = self._ends.settle(self.matching, now)
         refused = self.matching.take_refused() + self._adapters.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
@@ -402,13 +341,6 @@ class Scheduler:
         if self._ends.unmatched:
             updates += self._ends.report_unmatched(now)
         return updates, [(request.request_id, error) for request, error in refused]
-
-    def _finish_in_time(self, sequence: Sequence, update: SequenceUpdate, now: float) -> None:
-        """End a sequence with its last token, and tell so in its update."""
-        update.ends_in_text = ends_in_text(sequence, update.new_token_ids[-1])
-        update.finish_reason, update.stop_reason = reason = finish_reason(sequence, update.new_token_ids[-1])
-        self._ends.finish(sequence, reason[0])
-        report_times(update, sequence.request, now)
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
@@ -510,8 +442,8 @@ class Scheduler:
 
     def current_load(self) -> Load:
         """The statistics that take constant time."""
-        num_waiting, num_used = len(self._waiting), self.kv.pool.num_used
-        return Load(len(self._requests) - num_waiting, num_waiting, num_used, self._stats.preemptions_total)
+        num_waiting, preemptions = len(self._waiting), self._stats.preemptions_total
+        return Load(len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, preemptions)
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""
@@ -523,9 +455,3 @@ class Scheduler:
         self._changes.beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
         check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)
-
-
-def _report_times_early(update: SequenceUpdate, sequence: Sequence, num_sampled: int, now: float) -> None:
-    """Report the times of a request with one of its first tokens, or with each, where that is asked for."""
-    is_first = num_sampled <= sequence.request.num_prompt_tokens + 1
-    report_times(update, sequence.request, now, can_wait=not (is_first or sequence.request.each_step))

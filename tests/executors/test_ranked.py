@@ -21,7 +21,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.kv_cache.spec import AttentionSpec, ChunkedSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import OffloadReport, StepPlan, StepResult
+from quire.step import StepPlan, StepResult, StoreReport
 
 PLAN = StepPlan(4, [], [], [], [], [])
 
@@ -89,7 +89,7 @@ def test_a_failure_of_any_rank_is_reported() -> None:
     assert RankedExecutor(FakeWorkers(*results)).execute(PLAN).result().nonfinite == [3, 5, 9]
 
 
-def reported(executor: RankedExecutor, *reports: OffloadReport | None) -> OffloadReport | None:
+def reported(executor: RankedExecutor, *reports: StoreReport | None) -> StoreReport | None:
     executor._workers.answers = [StepResult(4, [], transfers=report) for report in reports]  # type: ignore[attr-defined]
     return executor.execute(PLAN).result().transfers
 
@@ -98,24 +98,24 @@ def test_a_transfer_has_ended_when_it_has_on_every_rank() -> None:
     executor = RankedExecutor(FakeWorkers())
     one, other = (0, b"one"), (1, b"other")
     assert reported(executor, None, None) is None
-    both = OffloadReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=10, is_scanning=True)
-    slow = OffloadReport(found=[other], failed=[5], num_store_failures=1, load_seconds=0.5)
+    both = StoreReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=10, is_scanning=True)
+    slow = StoreReport(found=[other], failed=[5], num_store_failures=1, load_seconds=0.5)
     early = reported(executor, both, slow)
-    assert early == OffloadReport(num_stored=1, num_store_failures=1, num_bytes=10, load_seconds=0.5, is_scanning=True)
-    late = OffloadReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=30, token_seconds=0.2)
-    found = reported(executor, OffloadReport(found=[other], loaded=[5], num_bytes=20), late)
-    assert found == OffloadReport(
+    assert early == StoreReport(num_stored=1, num_store_failures=1, num_bytes=10, load_seconds=0.5, is_scanning=True)
+    late = StoreReport(found=[one], loaded=[4], released=[8], num_stored=1, num_bytes=30, token_seconds=0.2)
+    found = reported(executor, StoreReport(found=[other], loaded=[5], num_bytes=20), late)
+    assert found == StoreReport(
         found=[other, one], loaded=[4], failed=[5], released=[8], num_stored=1, num_bytes=30, token_seconds=0.2
     )
 
 
 def test_a_block_that_is_gone_from_one_rank_is_gone() -> None:
     executor, key = RankedExecutor(FakeWorkers()), (0, b"key")
-    held, gone = OffloadReport(found=[key]), OffloadReport(gone=[key])
+    held, gone = StoreReport(found=[key]), StoreReport(gone=[key])
     assert reported(executor, held, held) == held
     assert reported(executor, None, gone) == gone
-    assert reported(executor, None, gone) == OffloadReport()  # the engine knows it
-    assert reported(executor, gone, held) == OffloadReport()
+    assert reported(executor, None, gone) == StoreReport()  # the engine knows it
+    assert reported(executor, gone, held) == StoreReport()
     assert reported(executor, held, None) == held
 
 

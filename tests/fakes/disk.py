@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quire.step import BlockKey, OffloadReport, StepPlan
+from quire.step import BlockKey, StepPlan, StoreReport
 from tests.fakes.transfers import copies, disk_orders
 
 Slots: TypeAlias = list[int | None]
@@ -31,12 +31,12 @@ class FakeDisk:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._report: OffloadReport | None = OffloadReport(found=list(self.files))
+        self._report: StoreReport | None = StoreReport(found=list(self.files))
         self._storing: dict[int, tuple[int, BlockKey, Slots]] = {}
         self._loading: dict[int, tuple[int, BlockKey]] = {}
         self._num_plans = 0
 
-    def run(self, plan: StepPlan, host: dict[int, Slots], device: dict[int, Slots]) -> OffloadReport | None:
+    def run(self, plan: StepPlan, host: dict[int, Slots], device: dict[int, Slots]) -> StoreReport | None:
         """The transfers of one plan, behind its swaps. Returns what has ended."""
         self._check_left_alone(plan, host)
         self._num_plans += 1
@@ -71,7 +71,7 @@ class FakeDisk:
         )
 
     def _finish(self, host: dict[int, Slots]) -> None:
-        report = self._report or OffloadReport()
+        report = self._report or StoreReport()
         for block, (due, key, content) in list(self._storing.items()):
             if due <= self._num_plans:
                 del self._storing[block]

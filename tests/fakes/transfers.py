@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.step import HostTransfers, OffloadTransfers, StepPlan, TransferReport
+from quire.step import HostTransfers, StepPlan, StoreTransfers, TransferReport
 
 
 def copies(plan: StepPlan) -> HostTransfers:
@@ -12,9 +12,9 @@ def copies(plan: StepPlan) -> HostTransfers:
     return plan.transfers or HostTransfers()
 
 
-def disk_orders(plan: StepPlan) -> OffloadTransfers:
+def disk_orders(plan: StepPlan) -> StoreTransfers:
     """The orders of OffloadConnector; empty lists where the plan has none."""
-    return plan.transfers if isinstance(plan.transfers, OffloadTransfers) else OffloadTransfers()
+    return plan.transfers if isinstance(plan.transfers, StoreTransfers) else StoreTransfers()
 
 
 class FakeWorkerConnector(Protocol):

@@ -141,8 +141,6 @@ def test_kinds_are_split_into_groups_of_one_size() -> None:
     groups, layers_per_group = group_layers([FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW], 16)
     assert layers_per_group == 2
     assert [group.layers for group in groups] == [(0, 3), (1, 2), (4, 5)]
-    layout = KVCacheLayout(16, 10, groups, layers_per_group)
-    assert [layout.page_of_layer(layer) for layer in range(6)] == [(0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (2, 1)]
 
 
 def test_odd_counts_leave_pages_of_the_last_group_unused() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.step import BlockKey, OffloadReport
+from quire.step import BlockKey, StoreReport
 from quire.worker.kv_connector import cache_directory, disk_store
 from quire.worker.kv_connector.block_file import BlockLayout
 from quire.worker.kv_connector.disk_store import NUM_LOADERS, DiskStore
@@ -32,7 +32,7 @@ class Host:
     def __init__(self, directory: Path, limit: int = 2**30, layout: BlockLayout = LAYOUT) -> None:
         self.blocks = [[bytearray(layout.page_bytes) for _ in range(layout.num_pages)] for _ in range(200)]
         self.store = DiskStore(directory, limit, layout, self.blocks.__getitem__)
-        self.total = OffloadReport()
+        self.total = StoreReport()
         self.wait(lambda: not self.total.is_scanning, first=True)
 
     def wait(self, done: Callable[[], bool], *, first: bool = False) -> None:

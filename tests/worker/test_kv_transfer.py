@@ -16,7 +16,7 @@ from quire.config.resolve import resolve
 from quire.executors.local import LocalExecutor
 from quire.kernels.cpu import paged_attention
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.step import HostTransfers, NewSequence, OffloadReport, OffloadTransfers, StepPlan
+from quire.step import HostTransfers, NewSequence, StepPlan, StoreReport, StoreTransfers
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_transfer import NoTransfers, Pairs
 from quire.worker.platform import cpu_blocks
@@ -268,9 +268,9 @@ def test_a_connector_that_moves_layers_is_called_for_each_around_the_model(
         def save_layer(self, layer: int) -> None:
             log.append(f"save {layer}")
 
-        def finished(self, plan: StepPlan) -> OffloadReport:
+        def finished(self, plan: StepPlan) -> StoreReport:
             log.append(f"finished {plan.step_id}")
-            return OffloadReport(num_stored=plan.step_id)
+            return StoreReport(num_stored=plan.step_id)
 
         def close(self) -> None:
             log.append("close")
@@ -287,7 +287,7 @@ def test_a_connector_that_moves_layers_is_called_for_each_around_the_model(
 
     worker._runner.launch = logged
     result = executor.execute(plan(7, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result()
-    assert result.transfers == OffloadReport(num_stored=7)
+    assert result.transfers == StoreReport(num_stored=7)
     executor.shutdown()
     assert log == ["load 7", "wait 0", "wait 1", "model", "save 0", "save 1", "finished 7", "close"]
 
@@ -295,6 +295,6 @@ def test_a_connector_that_moves_layers_is_called_for_each_around_the_model(
 def test_orders_without_a_connector_are_a_bug_that_shows(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     executor.execute(plan(0, {}, transfers=HostTransfers())).result()
-    for step, orders in enumerate((OffloadTransfers(), HostTransfers(awaits_report=True)), start=1):
+    for step, orders in enumerate((StoreTransfers(), HostTransfers(awaits_report=True)), start=1):
         with pytest.raises(AssertionError, match="there is no KV connector"):
             NoWorkerConnector().begin_plan(plan(step, {}, transfers=orders))

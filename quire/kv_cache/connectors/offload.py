@@ -19,7 +19,7 @@ from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.connectors.interface import KVConnector, Lookup, PendingLoad, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
 from quire.kv_cache.stats import EngineStats
-from quire.step import BlockKey, OffloadReport, OffloadTransfers
+from quire.step import BlockKey, StoreReport, StoreTransfers
 
 STORING_SHARE = 4
 """At most one host block in STORING_SHARE is being stored to disk."""
@@ -234,8 +234,8 @@ class OffloadConnector(KVConnector):
         fetch.held.clear()
         fetch.num_loading = 0
 
-    def orders(self, *, may_allocate: bool) -> OffloadTransfers | None:
-        orders = OffloadTransfers(swap_in=self._bringing)
+    def orders(self, *, may_allocate: bool) -> StoreTransfers | None:
+        orders = StoreTransfers(swap_in=self._bringing)
         self._bringing = []
         if may_allocate:
             for fetch in self._fetches:
@@ -245,7 +245,7 @@ class OffloadConnector(KVConnector):
             self._host.release(source)
         return orders if orders.swap_in or orders.swap_out or orders.stores or orders.loads else None
 
-    def _order_loads(self, fetch: Fetch, orders: OffloadTransfers) -> None:
+    def _order_loads(self, fetch: Fetch, orders: StoreTransfers) -> None:
         for key in fetch.wanted:
             block = self.find(key)
             if block is None:
@@ -264,7 +264,7 @@ class OffloadConnector(KVConnector):
             fetch.held.append(block)
         fetch.wanted.clear()
 
-    def _order_stores(self, orders: OffloadTransfers) -> None:
+    def _order_stores(self, orders: StoreTransfers) -> None:
         while self._backlog and len(self._storing) < self._max_storing:
             key = next(iter(self._backlog))
             block = self._device[key[0]].find(key[1])
@@ -285,7 +285,7 @@ class OffloadConnector(KVConnector):
             self._storing_keys.add(key)
             orders.stores.append((copy, *key))
 
-    def update(self, report: OffloadReport) -> None:
+    def update(self, report: StoreReport) -> None:
         self._count(report)
         self.is_ready |= not report.is_scanning
         self._load_seconds, self._token_seconds = report.load_seconds, report.token_seconds
@@ -323,7 +323,7 @@ class OffloadConnector(KVConnector):
     def _wanted_blocks(self) -> set[int]:
         return {block for fetch in self._fetches for block in fetch.held}.union(self._loading)
 
-    def _count(self, report: OffloadReport) -> None:
+    def _count(self, report: StoreReport) -> None:
         counters = self.counters
         counters.num_stored += report.num_stored
         counters.num_store_failures += report.num_store_failures

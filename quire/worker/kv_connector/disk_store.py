@@ -1,6 +1,6 @@
 """The files of OffloadConnector: moves blocks between host memory and files, on threads of its own.
 
-A OffloadReport, which travels with a step's result, tells which transfers ended. One thread stores (and first scans the
+A StoreReport, which travels with a step's result, tells which transfers ended. One thread stores (and first scans the
 directory), NUM_LOADERS others load, so that a load, for which a request waits, never queues behind a store, for which
 none does. Reading, writing and checksums release the interpreter.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.logging import get_logger
-from quire.step import BlockKey, OffloadReport
+from quire.step import BlockKey, StoreReport
 from quire.utils.sizes import format_bytes
 from quire.worker.kv_connector.block_file import BlockFileError, BlockLayout, Buffer, read_block, write_block
 from quire.worker.kv_connector.cache_directory import CacheDirectory
@@ -57,7 +57,7 @@ class DiskStore:
         self._stores_to_skip = 0
         self._is_closing = False
         self._changed = threading.Condition()
-        self._report = OffloadReport(is_scanning=True)
+        self._report = StoreReport(is_scanning=True)
         self._has_news = False
         self._num_loading = 0
         self._stores = _WorkerThreads("quire-disk-store", 1)
@@ -72,13 +72,13 @@ class DiskStore:
             self._num_loading += 1
         self._loads.submit(lambda: self._load((group, block_hash), host_block))
 
-    def take_report(self) -> OffloadReport | None:
+    def take_report(self) -> StoreReport | None:
         """The transfers that ended since the last call; None when none did."""
         with self._changed:
             if not self._has_news:
                 return None
             report = self._report
-            rest = OffloadReport(
+            rest = StoreReport(
                 found=report.found[MAX_KEYS_IN_REPORT:],
                 gone=report.gone[MAX_KEYS_IN_REPORT:],
                 num_bytes=report.num_bytes,
@@ -110,12 +110,12 @@ class DiskStore:
         found: list[BlockKey] = []
         gone: list[BlockKey] = []
 
-        def tell(report: OffloadReport) -> None:
+        def tell(report: StoreReport) -> None:
             report.found.extend(found)
             found.clear()
             report.gone.extend(gone)
 
-        def finish(report: OffloadReport) -> None:
+        def finish(report: StoreReport) -> None:
             report.num_bytes = self._directory.num_bytes
             report.is_scanning = False
 
@@ -141,7 +141,7 @@ class DiskStore:
         gone: list[BlockKey] = []
         is_stored = is_new = False
 
-        def tell(report: OffloadReport) -> None:
+        def tell(report: StoreReport) -> None:
             report.released.append(host_block)
             report.gone.extend(gone)
             report.num_bytes = self._directory.num_bytes
@@ -192,7 +192,7 @@ class DiskStore:
         is_loaded = False
         started = time.perf_counter()
 
-        def tell(report: OffloadReport) -> None:
+        def tell(report: StoreReport) -> None:
             self._num_loading -= 1
             (report.loaded if is_loaded else report.failed).append(host_block)
             if is_loaded:
@@ -215,7 +215,7 @@ class DiskStore:
         finally:
             self._tell(tell)
 
-    def _tell(self, add: Callable[[OffloadReport], None]) -> None:
+    def _tell(self, add: Callable[[StoreReport], None]) -> None:
         with self._changed:
             add(self._report)
             self._has_news = True

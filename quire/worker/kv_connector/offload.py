@@ -10,7 +10,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.step import OffloadReport, OffloadTransfers, StepPlan
+from quire.step import StepPlan, StoreReport, StoreTransfers
 from quire.worker.kv_connector.block_file import BlockLayout, Buffer
 from quire.worker.kv_connector.cache_identity import cache_namespace
 from quire.worker.kv_connector.disk_store import DiskStore, smoothed
@@ -35,17 +35,17 @@ class OffloadWorker(WorkerConnector):
     def start_load(self, plan: StepPlan) -> None:
         self._began = time.perf_counter()
         orders = plan.transfers
-        if isinstance(orders, OffloadTransfers) and orders.loads:
+        if isinstance(orders, StoreTransfers) and orders.loads:
             self._transfers.synchronize()  # earlier copies may still be reading the blocks that are loaded into
             for group, block_hash, host_block in orders.loads:
                 self._store.load_block(group, block_hash, host_block)
 
-    def finished(self, plan: StepPlan) -> OffloadReport | None:
+    def finished(self, plan: StepPlan) -> StoreReport | None:
         if plan.total_tokens >= TIMED_TOKENS:
             seconds = (time.perf_counter() - self._began) / plan.total_tokens
             self._token_seconds = smoothed(self._token_seconds, seconds)
         orders = plan.transfers
-        if isinstance(orders, OffloadTransfers) and orders.stores:
+        if isinstance(orders, StoreTransfers) and orders.stores:
             self._transfers.synchronize()
             for host_block, group, block_hash in orders.stores:
                 self._store.store_block(host_block, group, block_hash)

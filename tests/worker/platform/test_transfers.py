@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.step import OffloadTransfers, StepPlan
+from quire.step import StepPlan, StoreTransfers
 from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
 from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.cpu_blocks import move_blocks
@@ -168,11 +168,11 @@ def test_the_disk_tier_sees_blocks_that_have_arrived() -> None:
 
     tier = OffloadWorker(Store(), transfers)  # type: ignore[arg-type]
     transfers.start([(5, 2)], [])
-    tier.finished(plan(transfers=OffloadTransfers(stores=[(2, 0, b"x")])))
+    tier.finished(plan(transfers=StoreTransfers(stores=[(2, 0, b"x")])))
     assert streams.log[-1] == "host waits for 2"
     assert stored == [[bytes(page[5].numpy()) for page in pages]]
     transfers.start([], [(2, 5)])
-    tier.start_load(plan(transfers=OffloadTransfers(loads=[(0, b"x", 2)])))
+    tier.start_load(plan(transfers=StoreTransfers(loads=[(0, b"x", 2)])))
     assert streams.log[-1] == "host waits for 4"
 
 
