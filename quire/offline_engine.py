@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -30,8 +31,8 @@ class OfflineEngine:
     """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
 
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
-        def start(resolved: EngineOptions) -> InProcessClient:
-            self._client = InProcessClient(resolved, executor=executor)
+        def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
+            self._client = InProcessClient(options, executor=executor, config=config)
             return self._client
 
         front_end = open_front_end(options, start)
@@ -39,6 +40,7 @@ class OfflineEngine:
         self._input_processor = front_end.input_processor
         self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor
+        self._adapters = front_end.adapters
         self.model_config: ModelConfig = front_end.config.model
         self.tokenizer: Tokenizer | None = front_end.tokenizer
         self._busy = threading.Lock()

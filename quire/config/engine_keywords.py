@@ -19,6 +19,13 @@ class EngineKeywords(TypedDict, total=False):
     load_format: str
     model_impl: str
     load_draft_head: bool
+    language_model_only: bool
+    limit_mm_per_prompt: dict[str, Any] | None
+    mm_processor_kwargs: dict[str, Any] | None
+    media_io_kwargs: dict[str, Any] | None
+    mm_processor_cache_gb: float
+    allowed_media_domains: list[str] | None
+    allowed_local_media_path: str
     revision: str | None
     download_dir: str | None
     hf_overrides: dict[str, Any] | None
@@ -28,6 +35,12 @@ class EngineKeywords(TypedDict, total=False):
     logprobs_mode: str
     structured_outputs_config: dict[str, Any] | None
     speculative_config: dict[str, Any] | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_dtype: str
+    lora_target_modules: list[str] | None
     quantization: str | None
     max_model_len: int | None
     block_size: int
