@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +34,13 @@ def build_parser() -> Parser:
     )
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
     group = parser.add_argument_group("run options")
+    group.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture that is shown before PROMPT, as with --chat; may be given several times",
+    )
     group.add_argument("--chat", action="store_true", help="send PROMPT as a user's message, with the chat template")
     group.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     group.add_argument("--stats", action="store_true", help="print tokens and speed to standard error")
@@ -59,14 +67,15 @@ def main(arguments: Sequence[str]) -> int:
     if not namespace.json:
         _check_text_output(params)
     text = _read_stdin() if namespace.prompt == "-" else namespace.prompt
+    pictures = [_picture(path) for path in namespace.image]
     prefixes = [read_text_file(path, param="preload_prefix") for path in namespace.preload_prefix]
     with session(engine_options(namespace)) as run:
         for prefix in prefixes:
             run.preload(prefix)
         prompt: Any = text
-        if namespace.chat:
-            chat = run.engine.render_chat([{"role": "user", "content": text}])
-            prompt = {"prompt_token_ids": chat.token_ids, "prompt": chat.text}
+        if namespace.chat or pictures:
+            content = [*pictures, {"type": "text", "text": text}] if pictures else text
+            prompt = run.engine.render_chat([{"role": "user", "content": content}]).prompt()
         timing = _answer(run, prompt, params, namespace)
     if namespace.stats:
         print(timing.line(), file=sys.stderr)
@@ -79,6 +88,14 @@ def _check_text_output(params: SamplingParams) -> None:
             raise UserError(f"--{name.replace('_', '-')} shows only in --json output", param=name)
     if not params.detokenize:
         raise UserError("--no-detokenize leaves no text to show: use --json", param="detokenize")
+
+
+def _picture(path: str) -> dict[str, Any]:
+    """A file as a part of a message."""
+    try:
+        return {"type": "image", "image": Path(path).read_bytes()}
+    except OSError as error:
+        raise UserError(f"--image {path}: {error.strerror}", param="image") from None
 
 
 def _read_stdin() -> str:

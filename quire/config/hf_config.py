@@ -21,7 +21,7 @@ from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.hub import fetch, looks_like_a_path, read_page
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.model_shape import ModelShape
-from quire.config.options import BUNDLED_MODEL
+from quire.config.options import BUNDLED_MODEL, BUNDLED_SIGHTS
 from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_lengths
@@ -32,7 +32,12 @@ from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
 from quire.utils.safetensors_header import read_header
 
-BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
+_BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+BUNDLED_DIRECTORIES: Mapping[str, Path] = {
+    BUNDLED_MODEL: _BUNDLED / "quire-python-5m",
+    BUNDLED_SIGHTS: _BUNDLED / "quire-sights-1m",
+}
+"""Models that come with the package, by the names that they are asked for with."""
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 _LONGEST_NAME = 100
@@ -140,8 +145,8 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
 def find_model(name: str, *, revision: str | None, config_only: bool, download_dir: str | None = None) -> Path:
     """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub, into
     `download_dir` or the hub library's cache. Takes the address of a repository's page, too. Raises ModelLoadError."""
-    if name == BUNDLED_MODEL:
-        return BUNDLED_DIRECTORY
+    if name in BUNDLED_DIRECTORIES:
+        return BUNDLED_DIRECTORIES[name]
     name, revision = read_page(name, revision)
     path = Path(name).expanduser()
     if name and path.is_dir():

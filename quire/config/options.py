@@ -18,7 +18,8 @@ from quire.utils.sizes import parse_count, parse_length
 
 logger = get_logger(__name__)
 
-BUNDLED_MODEL = "bundled"
+BUNDLED_MODEL, BUNDLED_SIGHTS = "bundled", "bundled-sights"
+"""Names of the models that come with the package: one completes Python, the other answers questions about pictures."""
 OUTPUT_WINDOW = 0.008
 """Seconds."""
 
@@ -129,7 +130,7 @@ _NUMBERS: dict[str, Any] = {
 """Options that may be written as 4k or 4K, the first also as auto or -1, and how they are read."""
 
 HELP: dict[str, str] = {
-    "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
+    "model": "directory in Hugging Face layout, GGUF file, hub id, 'bundled', or 'bundled-sights' (pictures)",
     "runner": "generate, pooling (vectors of texts), or auto: as the model is made",
     "tokenizer": "directory, GGUF file or hub id of the tokenizer (default: the model's)",
     "tokenizer_revision": "branch, tag or commit of the tokenizer's hub id (default: revision, for the model's own)",

@@ -28,7 +28,7 @@ from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
 from quire.server.headers import ReportHeaders
-from quire.server.health import RestartCounter, SilenceGauge, add_health_routes
+from quire.server.health import PictureCounters, RestartCounter, SilenceGauge, add_health_routes
 from quire.server.home import add_home_routes
 from quire.server.invocations import add_invocation_route
 from quire.server.json_bodies import JsonBodies
@@ -96,6 +96,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     engine.input_processor.max_new_tokens = engine.model_config.sampling_defaults.get("max_tokens")
     engine.add_listener(metrics)
     metrics.registry.register(ProcessMetrics(common.pids))
+    if engine.takes_images:
+        metrics.registry.register(PictureCounters(engine.texts.pictures.kept))
     metrics.registry.register(SilenceGauge(lambda: engine.silence))
     metrics.registry.register(RestartCounter(lambda: engine.num_restarts))
     formats = AnswerFormats.of(

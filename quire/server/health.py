@@ -9,7 +9,8 @@ from fastapi import FastAPI, Response
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.metrics.families import OUR_PREFIX
+from quire.metrics.families import OUR_PREFIX, THEIR_PREFIX
+from quire.multimodal.cache import ReadyImages
 from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.responses import json_response
@@ -72,6 +73,23 @@ class SilenceGauge(Collector):
             OUR_PREFIX + "engine_silence_seconds",
             "Seconds without a sign of life of the engine process; it gives one a second.",
             value=self._silence(),
+        )
+
+
+class PictureCounters(Collector):
+    """How often pictures were looked up among those that were made ready before, under vLLM's names."""
+
+    def __init__(self, kept: ReadyImages) -> None:
+        self._kept = kept
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            THEIR_PREFIX + "mm_cache_queries",
+            "Files of pictures that were looked up among processed ones.",
+            value=self._kept.num_queries,
+        )
+        yield CounterMetricFamily(
+            THEIR_PREFIX + "mm_cache_hits", "Files of pictures that were not decoded again.", value=self._kept.num_hits
         )
 
 

@@ -16,6 +16,9 @@ class Rendered(NamedTuple):
     text: str
     token_ids: list[int]
 
+    def prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.token_ids, "prompt": self.text}
+
 
 @dataclass
 class FakeTokenizer:

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from quire.cli.main import main
 from quire.config.options import EngineOptions
 from quire.errors import EngineDeadError, UserError
 from quire.sampling_params import PYTHON_ONLY, SamplingParams
-from tests.cli.fake_engine import FakeEngine
+from tests.cli.fake_engine import FakeEngine, Rendered
 
 
 @pytest.fixture
@@ -193,3 +194,17 @@ def test_an_answer_that_the_model_could_not_compute(
         "quire: error: the model computed NaN or infinite logits for this request; the engine's log says more\n"
     )
     assert engine.is_shut_down
+
+
+def test_pictures_are_shown_before_the_prompt(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"abc")
+    shown: list[Any] = []
+    engine.render_chat = lambda messages: shown.append(messages) or Rendered("w", [1])  # type: ignore[method-assign]
+    assert main(["run", "hi", "--image", str(path), "--image", str(path)]) == 0
+    picture = {"type": "image", "image": b"abc"}
+    assert shown == [[{"role": "user", "content": [picture, picture, {"type": "text", "text": "hi"}]}]]
+    assert main(["run", "hi", "--image", str(tmp_path / "missing.png")]) != 0
+    assert "--image" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from quire.server.settings import ServerSettings
 from tests.dashboard.chromium import Chromium
 from tests.dashboard.test_page import text
 from tests.long import all_but_long
+from tests.multimodal.pictures import draw, encoded
 from tests.server.conftest import Served, serving
 from tests.server.serve_process import Process
 
 pytestmark = pytest.mark.browser
 LAST = "document.querySelector('.message:last-child')"
 PROSE = f"{LAST}.querySelector(':scope > .prose')"
+PICTURE = base64.b64encode(encoded(draw(1, size=(8, 8)))).decode()
 IDLE = "document.querySelector('#halt').hidden"
 MOST_LINES = 400
 PIECES = ("*a ", "[", "](", "`", "> ", "- ", "<a", "**_~~", "|", "\\", "[a](b", "https://", "1. a\n ")
@@ -130,6 +133,23 @@ class TestConversation:
         assert note.startswith("11 tokens")
         assert "first after " in note
         assert text(page, "#said") == "**hi** <b>", "the whole answer is announced once, at its end"
+
+    def test_a_pasted_picture_is_sent(self, page: Chromium) -> None:
+        """The policy of the page lets it in. This server's model takes none, and the page says so."""
+        page.evaluate(
+            f"(() => {{ const bytes = Uint8Array.from(atob({json.dumps(PICTURE)}), (each) => each.charCodeAt(0));"
+            " const data = new DataTransfer(); data.items.add(new File([bytes], 'a.png', {type: 'image/png'}));"
+            " const options = {clipboardData: data, bubbles: true, cancelable: true};"
+            " document.querySelector('#message').dispatchEvent(new ClipboardEvent('paste', options)); })()"
+        )
+        page.wait_for("document.querySelector('#attached img')?.naturalWidth === 8")
+        ask(page, "=seen")
+        assert page.evaluate("document.querySelectorAll('#attached img').length") == 0
+        assert page.evaluate("document.querySelector('.message.user img').src") == f"data:image/png;base64,{PICTURE}"
+        (refused,) = page.problems
+        assert "status of 400" in refused
+        page.problems.clear()
+        assert "images are not supported" in page.evaluate(f"{LAST}.querySelector('.bad').innerText")
 
     def test_conversations_are_kept_and_deleted(self, page: Chromium, server: Process) -> None:
         ask(page, "=one")

@@ -167,6 +167,9 @@ async def test_a_large_body_goes_through_helpers(served: Served) -> None:
     for number in (1, 2):
         assert (await chat(served, messages)).json()["choices"][0]["message"]["content"] == wanted
         assert (kept.num_queries, kept.num_hits) == (number, number - 1)
+    metrics = (await served.client.get("/metrics")).text
+    assert "vllm:mm_cache_queries_total 2.0" in metrics
+    assert "vllm:mm_cache_hits_total 1.0" in metrics
 
 
 async def test_errors_name_the_picture(served: Served) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.config.hf_config import BUNDLED_DIRECTORY
+from quire.config.hf_config import BUNDLED_DIRECTORIES
 from quire.errors import ModelLoadError
 from quire.tokenization.tokenizer import load_tokenizer
 from quire.tokenization.vocabulary_limits import (
@@ -88,7 +88,7 @@ def test_lines_of_merges_count(tmp_path: Path) -> None:
 
 
 def test_every_value_counts() -> None:
-    tokenizer = json.loads((BUNDLED_DIRECTORY / "tokenizer.json").read_text())
+    tokenizer = json.loads((BUNDLED_DIRECTORIES["bundled"] / "tokenizer.json").read_text())
     assert count_values(json.dumps(tokenizer).encode(), is_text=False) >= len(tokenizer["model"]["vocab"]) + len(
         tokenizer["model"]["merges"]
     )

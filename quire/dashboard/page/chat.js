@@ -1,6 +1,7 @@
 // The chat: a conversation with this very server, streamed, with what each answer took.
 
 const answering = { abort: null, view: null, isDue: false };
+const attached = []; // data URLs of the pictures of the message that is being written
 const FIELDS = { system: "chat-system", stop: "chat-stop", temperature: "chat-temperature", top_p: "chat-top-p", max_tokens: "chat-max-tokens", seed: "chat-seed" };
 
 function buildChat() {
@@ -17,6 +18,9 @@ function buildChat() {
     }
   });
   byId("message").addEventListener("input", growMessage);
+  byId("message").addEventListener("paste", (event) => attach(event.clipboardData.files, event));
+  byId("composer").addEventListener("dragover", (event) => event.preventDefault());
+  byId("composer").addEventListener("drop", (event) => attach(event.dataTransfer.files, event));
   byId("halt").addEventListener("click", () => answering.abort?.abort());
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !byId("chat-view").hidden) answering.abort?.abort();
@@ -111,13 +115,15 @@ function messageView(message, index) {
   const thoughtText = element("div", "prose");
   thoughts.append(element("summary", "", "Thoughts"), thoughtText);
   const prose = element("div", message.role === "assistant" ? "prose" : "said");
+  const shown = element("div", "pictures");
+  shown.append(...(message.images ?? []).map(pictureView));
   const calls = element("div", "calls");
   const error = element("p", "bad");
   error.setAttribute("role", "alert");
   const foot = element("footer");
   const note = element("span", "note");
   foot.append(...actionsOf(message, index, root), note);
-  root.append(element("h3", "", { user: "You", assistant: state.frame?.model ?? "Model" }[message.role] ?? message.role), thoughts, prose, calls, error, foot);
+  root.append(element("h3", "", { user: "You", assistant: state.frame?.model ?? "Model" }[message.role] ?? message.role), thoughts, shown, prose, calls, error, foot);
   const draw = () => {
     const { reasoning, content } = splitThoughts(message);
     thoughts.hidden = reasoning === "";
@@ -182,6 +188,47 @@ function editMessage(message, index, root) {
   field.focus();
 }
 
+// Takes the pictures among some files into the message that is being written.
+async function attach(files, event) {
+  const pictures = [...files].filter((file) => file.type.startsWith("image/"));
+  if (pictures.length === 0) return;
+  event.preventDefault();
+  for (const file of pictures) attached.push(await dataUrlOf(file));
+  drawAttached();
+}
+
+function dataUrlOf(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}
+
+function pictureView(url) {
+  const image = element("img", "picture");
+  image.src = url;
+  image.alt = "Picture";
+  return image;
+}
+
+// A click takes a picture out again.
+function drawAttached() {
+  const views = attached.map((url, index) => {
+    const button = element("button", "quiet");
+    button.type = "button";
+    button.setAttribute("aria-label", "Remove this picture");
+    button.append(pictureView(url));
+    button.addEventListener("click", () => {
+      attached.splice(index, 1);
+      drawAttached();
+    });
+    return button;
+  });
+  byId("attached").replaceChildren(...views);
+}
+
 function growMessage() {
   const field = byId("message");
   field.style.height = "auto";
@@ -190,9 +237,10 @@ function growMessage() {
 
 function sendMessage() {
   const field = byId("message");
-  if (field.value.trim() === "" || answering.abort !== null) return;
-  chats.open.messages.push({ role: "user", content: field.value, reasoning: "", calls: [], note: "", error: "" });
+  if ((field.value.trim() === "" && attached.length === 0) || answering.abort !== null) return;
+  chats.open.messages.push({ role: "user", content: field.value, images: attached.splice(0), reasoning: "", calls: [], note: "", error: "" });
   field.value = "";
+  drawAttached();
   growMessage();
   answerFrom(chats.open.messages.length);
 }

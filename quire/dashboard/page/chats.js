@@ -24,9 +24,10 @@ function readChat(found) {
   const text = (value) => (typeof value === "string" ? value : "");
   const messages = found.messages
     .filter((message) => ROLES.includes(message?.role) && typeof message.content === "string")
-    .map(({ role, content, reasoning, calls, note, error }) => ({
+    .map(({ role, content, images, reasoning, calls, note, error }) => ({
       role,
       content,
+      images: Array.isArray(images) ? images.filter((url) => typeof url === "string" && url.startsWith("data:image/")) : [],
       reasoning: text(reasoning),
       calls: Array.isArray(calls) ? calls.map((call) => ({ name: text(call?.name), arguments: text(call?.arguments) })) : [],
       note: text(note),
@@ -58,10 +59,16 @@ function keepChats() {
   }
 }
 
+// The content of a message as a request has it: pictures before the text, as parts.
+function contentOf(text, images) {
+  if (!images?.length) return text;
+  return [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
+}
+
 // The body of the request that answers a conversation.
 function chatBody(chat) {
   const { system, stop, ...numbers } = chat.settings;
-  const messages = chat.messages.filter((message) => !message.error).map(({ role, content }) => ({ role, content }));
+  const messages = chat.messages.filter((message) => !message.error).map(({ role, content, images }) => ({ role, content: contentOf(content, images) }));
   const stops = (stop ?? "").split("\n").filter((line) => line !== "");
   return {
     model: state.frame?.model,
@@ -71,8 +78,13 @@ function chatBody(chat) {
   };
 }
 
+// A value whose pictures are cut, to be read.
+function shortened(value) {
+  return JSON.parse(JSON.stringify(value, (_, each) => (typeof each === "string" && each.startsWith("data:image/") ? `${each.slice(0, 40)}…` : each)));
+}
+
 function asCurl(body) {
-  const quoted = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  const quoted = JSON.stringify(shortened(body), null, 2).replaceAll("'", "'\\''");
   const url = new URL("v1/chat/completions", location.href).href;
   return `curl ${url} \\\n  -H "Authorization: Bearer $QUIRE_API_KEY" \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
 }
@@ -86,7 +98,7 @@ from openai import OpenAI
 client = OpenAI(base_url=${JSON.stringify(url)}, api_key=os.environ.get("QUIRE_API_KEY", "none"))
 answer = client.chat.completions.create(
     model=${JSON.stringify(model)},
-    messages=${JSON.stringify(messages, null, 4).replaceAll("\n", "\n    ")},
+    messages=${JSON.stringify(shortened(messages), null, 4).replaceAll("\n", "\n    ")},
 ${given.join("")})
 print(answer.choices[0].message.content)`;
 }
