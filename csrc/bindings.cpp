@@ -119,11 +119,12 @@ void bind_collectives(nb::module_& module) {
 
 void bind_program(nb::module_& module) {
   nb::class_<Pool>(module, "Pool")
-      .def(nb::init<int, bool>(), "threads"_a, "pin"_a)
+      .def(nb::init<int, bool, bool>(), "threads"_a, "pin"_a, "whole"_a = false)
       .def_prop_ro("threads", &Pool::threads)
       .def("wake", &Pool::wake);
   nb::class_<Program> program(module, "Program");
   bind_states(module, program);
+  bind_adapters(module, program);
   program
       .def(
           "__init__",

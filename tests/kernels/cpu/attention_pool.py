@@ -18,7 +18,7 @@ from tests.kernels.cpu.linear_calls import BF16_ISAS
 
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
 """Those with kernels of their own for every cache: amx has some for products in bfloat16 alone."""
-POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3, 8)}
+POOLS = {threads: _native.Pool(threads, pin=False, whole=True) for threads in (1, 2, 3, 8)}
 PRODUCTS = "bfloat16 products"
 """A bfloat16 cache with queries and weights in bfloat16, among the names of caches."""
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -58,7 +58,7 @@ def precision_of(kind: str) -> MatmulPrecision:
 def pool(threads: int) -> _native.Pool:
     """One pool for each number of threads: starting threads is what costs time."""
     if threads not in _POOLS:
-        _POOLS[threads] = _native.Pool(threads, False)
+        _POOLS[threads] = _native.Pool(threads, pin=False, whole=True)
     return _POOLS[threads]
 
 

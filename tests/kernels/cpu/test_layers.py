@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
     num_rows = len(matrices[0])
-    program = _native.Program(isa, _native.Pool(threads, False), num_rows)
+    program = _native.Program(isa, _native.Pool(threads, pin=False, whole=True), num_rows)
     record(program, [_native.Ref(area, 0, matrix.stride(0)) for area, matrix in enumerate(matrices)])
     program.bind(
         num_rows,

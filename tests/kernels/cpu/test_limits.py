@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels.cpu import _native
 
-POOLS = {threads: _native.Pool(threads, False) for threads in (1, 2, 3)}
+POOLS = {threads: _native.Pool(threads, pin=False, whole=True) for threads in (1, 2, 3)}
 every_isa = pytest.mark.parametrize("isa", _native.available_isas())
 every_pool = pytest.mark.parametrize("threads", list(POOLS))
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from quire.kernels.arguments import LayerAttention
+from quire.kernels.cpu import _native
+from quire.kernels.cpu._native import Activation
 from tests.kernels.cpu.attention_pool import History, NativePool, Setting
+from tests.kernels.cpu.linear_calls import GuardedRows, precision_of, random_matrix, run_linear
 from tests.kernels.cpu.linear_calls import pool as pool_of
-from tests.kernels.cpu.linear_calls import precision_of, random_matrix, run_linear
 
 THREADS = (2, 3, 8)
 
@@ -36,6 +38,29 @@ def test_attention() -> None:
         pool = NativePool(layer, [1100], Setting("auto", threads, "bfloat16"))
         outs.append(torch.cat([*pool.step([history], [(0, 1099)]), *pool.step([history], [(0, 1)])]))
     assert all(torch.equal(each, outs[0]) for each in outs)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_threads_join_at_the_kernel_that_the_others_have_reached(threads: int) -> None:
+    """Runs of many kernels, each of which reads what the one before has written, with the helpers that come in time."""
+    matrix, rows, depth = random_matrix("bf16", 64, 64), 24, 40
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+    expected = x
+    for _ in range(depth):
+        expected = run_linear(matrix, expected, isa="auto", residual=expected)
+    program = _native.Program("auto", _native.Pool(threads, pin=False), rows, precision_of("bf16"))
+    given = [GuardedRows(rows, 64, x) for _ in range(3)]
+    first, *places = [_native.Ref(number, 0, each.stride) for number, each in enumerate(given)]
+    for number in range(depth):
+        source, out = places[number % 2 - 1] if number else first, places[number % 2]
+        program.linear(matrix.as_native(), 0, source, source, out, Activation.NONE, None)
+    scratch = torch.zeros(program.scratch_bytes + 64, dtype=torch.uint8)
+    start = scratch.data_ptr() + -scratch.data_ptr() % 64
+    run = program.bind(rows, [], [], [each.address() for each in given], start)
+    for _ in range(30):
+        run()
+        assert torch.equal(given[-1].values, expected)
+        given[-1].values.zero_()
 
 
 @pytest.mark.parametrize("threads", [1, *THREADS])
