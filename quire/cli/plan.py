@@ -190,7 +190,12 @@ def _plan_for_devices(
     shape = find_shape(options.model, options.revision)
     if options.quantization is not None and options.quantization not in STORED_AS:
         raise ConfigError(f"quantization must be one of {', '.join(STORED_AS)}", param="quantization")
+    checkpoint = None
+    if _is_directory(options.model):
+        checkpoint = read_checkpoint(find_model(options.model, revision=options.revision, config_only=True))
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
+    if dtype is None and checkpoint is not None and checkpoint.format == "GGUF" and target.device.kind != "cpu":
+        dtype = "float32"  # to which a GPU widens all types of a file that says no dtype
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     precision = Precision.of(shape, dtype, kv_dtype)
     is_invariant = options.batch_invariant or target.device.kind == "cpu"
@@ -200,9 +205,6 @@ def _plan_for_devices(
     config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None
     config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))
-    checkpoint = None
-    if _is_directory(options.model):
-        checkpoint = read_checkpoint(find_model(options.model, revision=options.revision, config_only=True))
     return plan_devices(cost, config, _lengths(tokens, config.model.max_model_len), checkpoint), cost
 
 

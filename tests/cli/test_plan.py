@@ -14,6 +14,7 @@ from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
+from quire.config.resolve_device import triton_model
 from quire.errors import InsufficientMemoryError
 from quire.executors.local import LocalExecutor
 from quire.kv_cache.spec import layer_specs
@@ -481,3 +482,15 @@ def test_a_gguf_file_is_counted_as_its_weights_are_packed(tmp_path: Path, capsys
     assert "as the file's blocks, packed (float32" in capsys.readouterr().out
     config = resolve(EngineOptions(model=path, device="cpu", attention_backend="torch"))
     assert plan_engine(config, GIB, [64]).weight_bytes == 4 * found["num_parameters"]
+
+
+def test_a_gpu_widens_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the dtype that the engine takes there, keys and values as well."""
+    writer, _ = to_gguf(llama(**WIDE | {"vocab_size": 128}), "llama", dict.fromkeys(NAMES.values(), "Q8_0"))
+    path = str(writer.write(tmp_path / "model.gguf"))
+    flags = ["--gpu", "h100", "--max-model-len", "64"]
+    wide, narrow = plan_json(capsys, path, *flags), plan_json(capsys, path, *flags, "--dtype", "bfloat16")
+    model = triton_model(EngineOptions(model=path), resolve(EngineOptions(model=path)).model)
+    assert model.dtype == model.kv_cache_dtype == "float32"
+    assert wide["weight_bytes"] == 4 * wide["num_parameters"] == 2 * narrow["weight_bytes"]
+    assert wide["kv_bytes_per_token"] == 2 * narrow["kv_bytes_per_token"]
