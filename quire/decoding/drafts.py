@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats
 from quire.step import StepPlan, StepResult
 
 
@@ -79,6 +80,19 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
             sequence.fast_path_until = 0
         if sequence.request.constraint is not None:
             sequence.draft_token_ids = result.draft_token_ids.get(index, [])
+
+
+def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
+    """Count the drafts of a step and those that were accepted."""
+    stats.draft_tokens_total += result.num_drafts
+    counts = list(stats.accepted_drafts_by_position)  # snapshots have the one before
+    for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
+        stats.drafts_total += plan.num_drafts[source] > 0
+        counts += [0] * (plan.num_drafts[source] - len(counts))
+        for position in range(len(token_ids) - 1):
+            counts[position] += 1
+            stats.accepted_draft_tokens_total += 1
+    stats.accepted_drafts_by_position = counts
 
 
 def take_masked_drafts(sequence: Sequence) -> None:

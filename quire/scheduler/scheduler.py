@@ -18,6 +18,7 @@ from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
     Drafter,
+    count_drafts,
     note_found_drafts,
     propose_drafts,
     take_accepted,
@@ -284,9 +285,7 @@ class Scheduler:
         if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
             if result.num_drafts:
-                self._stats.draft_tokens_total += result.num_drafts
-                accepted = sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
-                self._stats.accepted_draft_tokens_total += accepted
+                count_drafts(self._stats, plan, result)
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
             note_found_drafts(samples, result)

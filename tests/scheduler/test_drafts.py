@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 
-from quire.decoding.drafts import Drafts, WorkerDrafts
+from quire.decoding.drafts import Drafts, WorkerDrafts, count_drafts
 from quire.decoding.sequence import Sequence
+from quire.kv_cache.stats import EngineStats
 from quire.request import FinishReason
 from quire.step import StepPlan, StepResult
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -268,3 +269,14 @@ def test_drafts_under_a_constraint(queue_depth: int, constraint: str, end: int |
     assert driver.finished["r", 0] is (FinishReason.LENGTH if end is None else FinishReason.STOP)
     assert 0 < executor.num_accepted_drafts < executor.num_drafts
     driver.assert_all_free()
+
+
+def test_drafts_are_counted() -> None:
+    """Three steps: one draft and then others are right."""
+    stats, plan = EngineStats(), StepPlan(0, [0, 1, 2], [9] * 3, [4, 1, 2], [0, 1, 2], [0, 1, 2], num_drafts=[3, 0, 1])
+    for tokens in ([[1, 2], [3], [4]], [[1, 2, 3, 4], [5], [6, 7]], [[1], [2], [3]]):
+        before = stats.accepted_drafts_by_position
+        count_drafts(stats, plan, StepResult(0, tokens, num_drafts=4))
+        assert stats.accepted_drafts_by_position is not before
+    assert (stats.drafts_total, stats.draft_tokens_total, stats.accepted_draft_tokens_total) == (6, 12, 5)
+    assert stats.accepted_drafts_by_position == [3, 1, 1]
