@@ -107,7 +107,8 @@ class SamplingParams(
     ones; -1: as many as fit with max_tokens. repetition_detection: when a completion that repeats itself ends.
     structured_outputs: what the text must look like (StructuredOutputsParams, or its fields in a dictionary).
     thinking_token_budget: tokens that the model thinks at most; then the mark that ends its thoughts follows. None or
-    -1: no limit.
+    -1: no limit. num_speculative_tokens: drafts of a step at most, where the engine makes drafts; 0: none; None: as
+    many as the engine would. No token depends on it.
     logprobs, prompt_logprobs: number of alternatives reported beside the chosen token, as many as the engine's
     max_logprobs allows; -1: the whole vocabulary; None: none. logprob_token_ids: tokens whose logprobs are reported
     beside those, without their ranks; at most max_logprobs of them. Logprobs are
@@ -147,6 +148,7 @@ class SamplingParams(
     timeout_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
+    num_speculative_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -216,6 +218,7 @@ class SamplingParams(
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
         _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
+        _optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0, None)
         if self.repetition_detection is not None:
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:

@@ -135,7 +135,7 @@ HELP: dict[str, str] = {
     "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
-    "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens, prompt_lookup_min and _max",
+    "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens and more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
     "block_size": "tokens per KV block",

@@ -166,5 +166,6 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
         enable_prefix_caching=config.cache.enable_prefix_caching,
         make_connector=no_connector if config.cache.offload_dir is None else OffloadConnector,
     )
-    max_drafts = config.speculation.max_drafts
-    return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)
+    drafts = config.speculation
+    drafter = WorkerDrafts(drafts.max_drafts, drafts.by_batch_size, adapts=drafts.adapts)
+    return Scheduler(config.scheduler, kv, costs, drafter=drafter if drafts.max_drafts else NO_DRAFTER)

@@ -438,7 +438,7 @@ class Scheduler:
             drafts, end = NO_DRAFTS, start + num_tokens
             if max_drafts and (asks_always or sequence.num_found_drafts) and num_tokens == 1 and end == known:
                 num_free = builder.budget - (len(running) - index) - num_reserved
-                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
+                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk, len(running))
                 end += drafts.num_tokens
             if end > blocks.capacity or blocks.tail_shared:
                 least_start = start - sequence.num_pending_drafts

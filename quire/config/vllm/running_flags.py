@@ -148,7 +148,7 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    to("speculative_config", "json", short=("-sc",), why="method ngram, so far"),
+    to("speculative_config", "json", short=("-sc",), why="method ngram, so far (speculation.md)"),
     to("spec_method", "text", "speculative_config", why="its key `method`"),
     to("spec_model", "text", "speculative_config", why="its key `model`, which no method has so far"),
     to("spec_tokens", "int", "speculative_config", why="its key `num_speculative_tokens`"),
