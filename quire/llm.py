@@ -21,7 +21,6 @@ from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.multimodal.inputs import NoImages
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
@@ -156,16 +155,11 @@ class LLM(OfflineEngine):
             with _naming(index, "conversation", of=len(conversations)):
                 whole = conversation_of(
                     conversation,  # type: ignore[arg-type]  # told apart above
-                    takes_images=not isinstance(self._input_processor.images, NoImages),
                     source=chat_template,
                     content_format=content_format,
                     **options,
                 )
-                rendered = self._input_processor.render_chat(whole)
-            images = {"image": whole.images} if whole.images else {}
-            prompts.append(
-                {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "multi_modal_data": images}
-            )
+                prompts.append(self._input_processor.render_chat(whole).prompt())
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:

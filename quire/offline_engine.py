@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -30,8 +31,8 @@ class OfflineEngine:
     """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
 
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
-        def start(resolved: EngineOptions) -> InProcessClient:
-            self._client = InProcessClient(resolved, executor=executor)
+        def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
+            self._client = InProcessClient(options, executor=executor, config=config)
             return self._client
 
         front_end = open_front_end(options, start)

@@ -22,9 +22,9 @@ Some samples need masks of allowed tokens that depend on tokens which earlier pl
 (`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
 a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
 
-Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
-`beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`; append `new_blocks` and
-apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+Order of effects of one plan: write `sampled`; release the slots of `released`; cut `trimmed_tables`; create
+`new_sequences`; apply `beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`;
+append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 
 Transfers may run beside the rest, as long as the results are the same. Of the copies between the pools of device and
 host, those to the host come first. A block that is saved there may be allocated again by this very plan: a write to it
@@ -211,6 +211,9 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     expects_sampling_inputs: list[int] = []
     """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
+    sampled: list[tuple[int, int]] = []
+    """(seq_id, token): last tokens of rows, which earlier plans have sampled on the last stage of a pipeline: the other
+    stages learn them so. The executor adds them."""
 
     @property
     def total_tokens(self) -> int:

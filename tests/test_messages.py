@@ -29,7 +29,7 @@ from quire.engine.messages import (
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.prompt_image import PromptImage
+from quire.prompt_image import PromptImage, ReadyImage
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
@@ -55,7 +55,7 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-IMAGE = PromptImage(3, (1, 2, 2), b"key", b"pixels", (8, 4))
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
     8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
 )
@@ -141,6 +141,7 @@ EXAMPLES: list[msgspec.Struct] = [
     NEW_SEQUENCE,
     SAMPLING,
     IMAGE,
+    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4)),
     TOKEN_VALUES,
     FORK,
     StepPlan(

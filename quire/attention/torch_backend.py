@@ -226,8 +226,8 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """A step in two. prompts: those that are expanded. tokens: indices of all other tokens in the step; rest: these
-    tokens as a step of their own. Both None where prompts are all there is."""
+    """A step in two. prompts: the sequences that are expanded. tokens: indices of all other tokens in the step; rest:
+    these tokens as a step of their own. Both are None where prompts are all there is."""
 
     prompts: Sequence[Prompt]
     tokens: torch.Tensor | None = None

@@ -16,6 +16,12 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
          "load_format", "model_impl", "load_draft_head", "revision", "download_dir", "hf_overrides",
          "generation_config", "override_generation_config"),
     ),
+    "images": (
+        "images",
+        ("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs",
+         "mm_processor_cache_gb",
+         "allowed_media_domains", "allowed_local_media_path", "trust_request_mm_kwargs"),
+    ),
     "kv": (
         "the KV cache",
         ("block_size", "num_blocks_override", "kv_cache_dtype", "prefault_kv_cache", "enable_prefix_caching",

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
+from quire.config.media import MediaConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
@@ -37,3 +38,5 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """The drafts that steps compute."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """How pictures are taken."""

@@ -19,6 +19,13 @@ class EngineKeywords(TypedDict, total=False):
     load_format: str
     model_impl: str
     load_draft_head: bool
+    language_model_only: bool
+    limit_mm_per_prompt: dict[str, Any] | None
+    mm_processor_kwargs: dict[str, Any] | None
+    media_io_kwargs: dict[str, Any] | None
+    mm_processor_cache_gb: float
+    allowed_media_domains: list[str] | None
+    allowed_local_media_path: str
     revision: str | None
     download_dir: str | None
     hf_overrides: dict[str, Any] | None

@@ -18,11 +18,19 @@ from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
+from quire.engine.engine_process import EngineProcess
 from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
-from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, mix_seed, num_units, prompt_text
+from quire.engine.input_processor import (
+    IMAGE_KEY,
+    InputProcessor,
+    Prompt,
+    RenderedChat,
+    mix_seed,
+    num_units,
+    prompt_text,
+)
 from quire.engine.messages import EngineReady
 from quire.engine.output_stream import StatsListener
 from quire.engine.pooling_processor import PoolingProcessor
@@ -35,6 +43,7 @@ from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.multimodal.inputs import NoImages
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -49,6 +58,7 @@ from quire.scheduler.snapshot import KVSnapshot
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.user_tokenizer import UserTokenizer
+from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT
 
 POLL_SECONDS = 0.01
 """Seconds between two looks of a caller that waits for the end of requests."""
@@ -81,7 +91,7 @@ class AsyncLLM:
         ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
         options = EngineOptions.from_keywords({"model": model, **engine_options})
-        self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
+        self._open(options, lambda options, config: start(options, config, executor=DEFAULT_EXECUTOR))
 
     @classmethod
     def from_options(
@@ -92,11 +102,13 @@ class AsyncLLM:
         restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         executor: str = DEFAULT_EXECUTOR,
+        process: EngineProcess | None = None,
     ) -> AsyncLLM:
-        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor. process: as
+        of ProcessClient, where one engine runs that is not restarted."""
         engine = cls.__new__(cls)
-        start = _starter(in_process, restart_engine, hung_engine_timeout)
-        engine._open(options, lambda options: start(options, executor=executor))
+        start = _starter(in_process, restart_engine, hung_engine_timeout, process)
+        engine._open(options, lambda options, config: start(options, config, executor=executor))
         return engine
 
     @classmethod
@@ -109,7 +121,7 @@ class AsyncLLM:
         """Over an engine that several processes share. Requests without a seed get other ones than in other
         sessions."""
         engine = cls.__new__(cls)
-        engine._open(options, lambda options: client)
+        engine._open(options, lambda options, config: client)
         session = engine._session
         session.namespace, session.control, session.loads = (
             f"{client.session}.",
@@ -119,7 +131,7 @@ class AsyncLLM:
         engine.input_processor.seed = mix_seed(options.seed, client.session)
         return engine
 
-    def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
+    def _open(self, options: EngineOptions, start: Callable[[EngineOptions, EngineConfig], EngineClient]) -> None:
         self._front_end = open_front_end(options, start)
         self._front_end.encode_long_texts_elsewhere()
         self.texts = Texts(self._front_end)
@@ -171,6 +183,11 @@ class AsyncLLM:
     def takes_priorities(self) -> bool:
         """Whether a request may bring a priority."""
         return self._front_end.config.scheduler.scheduling_policy == "priority"
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return not isinstance(self.input_processor.images, NoImages)
 
     @property
     def max_num_seqs(self) -> int:
@@ -537,6 +554,9 @@ class AsyncLLM:
     async def _process(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
     ) -> EngineRequest:
+        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
+            prompt = await self.texts.pictures.of_prompt(prompt)
+
         def process() -> EngineRequest:
             return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
 
@@ -552,16 +572,18 @@ async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGener
                 yield output
 
 
-def _starter(in_process: bool, restart_engine: bool | None, hung_engine_timeout: float) -> Callable[..., EngineClient]:
+def _starter(
+    in_process: bool, restart_engine: bool | None, hung_engine_timeout: float, process: EngineProcess | None = None
+) -> Callable[..., EngineClient]:
     if in_process and restart_engine:
         raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
-    if in_process:
-        return InProcessClient
 
-    def start(options: EngineOptions, executor: str) -> EngineClient:
+    def start(options: EngineOptions, config: EngineConfig, executor: str) -> EngineClient:
+        if in_process:
+            return InProcessClient(options, executor=executor, config=config)
         if restart_engine or options.data_parallel_size > 1:
             return open_fleet(options, executor, restarts=restart_engine, hung_engine_timeout=hung_engine_timeout)
-        return ProcessClient(options, executor=executor)
+        return ProcessClient(options, executor=executor, process=process)
 
     return start
 

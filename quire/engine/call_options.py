@@ -29,7 +29,10 @@ def truncation_of(options: CallOptions | PoolingOptions) -> dict[str, Any]:
     reject_unknown(options, PoolingOptions.__annotations__, "argument")
     refuse_adapters(options.get("lora_request"))
     if options.get("mm_processor_kwargs"):
-        raise UserError("mm_processor_kwargs is not supported: only text is taken", param="mm_processor_kwargs")
+        raise UserError(
+            "mm_processor_kwargs is an option of the engine, not of a call",
+            param="mm_processor_kwargs",
+        )
     given = dict(options.get("tokenization_kwargs") or {})
     if given.pop("add_special_tokens", True) is not True:
         raise UserError("add_special_tokens must be true here: give token ids instead", param="tokenization_kwargs")

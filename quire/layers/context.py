@@ -11,6 +11,7 @@ from quire.layers.experts import ExpertCounters
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.integer_weight import LoadWeight
 from quire.quantization.interface import LinearMethod
 
@@ -23,7 +24,7 @@ class LayerContext:
     linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
     learned positions (and what else is never quantised: routers) are stored. expert_counts: where
     mixtures of experts count rows (None: they do not). cache_scales: by layer, where those with keys and values put
-    the scales that a checkpoint may bring for an fp8 cache.
+    the scales that a checkpoint may bring for an fp8 cache. stage: the layers that this rank computes.
     """
 
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class LayerContext:
     positions: LinearMethod
     expert_counts: ExpertCounters | None = None
     cache_scales: dict[int, CacheScale] = field(default_factory=dict)
+    stage: Stage = WHOLE_MODEL
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""

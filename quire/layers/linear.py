@@ -35,7 +35,7 @@ class ColumnParallelLinear:
     ) -> None:
         self._context = context
         self._in_features = in_features
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._bias = bias
         group = context.group
         counts = num_shares or [group.size] * len(parts)
@@ -54,9 +54,9 @@ class ColumnParallelLinear:
         """One name per part, or a single name when the checkpoint keeps all parts in one tensor. transposed: the
         checkpoint keeps [in, out]."""
         slots: WeightSlots = {}
-        groups = [range(len(self._parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
+        groups = [range(len(self.parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
         for name, parts in zip(names, groups, strict=True):
-            rows = sum(self._parts[part] for part in parts)
+            rows = sum(self.parts[part] for part in parts)
             for suffix in ("weight", "bias") if self._bias else ("weight",):
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
                 turned = transposed and len(shape) == 2
@@ -75,7 +75,7 @@ class ColumnParallelLinear:
                 share = tensor.narrow(0, start + self.local_starts[part], local)
                 first_row = sum(self.local_parts[:part])
                 self._context.linear.load_rows(self._parameters, suffix, share, first_row, local)
-                start += self._parts[part]
+                start += self.parts[part]
 
         return load
 

@@ -87,8 +87,8 @@ class RecordedOverlay:
     def put(self, x: Buffer) -> Buffer:
         return x.recorder.call_torch(lambda rows: self._overlay.put(rows), x.width, [x])
 
-    def add(self, layer: int, x: Buffer) -> Buffer:
-        return x.recorder.call_torch(lambda rows: self._overlay.add(layer, rows), x.width, [x])
+    def add_behind(self, layer: int, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.add_behind(layer, rows), x.width, [x])
 
     @property
     def _overlay(self) -> Overlay[torch.Tensor]:

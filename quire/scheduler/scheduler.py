@@ -78,6 +78,7 @@ class Scheduler:
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
         self._priority_seconds = config.priority_seconds
+        self._num_stages = config.num_stages
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         self._running = RunningSet()
@@ -119,6 +120,8 @@ class Scheduler:
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )
+        if self._num_stages > 1:
+            request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.check_registration(request, self._requests.values())
@@ -410,11 +413,14 @@ class Scheduler:
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         preempted = False
+        most = -(-len(running) // self._num_stages)
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
+            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+                break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens

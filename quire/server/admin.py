@@ -136,10 +136,17 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     engine = context.engine
 
     @app.post("/reset_mm_cache")
+    @admin
+    async def reset_mm_cache() -> Response:
+        """The cache of images that were made ready, of this process."""
+        context.check_alive()
+        engine.texts.pictures.kept.clear()
+        return Response()
+
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """vLLM's caches of images and of what encoders make of them. Text models have neither, so both are empty."""
+        """vLLM's cache of what encoders make of images. Entries here are known by content and settings alone."""
         context.check_alive()
         return Response()
 

@@ -102,8 +102,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     )
     if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
         engine.input_processor.reasoning = formats.reasoning
+    max_body_bytes = settings.max_body_bytes_of(takes_images=engine.takes_images)
     context = ServerContext(
-        engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats, common.responses
+        engine, engine.tokenizer, settings, metrics, names, max_body_bytes, formats, common.responses
     )
 
     app = FastAPI(

@@ -12,7 +12,6 @@ import msgspec
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
-from quire.engine.input_processor import TokensPrompt
 from quire.errors import UserError
 from quire.logging import get_logger
 from quire.metrics.families import ToolReading
@@ -185,10 +184,9 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._ends_with_context and limit is not None and limit > room:
             self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(len(rendered.token_ids))
-        prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         outputs = generate(
             self._context,
-            [prompt],
+            [rendered.prompt()],
             self._params,
             self.engine_id,
             answer_id=self.answer_id,

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import UNSET
 
+from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
+from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.limits import CHARGE, Charge, client_salt
@@ -60,9 +62,11 @@ async def render_chat(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
             param="chat_template",
         )
+    messages = found_messages(body.messages)
     return await context.engine.texts.render(
         Conversation(
-            messages=found_messages(body.messages),
+            messages=messages,
+            media=_media_options(context, inputs) if messages.pictures else NO_OPTIONS,
             tools=tools,
             add_generation_prompt=body.generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -77,6 +81,18 @@ async def render_chat(
             add_special_tokens=body.special_tokens,
         )
     )
+
+
+def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptions:
+    """How a request's pictures are taken. Raises UserError where requests may not say it, and for what is wrong."""
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if getattr(inputs, name) and not context.settings.trust_request_mm_kwargs:
+            raise UserError(
+                f"{name} is not taken from requests: the server needs --trust-request-mm-kwargs", param=name
+            )
+    given = inputs.media_io_kwargs
+    background = background_of(given) if given else None
+    return MediaOptions(ProcessorOptions.of(inputs.mm_processor_kwargs or {}), background)
 
 
 async def generate(

@@ -180,6 +180,9 @@ class ModelRunner:
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         """What follows a forward pass."""
         launched, step, hidden, batch, sampled, pooled = computed
+        if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
+            launched.copy = self._compute.copy_out(())
+            return
         if sampled is not None:
             launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
             if self._compute.has_drafts:

@@ -17,6 +17,7 @@ from quire.errors import QuireError, is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stage_layout import layout_of_stage
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
@@ -122,6 +123,9 @@ class Worker:
         """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
+        stage = self.platform.stage
+        if stage.count > 1:
+            layout = layout_of_stage(layout, stage.layers)
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
@@ -155,13 +159,13 @@ class Worker:
 
     @_computes
     def expert_counts(self) -> list[list[int]]:
-        """As the Executor's."""
+        """The rows that each expert has computed, by layer: `Executor.expert_counts`."""
         self.platform.synchronize()
         counters = self.platform.expert_counts
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
-        """What was computed while starting is no request's."""
+        """Set the counters of experts to 0: rows that were computed while starting are no request's."""
         counters = self.platform.expert_counts
         for counts in () if counters is None else counters.by_layer:
             counts.zero_()

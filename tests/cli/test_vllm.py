@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,11 +325,11 @@ def test_notes_are_on_standard_error_and_the_server_starts(
 ) -> None:
     started: list[tuple[EngineOptions, ServerSettings]] = []
 
-    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+    def start(options: EngineOptions, settings: ServerSettings) -> int:
         started.append((options, settings))
         return 3
 
-    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
+    monkeypatch.setattr("quire.cli.vllm.start", start)
     assert main(["serve", "m", "--trust-remote-code", "--disable-fastapi-docs"]) == 3
     [(options, settings)] = started
     assert (options.model, settings.host, settings.disable_fastapi_docs) == ("m", "0.0.0.0", True)
@@ -452,6 +450,6 @@ def test_a_line_is_served_in_the_dialect_of_vllm(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], dialect: str
 ) -> None:
     served: list[ServerSettings] = []
-    monkeypatch.setattr("quire.server.run.serve", lambda options, settings: served.append(settings) or 0)
+    monkeypatch.setattr("quire.cli.vllm.start", lambda options, settings: served.append(settings) or 0)
     assert main(["serve", *arguments]) == 0
     assert [settings.dialect for settings in served] == [dialect]

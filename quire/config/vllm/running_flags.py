@@ -17,7 +17,7 @@ LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
     noted("distributed_executor_backend", "text", "one process a rank on this machine", "mp", "uni"),
-    to("pipeline_parallel_size", "int", short=("-pp",), why="1 only, so far"),
+    to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),
     refused("nnodes", "int", ONE_MACHINE, 1, short=("-n",)),
@@ -117,7 +117,7 @@ SCHEDULER: tuple[VllmFlag, ...] = (
     noted("long_prefill_token_threshold_adaptive", "flag", "the threshold holds whatever waits", False),
     to("scheduling_policy", "text"),
     so("enable_chunked_prefill", "flag", "prompts are always cut to the step's budget", True),
-    noted("disable_chunked_mm_input", "flag", "only text is taken", False),
+    noted("disable_chunked_mm_input", "flag", "a chunk may end inside a picture: the tokens are the same", False),
     refused("scheduler_cls", "text", "no code of users runs in the engine"),
     noted("scheduler_reserve_full_isl", "flag", "a request starts when its first chunk has blocks", True, False),
     noted("watermark", "float", "a block is taken as soon as one is free", 0),
@@ -194,6 +194,6 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("use_v2_block_manager", "flag", "there is one block manager", True, False),
     noted("disable_async_output_proc", "flag", "--queue-depth plans ahead", False),
     noted("worker_use_ray", "flag", "there is no Ray", False),
-    noted("disable_mm_preprocessor_cache", "flag", "only text is taken", True, False),
+    noted("disable_mm_preprocessor_cache", "flag", "mm_processor_cache_gb 0 keeps no processed pictures", False),
     refused("enable_prompt_adapter", "flag", NO_ADAPTERS, False),
 )

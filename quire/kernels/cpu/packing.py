@@ -20,7 +20,7 @@ from quire.kernels.cpu.memory import ALIGNMENT, allocate, give_back, reserve, to
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
-"""What values come in, of types whose scales are float32."""
+"""Dtypes of the values of a quantised tensor, by types whose scales are float32."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
 """Input features that share a scale."""
 _PANEL = 32
@@ -44,7 +44,7 @@ class BlockLayout:
 
     @property
     def is_super(self) -> bool:
-        """Whether scales of groups are products of the block's and of a code."""
+        """True where the scale of a group is the product of the block's scale and of a code."""
         return self.values != self.group_size
 
 
@@ -76,7 +76,7 @@ class PackedMatrix:
     """
 
     scale_dtype = torch.float32
-    """Of what is not a code, and of offsets."""
+    """Dtype of offsets, and of scales that are no codes."""
     blocks: BlockLayout | None = None
     """The blocks that it holds as a file has them."""
     activation_bits = 0
@@ -246,11 +246,11 @@ class PackedMatrix:
         return rows
 
     def as_native(self) -> _native.PackedWeight:
-        """What the kernels are given. It holds addresses: the matrix must outlive it."""
+        """The matrix as kernels take it. The result holds addresses: the matrix must outlive it."""
         return self._describe(*self._stored())
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
-        """What the kernels read, in the order of `PackedWeight`."""
+        """The tensors that kernels read, in the order of `PackedWeight`."""
         others, numbers = (self.column_sums, self.column_order, self.scale_codes), (self.scales, self.offsets)
         is_wide = self.scale_dtype == torch.float32
         return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)

@@ -25,6 +25,7 @@ from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
@@ -54,9 +55,11 @@ from quire.worker.platform.interface import HostPool, Mode
 class CpuPlatform:
     """Implements Platform. Nothing is enqueued: work has run when a call returns."""
 
-    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
-        """group: the ranks that share each layer. Raises ConfigError for kernels that this CPU does not have."""
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
+        """group: the ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU does not
+        have."""
         device = config.device
+        self.stage = stage
         self._group = group
         self._config = config
         self._runtime = None
@@ -64,8 +67,8 @@ class CpuPlatform:
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
-            if group.size > 1 and device.num_threads > 1:
-                keep_to_own_cores(group.rank, group.size)
+            if group.size * stage.count > 1 and device.num_threads > 1:
+                keep_to_own_cores(stage.number * group.size + group.rank, stage.count * group.size)
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
             stored = (config.model.dtype, config.model.kv_cache_dtype)
             if device.matmul_precision == "bfloat16" not in stored and not self._runtime.rounds_for_quantised:
@@ -91,7 +94,7 @@ class CpuPlatform:
         return torch.is_inference_mode_enabled() and torch.get_num_threads() == self._num_threads
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: work has run when a call returns."""
 
     def describe(self) -> str:
         model, device, runtime = self._config.model, self._config.device, self._runtime
@@ -110,21 +113,27 @@ class CpuPlatform:
             code = torch_code(self._config.device.num_threads)
         else:
             code = native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
-        return code if self._group.size == 1 else {**code, "rank": f"{self._group.rank} of {self._group.size}"}
+        for what, number, count in (
+            ("rank", self._group.rank, self._group.size),
+            ("stage", self.stage.number, self.stage.count),
+        ):
+            if count > 1:
+                code[what] = f"{number} of {count}"
+        return code
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
-        shown = progress if self._group.rank == 0 else None
+        shown = progress if self._group.rank == 0 and self.stage.is_first else None
         return load_model(
             config.model,
             config.load,
             self._group,
-            config.device.device,
             shown,
             self._runtime,
             expert_counts=self.expert_counts,
+            stage=self.stage,
         )
 
     def load_images(self) -> ImageOverlays | None:
@@ -135,7 +144,7 @@ class CpuPlatform:
         return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> CpuMeter:
-        samples_tokens = self._config.model.pooling is None
+        samples_tokens = self._config.model.pooling is None and self.stage.is_last
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
@@ -173,6 +182,7 @@ class CpuPlatform:
             inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
+            samples=self.stage.is_last,
         )
 
     def _make_inputs(

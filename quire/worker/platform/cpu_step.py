@@ -43,9 +43,11 @@ class CpuCompute:
         sampler: Sampler[np.ndarray],
         *,
         has_head: bool = False,
+        samples: bool = True,
     ) -> None:
         """inputs: gathered from `columns`. has_head: pooled samples go through the model's own projection
-        (`CausalLM.compute_logits`)."""
+        (`CausalLM.compute_logits`). samples: as that of StepCompute."""
+        self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
@@ -69,7 +71,7 @@ class CpuCompute:
         return self._no_copy
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
-        """Nothing is compiled."""
+        """Return at once: no kernel is compiled."""
 
     def capture_next(self) -> bool:
         return False

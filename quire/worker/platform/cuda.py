@@ -24,6 +24,7 @@ from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
@@ -53,8 +54,10 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
-    not."""
+    """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
+    none."""
+
+    stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
         """group: the ranks that share each layer."""
@@ -258,7 +261,7 @@ class CudaPlatform:
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
-        """Of the graphs of one request state."""
+        """A capture for the graphs of one request state."""
         return CudaGraphCapture()
 
 
