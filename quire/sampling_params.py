@@ -157,13 +157,10 @@ class SamplingParams(
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the text: StructuredOutputsParams, or its fields in a dictionary."""
     thinking_token_budget: int | None = None
-<<<<<<< HEAD
+    """Most tokens that the model thinks; then the mark that ends its thoughts follows. None and -1: no limit."""
     num_speculative_tokens: int | None = None
     """Drafts of a step at most, where the engine makes drafts. 0: none; None: as many as the engine chooses. No token
     depends on it."""
-=======
-    """Most tokens that the model thinks; then the mark that ends its thoughts follows. None and -1: no limit."""
->>>>>>> main
     detokenize: bool = True
     """Make text of the tokens."""
     skip_special_tokens: bool = True
