@@ -40,6 +40,7 @@ class OfflineEngine:
         self._input_processor = front_end.input_processor
         self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor
+        self._adapters = front_end.adapters
         self.model_config: ModelConfig = front_end.config.model
         self.tokenizer: Tokenizer | None = front_end.tokenizer
         self._busy = threading.Lock()

@@ -40,6 +40,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.adapter_orders import AdapterOrders
 from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams
 
@@ -197,6 +198,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     transfers: Transfers | None = None
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
+    adapters: AdapterOrders | None = None
+
     num_drafts: list[int] = []
     """How many of `num_tokens` are drafts at most, the last ones; empty where no sequence has any. Only a sequence that
     is sampled from its own logits has drafts, behind its last token."""
@@ -289,6 +292,8 @@ class StepResult(msgspec.Struct, array_like=True):
     asks for masks behind them, and proposes them itself."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""
+    adapters: list[tuple[int, str]] = []
+    """(slot, error): loads that have ended; "": the slot holds the adapter now, else it holds none."""
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
     and what they asked for besides is left out, their vector too."""

@@ -34,6 +34,11 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
          "priority_range", "max_num_queued", "max_num_queued_tokens", "output_window", "stream_interval",
          "speculative_config"),
     ),
+    "adapters": (
+        "adapters of low rank",
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules",
+         "lora_modules", "lora_dir"),
+    ),
     "device": (
         "what computes",
         ("device", "num_threads", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",

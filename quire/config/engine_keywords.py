@@ -35,6 +35,12 @@ class EngineKeywords(TypedDict, total=False):
     logprobs_mode: str
     structured_outputs_config: dict[str, Any] | None
     speculative_config: dict[str, Any] | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_dtype: str
+    lora_target_modules: list[str] | None
     quantization: str | None
     max_model_len: int | None
     block_size: int

@@ -54,6 +54,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     logprobs_mode: str = "raw_logprobs"
     structured_outputs_config: dict[str, Any] | None = None
     speculative_config: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
+    lora_target_modules: list[str] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -150,6 +156,12 @@ HELP: dict[str, str] = {
     "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
+    "enable_lora": "let requests have adapters of low rank (docs/adapters.md)",
+    "max_loras": "adapters whose requests run at a time",
+    "max_lora_rank": "largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512",
+    "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
+    "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
+    "lora_target_modules": "names of the modules that adapters may change (default: any)",
     "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens and more (docs/speculation.md)",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire import envs
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
@@ -166,6 +167,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
         speculation=speculation,
+        adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
         media=MediaConfig.of(
             language_model_only=options.language_model_only,
@@ -177,6 +179,23 @@ def resolve(options: EngineOptions) -> EngineConfig:
             allowed_local_media_path=options.allowed_local_media_path,
         ),
     )
+
+
+def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> AdaptersConfig:
+    given = options.max_loras, options.max_lora_rank, options.max_cpu_loras, options.lora_dtype
+    found = adapters_config(*given, options.lora_target_modules, model.dtype)
+    if not options.enable_lora:
+        return NO_ADAPTERS
+    reasons = {
+        "models that run through Transformers": model.impl != "quire",
+        "encoders": model.is_encoder,
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "attention_backend='triton'": backend == "triton",
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"enable_lora is not possible with {what} yet", param="enable_lora")
+    return found
 
 
 def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:

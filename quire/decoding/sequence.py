@@ -154,6 +154,8 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
+        "adapter_slot",
         "arrival_time",
         "beam_search",
         "bypass_prefix_cache",
@@ -217,6 +219,9 @@ class Request:
         self.pooling = request.pooling
         self.columns, self.token_columns = request.columns, request.token_columns
         self.images = request.images
+        self.adapter = request.adapter
+        self.adapter_slot = 0
+        """Where the workers hold the adapter, from the request's start on; 0: it has none."""
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -256,9 +261,11 @@ class Request:
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
         counts from the block on in which it is first read."""
-        if not self.columns and not self.token_columns and not self.images:
+        if not self.columns and not self.token_columns and not self.images and self.adapter is None:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
+        if self.adapter is not None:
+            keys[0] += (b"adapter=" + self.adapter.digest,)
         for name, value in sorted(self.columns.items()):
             first = self.token_columns[name].end if name in self.token_columns else 0
             keys[first // block_size] += (f"{name}={value}".encode(),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Unpack
 
@@ -16,6 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.engine_process import EngineProcess
@@ -32,7 +33,7 @@ from quire.engine.input_processor import (
     prompt_text,
 )
 from quire.engine.messages import EngineReady
-from quire.engine.output_stream import StatsListener
+from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
 from quire.engine.public_names import described, missing, user_tokenizer
@@ -43,6 +44,7 @@ from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.lora_request import LoRARequest
 from quire.multimodal.inputs import NoImages
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
@@ -176,6 +178,11 @@ class AsyncLLM:
         return self._front_end.input_processor
 
     @property
+    def adapters(self) -> KnownAdapters:
+        """Those that calls and requests have named."""
+        return self._front_end.adapters
+
+    @property
     def pooling(self) -> PoolingProcessor:
         return self._front_end.pooling_processor
 
@@ -291,15 +298,16 @@ class AsyncLLM:
         until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
         sleeps, and QuireError while draining.
         """
+        lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
-        process = partial(self._process, prompt, sampling_params, cache_salt, priority)
+        process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
         kind = getattr(
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
         outputs = self._session.run(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
+        return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -366,8 +374,8 @@ class AsyncLLM:
         if self.pooling.is_cross_encoder:
             pairs = [(data_1[place], second) for place, second in zip(places, data_2, strict=True)]
             running = [self.pool(first, params, second=second, priority=priority) for first, second in pairs]
-            return [self.pooling.pair_score(output, params) for output in await _all(running)]
-        outputs = await _all([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
+            return [self.pooling.pair_score(output, params) for output in await all_of(running)]
+        outputs = await all_of([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
         lefts, rights = outputs[: len(data_1)], outputs[len(data_1) :]
         return [
             self.pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)
@@ -383,18 +391,21 @@ class AsyncLLM:
         priority: int = 0,
         part: RequestPart | None = None,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The last output of a pooled request, with what the model made of the prompt."""
         processor = await asyncio.to_thread(lambda: self.pooling)
+        adapter = self.adapters.resolve(lora_request)
 
         async def process(name: str) -> EngineRequest:
             size = len(prompt_text(prompt) or "") + len(second or "")
-            return await self.texts.off_loop(
+            request = await self.texts.off_loop(
                 size,
                 lambda: processor.request(
                     name, prompt, params, second=second, priority=priority, cache_salt=cache_salt
                 ),
             )
+            return request if adapter is None else msgspec.structs.replace(request, adapter=adapter)
 
         async with contextlib.aclosing(
             self._session.run(process, prompt_text(prompt), request_id, part=part)
@@ -552,24 +563,21 @@ class AsyncLLM:
             self._session.die(EngineDeadError("the engine was shut down"))
 
     async def _process(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
+        self, prompt: Prompt, params: SamplingParams, terms: tuple[str, int], lora_request: Any, request_id: str
     ) -> EngineRequest:
+        adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
         if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
             prompt = await self.texts.pictures.of_prompt(prompt)
 
         def process() -> EngineRequest:
-            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
+            salt, priority = terms
+            return self.input_processor.process(
+                request_id, prompt, params, cache_salt=salt, priority=priority, adapter=adapter
+            )
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
         return await self.texts.off_loop(num_units(prompt, params), process)
-
-
-async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            if output.finished:
-                yield output
 
 
 def _starter(
@@ -586,14 +594,3 @@ def _starter(
         return ProcessClient(options, executor=executor, process=process)
 
     return start
-
-
-async def _all(running: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, in order. When one fails, the others are cancelled."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_awaited(each)) for each in running]
-    return [task.result() for task in tasks]
-
-
-async def _awaited(each: Awaitable[T]) -> T:
-    return await each

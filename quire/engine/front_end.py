@@ -11,6 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.config.structured_outputs import OTHER_BACKENDS
+from quire.engine.adapters import KnownAdapters
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
@@ -39,6 +40,7 @@ class FrontEnd:
         self.config, self.options = config, options
         self.client = client
         self.tokenizer = tokenizer
+        self.adapters = KnownAdapters(config.adapters)
         self.output_processor = OutputProcessor(tokenizer)
         self._input_processor: InputProcessor | None = None
         self._pooling_processor: PoolingProcessor | None = None

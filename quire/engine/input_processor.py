@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
@@ -146,6 +147,7 @@ class InputProcessor:
         cache_salt: str = "",
         priority: int = 0,
         add_special_tokens: bool = True,
+        adapter: AdapterRef | None = None,
     ) -> EngineRequest:
         """Make the request that the engine core runs.
 
@@ -205,6 +207,7 @@ class InputProcessor:
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
             images=images,
+            adapter=adapter,
         )
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:

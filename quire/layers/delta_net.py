@@ -20,7 +20,7 @@ from quire.quantization.integer_weight import WeightSource, copy_into
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution. num_spare: as that of ConvolutionWeights."""
+    """Sizes of a layer. width: taps of the convolution. num_spare: `ConvolutionWeights.num_spare`."""
 
     hidden_size: int
     num_key_heads: int
@@ -34,9 +34,10 @@ class DeltaNetShape:
 class GatedDeltaNet:
     """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))).
 
-    layer: of the cache. epsilon: of the norm. activation: behind the convolution. projections_by_head, gates_by_head: a
-    checkpoint has one matrix with the rows of each key head together (Qwen3-Next), else two. Ranks share out key heads,
-    each with its value heads. Raises ConfigError for ranks that do not divide them.
+    layer: number in the cache. epsilon: the norm's. activation: the one that follows the convolution.
+    projections_by_head, gates_by_head: a checkpoint has one matrix with the rows of each key head together
+    (Qwen3-Next), else two. Ranks share out key heads, each with its value heads. Raises ConfigError for ranks
+    that do not divide them.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GatedDeltaNet:
         self._output = RowParallelLinear(wide, size, bias=False, context=context)
 
     def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: of the step. rows: [R],
+        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: the step's. rows: [R],
         the tokens whose results are read (None: all); then [R, hidden_size]."""
         operations = self._operations
         qkv = operations.short_convolution(self._convolution, self._qkv(x), states)

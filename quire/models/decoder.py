@@ -7,6 +7,7 @@ from copy import copy
 from functools import partial
 from typing import Protocol, Self
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
@@ -76,6 +77,9 @@ class Decoder:
         self._is_end = stage.is_last
         """Whether its last layer is the model's."""
         self._operations = context.operations
+        self._adapters = context.adapters
+        if context.adapters is not None:
+            self.columns = (*self.columns, ADAPTER_SLOTS)
         self._head: OutputHead = head
         self._names = names
         self.slots: WeightSlots = self._stage.at_exit(prefixed("lm_head", head.slots()))
@@ -112,6 +116,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+        if self._adapters is not None:
+            self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
         positions = batch.rotary_positions, batch.grid_positions

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -20,8 +20,9 @@ from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
+from quire.models.adapters import ModelAdapters
 from quire.models.cache_scales import load_cache_scales
-from quire.models.checkpoint_names import language_tensors, vision_tensors
+from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
@@ -50,6 +51,17 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Extras(NamedTuple):
+    """expert_counts: where layers with experts count the rows that they compute (None: they do not). adapters: of the
+    model's layers (None: it takes none)."""
+
+    expert_counts: ExpertCounters | None = None
+    adapters: ModelAdapters | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 def load_model(
     config: ModelConfig,
     load: LoadConfig,
@@ -57,15 +69,14 @@ def load_model(
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
-    expert_counts: ExpertCounters | None = None,
+    extras: Extras = NO_EXTRAS,
     stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
     native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
-    neither: plain torch operators. expert_counts: where layers with experts count the rows that they
-    compute. stage: the layers that this process loads.
+    neither: plain torch operators. extras: what layers have besides. stage: the layers that this process loads.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -87,7 +98,9 @@ def load_model(
         context = _device_context(config, device_layers, group)
     else:
         context = _torch_context(config, group) if runtime is None else _native_context(config, group)
-    context = replace(context, expert_counts=expert_counts, stage=stage)
+    adapters = extras.adapters
+    of_layers = None if adapters is None else adapters.layers
+    context = replace(context, expert_counts=extras.expert_counts, adapters=of_layers, stage=stage)
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:
@@ -95,6 +108,8 @@ def load_model(
     else:
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere, context.cache_scales)
+    if adapters is not None:
+        adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
         return _staged(cast("CausalLM", model), config, context)  # which computes tensors
     from quire.models.deepseek import expansion_rule

@@ -168,4 +168,5 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     )
     drafts = config.speculation
     drafter = WorkerDrafts(drafts.max_drafts, drafts.by_batch_size, adapts=drafts.adapts)
-    return Scheduler(config.scheduler, kv, costs, drafter=drafter if drafts.max_drafts else NO_DRAFTER)
+    chosen = drafter if drafts.max_drafts else NO_DRAFTER
+    return Scheduler(config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters)

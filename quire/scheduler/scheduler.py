@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterable
 from itertools import count, repeat
 
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import (
@@ -34,6 +35,7 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
+from quire.scheduler.adapters import AdapterGate, AdapterSlots
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Collections, Ends
@@ -70,9 +72,10 @@ class Scheduler:
         preemption_costs: PreemptionCosts | None = None,
         gates: list[Gate] | None = None,
         drafter: Drafter = NO_DRAFTER,
+        adapters: AdaptersConfig = NO_ADAPTERS,
     ) -> None:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts."""
+        drafter: only for workers that verify drafts. adapters: how many the workers hold."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
@@ -96,7 +99,8 @@ class Scheduler:
         self._step_ids = count()
         self.matching = Matching()
         self._stats = first_stats(kv)
-        self._gates = Gates(default_gates(kv) if gates is None else gates)
+        self._adapters = AdapterSlots(self._running, adapters)
+        self._gates = Gates([*(default_gates(kv) if gates is None else gates), AdapterGate(self._adapters)])
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
         self._changes = PlanChanges()
         collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
@@ -233,7 +237,8 @@ class Scheduler:
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
-        if is_idle and builder.transfers is None:
+        builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
+        if is_idle and builder.transfers is None and builder.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
@@ -282,6 +287,8 @@ class Scheduler:
         in_flight.commit(self.kv)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
+        if result.adapters:
+            self._adapters.update(result.adapters, self._requests.values())
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
         sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
@@ -348,8 +355,8 @@ class Scheduler:
 
     @property
     def awaits_others(self) -> bool:
-        """Matchers have yet to answer for sequences that do not go ahead."""
-        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited)
+        """Matchers have yet to answer for sequences that do not go ahead, or requests are refused: `settle` is due."""
+        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited) or self._adapters.has_refused
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -386,7 +393,7 @@ class Scheduler:
             updates.append(update)
             num_tokens += len(new_ids)
         self._stats.generation_tokens_total += num_tokens
-        refused = self.matching.take_refused()
+        refused = self.matching.take_refused() + self._adapters.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:

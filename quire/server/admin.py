@@ -12,6 +12,7 @@ from msgspec import Meta
 from quire.config.engine import EngineConfig
 from quire.engine.front_end import check_mode
 from quire.errors import UserError
+from quire.server.adapters import add_adapter_routes
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
@@ -94,7 +95,14 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
         (
             settings.enable_admin_routes,
             "--enable-admin-routes",
-            (_add_pause_routes, _add_cache_routes, _add_abort_route, _add_replica_routes, _add_info_routes),
+            (
+                _add_pause_routes,
+                _add_cache_routes,
+                _add_abort_route,
+                _add_replica_routes,
+                _add_info_routes,
+                add_adapter_routes,
+            ),
         ),
         (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),

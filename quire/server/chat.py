@@ -20,7 +20,7 @@ from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat, spaced
+from quire.server.generation import Terms, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -190,8 +190,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self._params,
             self.engine_id,
             answer_id=self.answer_id,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
+            terms=Terms(body.cache_salt, body.priority, self._adapter),
             names={
                 **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
                 "structured_outputs": self._names.get(self._format.constraint_field, self._format.constraint_field),

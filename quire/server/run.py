@@ -95,6 +95,9 @@ def serve(
             url = listener.url
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                    if settings.lora_modules:
+                        runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
+                        report.phase("load adapters")
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")

@@ -97,6 +97,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
         or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
     api: the APIs of other servers that are spoken besides, separated by commas, or "none" (docs/doors.md).
+    lora_modules: adapters that are loaded at the start, NAME=PATH each, or a JSON object with name, path and
+        base_model_name. lora_dir: a directory of adapters that are loaded when a request names them.
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -114,6 +116,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
+    lora_modules: list[str] = []
+    lora_dir: str | None = None
     cors_allowed_origins: list[str] = []
     allowed_hosts: list[str] = []
     keep_alive_timeout: float = 30.0
@@ -194,7 +198,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"max_connections must be at least 1, not {self.max_connections}", param="max_connections"
             )
-        for name in ("served_model_name", "preload_prefix", "cors_allowed_origins", "allowed_hosts"):
+        for name in ("served_model_name", "preload_prefix", "lora_modules", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
         self._check_tls()
@@ -412,6 +416,8 @@ HELP: dict[str, str] = {
     "max_num_headers": "most headers of a request",
     "uds": "Unix socket to listen on, in place of host and port",
     "root_path": "path that a proxy in front of the server takes off, such as /llm",
+    "lora_modules": "adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name",
+    "lora_dir": "directory of adapters: a request whose model is the name of one of its folders gets that adapter",
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
     "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",

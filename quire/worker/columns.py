@@ -20,6 +20,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.layers.batch import NO_COLUMNS
 from quire.multimodal.positions import ROTARY_COLUMNS
 from quire.step import TokenValues
@@ -49,9 +50,14 @@ class Column:
     rule: Rule
 
 
-STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS))
+STEP_COLUMNS = (
+    Column("segments", Rule.REACHED),
+    *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS),
+    Column(ADAPTER_SLOTS, Rule.ROW),
+)
 """`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots."""
+ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots. ADAPTER_SLOTS: the
+scheduler gives it, with the request's row."""
 
 
 class ColumnValues:

@@ -23,6 +23,7 @@ from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.sizes import format_bytes
+from quire.worker.adapters import AdapterLoads, NoAdapterLoads, adapter_loads
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import STEP_COLUMNS, Column, ColumnValues
 from quire.worker.images import ImageOverlays
@@ -83,6 +84,7 @@ class Worker:
         self._transfers: BlockTransfers = NoTransfers()
         self._connector: WorkerConnector = NoWorkerConnector()
         self._last: PendingStep | None = None
+        self._adapters: AdapterLoads | NoAdapterLoads = NoAdapterLoads()
 
     @_computes
     def load_model(self) -> list[LayerSpec]:
@@ -95,6 +97,7 @@ class Worker:
             require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
+        self._adapters = adapter_loads(self.platform.adapters, self._adapters.held)
         images = self.platform.load_images()
         if images is not None:
             self._overlays = self._images = images
@@ -113,6 +116,7 @@ class Worker:
             self._config.speculation.max_drafts,
         )
         profile = measure_memory(self._model, self._config.model, limits, self.platform.meter())
+        profile = replace(profile, weights=profile.weights + self._adapters.reserved_bytes())
         if self._images is None:
             return profile
         kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()
@@ -194,6 +198,7 @@ class Worker:
             return PendingStep(plan.step_id, None, None, refusal)
         try:
             self._connector.begin_plan(plan)
+            self._adapters.begin_plan(plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -266,6 +271,7 @@ class Worker:
         Idempotent."""
         self.platform.synchronize()
         self._connector.close()
+        self._adapters.close()
         self._last = None
         self._release_pools()
         self._drop_offloaded()
@@ -273,6 +279,7 @@ class Worker:
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
         result.transfers = self._connector.end_plan(launched.plan)
+        result.adapters = self._adapters.end_plan(launched.plan)
         return result
 
     def _drop_offloaded(self) -> None:

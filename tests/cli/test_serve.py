@@ -159,7 +159,7 @@ def test_every_server_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
             ["--num-gpu-blocks-override", "8"],
             "a flag of vLLM, whose lines `python -m quire.cli.vllm serve` takes (docs/",
         ),
-        (["--no-enable-lora"], "(docs/from-vllm.md)"),
+        (["--no-enable-elastic-ep"], "(docs/from-vllm.md)"),
         (["--ssl-keyfile", "x"], "ssl_keyfile and ssl_certfile go together"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
     ],

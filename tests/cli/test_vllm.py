@@ -273,7 +273,7 @@ def test_a_file_of_flags_lies_under_the_line(tmp_path: Path) -> None:
         ("a.yaml", "a: !!bool b", "is not valid YAML"),
         ("a.yaml", "a: &a {b: *a}", "is not valid YAML: Circular reference"),
         ("a.yaml", "no-such-flag: 1", "unknown option '--no-such-flag'"),
-        ("a.yaml", "enable-lora: true", "--enable-lora is not supported: adapters"),
+        ("a.yaml", "enable-elastic-ep: true", "--enable-elastic-ep is not supported: each rank"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -290,7 +290,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message
         ("--hf-overrides [1]", "invalid JSON object value"),
         ("--allowed-origins *", "invalid JSON list of strings value"),
         ("--hf-overrides.a", "--hf-overrides.a needs a value"),
-        ("--enable-lor", "--enable-lora is not supported"),
+        ("--enable-elastic", "--enable-elastic-ep is not supported"),
         ("--enabel-lora", "unknown option '--enabel-lora'; did you mean '--enable-lora'"),
         ("-dpr 1", "--data-parallel-start-rank is not supported: all replicas are on this machine"),
     ],
@@ -334,7 +334,7 @@ def test_notes_are_on_standard_error_and_the_server_starts(
     [(options, settings)] = started
     assert (options.model, settings.host, settings.disable_fastapi_docs) == ("m", "0.0.0.0", True)
     assert capsys.readouterr().err.startswith("quire: note: --trust-remote-code has no effect: no code of")
-    assert main(["serve", "m", "--enable-lora"]) == 2
+    assert main(["serve", "m", "--enable-elastic-ep"]) == 2
     assert main(["benhc"]) == 2
     assert "unknown command 'benhc'; did you mean 'bench'?" in capsys.readouterr().err
     assert len(started) == 1

@@ -9,7 +9,7 @@ ONE_ROUTER = "all replicas are on this machine, behind the server's own router: 
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
 NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
-NO_ADAPTERS = "adapters are not supported yet"
+NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
 MEASURED = "/metrics always has what is measured"
 ONE_PLACE = "the KV cache serves one engine"
@@ -72,19 +72,19 @@ PARALLEL: tuple[VllmFlag, ...] = (
 )
 
 ADAPTERS: tuple[VllmFlag, ...] = (
-    refused("enable_lora", "flag", NO_ADAPTERS, False),
-    noted("max_loras", "int", NO_ADAPTERS, 1),
-    noted("max_lora_rank", "int", NO_ADAPTERS, 16),
-    noted("lora_dtype", "text", NO_ADAPTERS, "auto"),
-    noted("enable_tower_connector_lora", "flag", NO_ADAPTERS, False),
-    noted("max_cpu_loras", "int", NO_ADAPTERS),
-    noted("max_lora_cls_labels", "int", NO_ADAPTERS),
-    noted("fully_sharded_loras", "flag", NO_ADAPTERS, False),
-    noted("lora_target_modules", "texts", NO_ADAPTERS, []),
-    refused("default_mm_loras", "json", NO_ADAPTERS, {}),
-    noted("specialize_active_lora", "flag", NO_ADAPTERS, False),
-    noted("enable_mixed_moe_lora_format", "flag", NO_ADAPTERS, False),
-    noted("enable_moe_shared_loras", "flag", NO_ADAPTERS, False),
+    to("enable_lora", "flag", why="native and plain torch kernels, so far"),
+    to("max_loras", "int"),
+    to("max_lora_rank", "int"),
+    to("lora_dtype", "text"),
+    refused("enable_tower_connector_lora", "flag", "adapters change the language model alone", False),
+    to("max_cpu_loras", "int", why="a CPU has one level: as many adapters stay loaded"),
+    noted("max_lora_cls_labels", "int", "classifiers take no adapters yet"),
+    so("fully_sharded_loras", "flag", "each rank keeps of an adapter what its share of the layers needs", False, True),
+    to("lora_target_modules", "texts"),
+    refused("default_mm_loras", "json", "no adapter is chosen by the kind of a prompt", {}),
+    so("specialize_active_lora", "flag", "a step reads the adapters of its tokens alone", False, True),
+    refused("enable_mixed_moe_lora_format", "flag", NO_EXPERT_ADAPTERS, False),
+    refused("enable_moe_shared_loras", "flag", NO_EXPERT_ADAPTERS, False),
 )
 
 OBSERVABILITY: tuple[VllmFlag, ...] = (
@@ -195,5 +195,5 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("disable_async_output_proc", "flag", "--queue-depth plans ahead", False),
     noted("worker_use_ray", "flag", "there is no Ray", False),
     noted("disable_mm_preprocessor_cache", "flag", "mm_processor_cache_gb 0 keeps no processed pictures", False),
-    refused("enable_prompt_adapter", "flag", NO_ADAPTERS, False),
+    refused("enable_prompt_adapter", "flag", "vLLM has removed prompt adapters", False),
 )

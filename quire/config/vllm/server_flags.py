@@ -10,7 +10,7 @@ NO_COHERE = "Cohere's chat is not served"
 SUPERVISOR = "the server itself starts replicas again"
 
 _CHAT: tuple[VllmFlag, ...] = (
-    refused("lora_modules", "texts", "adapters are not supported yet", []),
+    to("lora_modules", "texts"),
     to("chat_template", "text", why="a file or the template itself; run in a sandbox"),
     to("chat_template_content_format", "text"),
     to("trust_request_chat_template", "flag"),

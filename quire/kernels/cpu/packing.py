@@ -112,7 +112,7 @@ class PackedMatrix:
         self.group_size = _FP4_GROUPS.get(type) or min(group_size or in_features, in_features)
         self.gated = gated
         self.integer_activations = integer_activations
-        panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
+        panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe(out_features, gated))
         self.padded_columns = panels * _PANEL
         self.data = self._zeros(panels * panel_bytes, torch.uint8)
         count = num_codes = panels * self.num_groups * _PANEL
@@ -245,9 +245,12 @@ class PackedMatrix:
         _native.unpack_rows(self.as_native(), rows.data_ptr(), self.in_features, 0, self.out_features)
         return rows
 
-    def as_native(self) -> _native.PackedWeight:
-        """The matrix as kernels take it. The result holds addresses: the matrix must outlive it."""
-        return self._describe(*self._stored())
+    def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
+        """The matrix as kernels take it. The result holds addresses: the matrix must outlive it. interleaved: a gated
+        matrix as one of `padded_columns` rows that is not gated, whose gate and up rows take turns of 16."""
+        if not interleaved:
+            return self._describe(self.out_features, self.gated, *self._stored())
+        return self._describe(self.padded_columns, False, *self._stored())
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that kernels read, in the order of `PackedWeight`."""
@@ -255,13 +258,13 @@ class PackedMatrix:
         is_wide = self.scale_dtype == torch.float32
         return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
 
-    def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
+    def _describe(self, out_features: int, gated: bool, *tensors: torch.Tensor | None) -> _native.PackedWeight:
         return _native.PackedWeight(
             self.type,
             self.in_features,
-            self.out_features,
+            out_features,
             self.group_size,
-            self.gated,
+            gated,
             self.integer_activations,
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
             centre=self.blocks.centre if self.blocks else 0.0,

@@ -116,8 +116,8 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
     """A run of the split kernel over a batch. tokens: it computes sequences with at most this many new tokens.
-    num_programs: programs of one sequence and key head. capacity: splits of these that the scratch has room for.
-    min_keys: fewest keys of a split."""
+    num_programs: programs of one sequence and key head. capacity: splits of one sequence and key head that the scratch
+    has room for. min_keys: fewest keys of a split."""
 
     tiles: Tiles
     tokens: int

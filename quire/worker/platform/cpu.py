@@ -17,10 +17,12 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model, load_vision
+from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
@@ -63,6 +65,7 @@ class CpuPlatform:
         self._group = group
         self._config = config
         self._runtime = None
+        self.adapters: ModelAdapters | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
@@ -126,15 +129,28 @@ class CpuPlatform:
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
         shown = progress if self._group.rank == 0 and self.stage.is_first else None
+        self.adapters = self._make_adapters()
         return load_model(
             config.model,
             config.load,
             self._group,
             shown,
             self._runtime,
-            expert_counts=self.expert_counts,
+            extras=Extras(self.expert_counts, self.adapters),
             stage=self.stage,
         )
+
+    def _make_adapters(self) -> ModelAdapters | None:
+        adapters = self._config.adapters
+        if not adapters.is_on:
+            return None
+        dtype = TORCH_DTYPES[adapters.dtype]
+        if self._runtime is None:
+            device = torch.device(self._config.device.device)
+            return ModelAdapters(adapters, TorchAdapterStorage(adapters.num_slots, adapters.max_rank, dtype, device))
+        from quire.layers.native_adapters import NativeAdapterStorage  # the native module may not be built
+
+        return ModelAdapters(adapters, NativeAdapterStorage(adapters.num_slots, adapters.max_rank, dtype))
 
     def load_images(self) -> ImageOverlays | None:
         found = image_inputs(self._config)

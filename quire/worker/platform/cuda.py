@@ -19,8 +19,9 @@ from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.device import DeviceLayers
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
+from quire.models.loader import Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -57,6 +58,8 @@ class CudaPlatform:
     """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
     none."""
 
+    adapters: ModelAdapters | None = None
+    """None are taken yet."""
     stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
@@ -118,7 +121,7 @@ class CudaPlatform:
                 self._group,
                 progress=progress if self._group.rank == 0 else None,
                 device_layers=layers,
-                expert_counts=self.expert_counts,
+                extras=Extras(self.expert_counts),
             )
         self.streams.synchronize()
         return model

@@ -17,6 +17,7 @@ import torch
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
 from quire.parallel.stage import Stage
@@ -246,6 +247,9 @@ class Platform(Protocol):
     expert_counts: ExpertCounters | None
     """Rows that each expert of each layer has computed, by the expert's number: int64, where the model computes. None
     without the option of that name."""
+
+    adapters: ModelAdapters | None
+    """Of the model that was loaded last; None without the option `enable_lora`."""
 
     def load_model(self, progress: Progress) -> CausalLM:
         """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
