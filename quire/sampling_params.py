@@ -158,6 +158,9 @@ class SamplingParams(
     """Constraint on the text: StructuredOutputsParams, or its fields in a dictionary."""
     thinking_token_budget: int | None = None
     """Most tokens that the model thinks; then the mark that ends its thoughts follows. None and -1: no limit."""
+    num_speculative_tokens: int | None = None
+    """Drafts of a step at most, where the engine makes drafts. 0: none; None: as many as the engine chooses. No token
+    depends on it."""
     detokenize: bool = True
     """Make text of the tokens."""
     skip_special_tokens: bool = True
@@ -232,6 +235,7 @@ class SamplingParams(
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
         _optional_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
+        _optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0, None)
         if self.repetition_detection is not None:
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition(self.repetition_detection))
         if self.structured_outputs is not None:

@@ -80,8 +80,9 @@ UPDATE = SequenceUpdate(
     ranking=(-2.5, -1.25),
     pooled=[0.5, -1.25],
 )
-NUMBERS = [name for name in EngineStats.__struct_fields__ if name != "expert_counts"]
-STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, expert_counts={3: [4, 5]})
+LISTS: dict[str, Any] = {"expert_counts": {3: [4, 5]}, "accepted_drafts_by_position": [6, 2]}
+NUMBERS = [name for name in EngineStats.__struct_fields__ if name not in LISTS]
+STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, **LISTS)
 REQUEST = EngineRequest(
     images=[IMAGE],
     adapter=ADAPTER,

@@ -175,7 +175,7 @@ def test_greedy_means_temperature_zero() -> None:
 
 def test_every_field_is_covered_here() -> None:
     covered = {*NUMBERS, *INTEGERS, *FLAGS, *TOKEN_LISTS, "stop", "bad_words", "logit_bias", "early_stopping"}
-    covered |= {"truncation_side", "thinking_token_budget", *PYTHON_ONLY}
+    covered |= {"truncation_side", "thinking_token_budget", "num_speculative_tokens", *PYTHON_ONLY}
     assert covered == set(SamplingParams.__struct_fields__)
 
 

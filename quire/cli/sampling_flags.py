@@ -38,6 +38,7 @@ HELP: dict[str, str] = {
     "truncation_side": "which side of a prompt truncate_prompt_tokens cuts: left or right (default: left)",
     "timeout_s": "seconds after which the request ends with what it has",
     "thinking_token_budget": "most tokens that the model thinks before it answers (-1: no limit)",
+    "num_speculative_tokens": "drafts of a step at most, where the engine makes drafts (0: none)",
     "detokenize": "make text of the tokens",
     "skip_special_tokens": "leave special tokens out of the text",
 }

@@ -17,7 +17,7 @@ from quire.cli.parser import Parser, add_struct_flags, given, json_object, lengt
 from quire.cli.serve import start
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
-from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
+from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, SPECULATION_KEYS, VERSION, VllmFlag, finish, translate
 from quire.errors import UserError, nearest_name
 from quire.server.settings import HELP as SERVER_HELP
 from quire.server.settings import ServerSettings
@@ -299,7 +299,7 @@ def parse_flags(parser: Parser, arguments: Sequence[str], prefix: str = "") -> a
     prefix: as for `add_flags`. Raises UserError."""
     plain: list[str] = []
     keyed: dict[str, dict[str, Any]] = {}
-    rest = [_whole(part, parser) for argument in arguments for part in _spelled(argument)]
+    rest = [_as_key(_whole(part, parser)) for argument in arguments for part in _spelled(argument)]
     while rest:
         argument = rest.pop(0)
         dotted = _DOTTED.fullmatch(argument)
@@ -330,6 +330,13 @@ def _spelled(argument: str) -> list[str]:
         head, dot, keys = name.partition(".")
         return [head.replace("_", "-") + dot + keys + equals + value]
     return [argument]
+
+
+def _as_key(argument: str) -> str:
+    """A flag that stands for a key of --speculative-config as that key."""
+    name, equals, value = argument.partition("=")
+    key = SPECULATION_KEYS.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+    return argument if key is None else f"--speculative-config.{key}{equals}{value}"
 
 
 def _whole(argument: str, parser: Parser) -> str:

@@ -7,11 +7,15 @@ upper bounds, and the workers know the truth.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
+from quire.decoding.draft_numbers import DraftRecord
 from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.stats import EngineStats
 from quire.step import StepPlan, StepResult
 
 
@@ -35,9 +39,9 @@ class Drafter(Protocol):
     """Whether `propose` is called for every token. Else it is not for a sequence without `num_found_drafts`, which
     takes the fast path."""
 
-    def propose(self, sequence: Sequence, limit: int) -> Drafts:
-        """At most `limit` (>= 1) drafts. Tokens of its own it can propose only for a sequence whose tokens are all
-        known (`num_pending_tokens` is 0): otherwise None or no drafts."""
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
+        """At most `limit` (>= 1) drafts, while `batch_size` sequences run. Tokens of its own it can propose only for a
+        sequence whose tokens are all known (`num_pending_tokens` is 0): otherwise None or no drafts."""
         ...
 
 
@@ -47,7 +51,7 @@ class NoDrafter:
     max_drafts = 0
     asks_always = False
 
-    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         return NO_DRAFTS
 
 
@@ -61,12 +65,25 @@ class WorkerDrafts:
 
     asks_always = False
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(
+        self, max_drafts: int, by_batch_size: SequenceOf[tuple[int, int]] = (), *, adapts: bool = True
+    ) -> None:
+        """by_batch_size: as that of SpeculationConfig. adapts: fewer drafts where a sequence's are rejected."""
         self.max_drafts = max_drafts
+        self._ends = [end for end, _ in by_batch_size]
+        self._numbers = [number for _, number in by_batch_size]
+        self._adapts = adapts
 
-    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
+        if self._ends:
+            limit = min(limit, self._numbers[min(bisect_left(self._ends, batch_size), len(self._ends) - 1)])
+        limit = min(limit, sequence.num_found_drafts)
+        if limit and self._adapts:
+            if sequence.draft_record is None:
+                sequence.draft_record = DraftRecord(self.max_drafts)
+            limit = min(limit, sequence.draft_record.next_limit())
         if sequence.request.constraint is None:
-            return Drafts(min(limit, sequence.num_found_drafts))
+            return Drafts(limit)
         token_ids = sequence.draft_token_ids[:limit]
         return Drafts(len(token_ids), token_ids)
 
@@ -81,6 +98,19 @@ def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
             sequence.draft_token_ids = result.draft_token_ids.get(index, [])
 
 
+def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:
+    """Count the drafts of a step and those that were accepted."""
+    stats.draft_tokens_total += result.num_drafts
+    counts = list(stats.accepted_drafts_by_position)  # snapshots have the one before
+    for source, token_ids in zip(plan.sample_from, result.token_ids, strict=True):
+        stats.drafts_total += plan.num_drafts[source] > 0
+        counts += [0] * (plan.num_drafts[source] - len(counts))
+        for position in range(len(token_ids) - 1):
+            counts[position] += 1
+            stats.accepted_draft_tokens_total += 1
+    stats.accepted_drafts_by_position = counts
+
+
 def take_masked_drafts(sequence: Sequence) -> None:
     """Keep of the drafts of a sequence under a constraint what is left behind the tokens that its matcher forced."""
     assert sequence.matcher is not None, "it has answered"
@@ -88,9 +118,9 @@ def take_masked_drafts(sequence: Sequence) -> None:
     sequence.num_found_drafts = len(sequence.draft_token_ids)
 
 
-def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int) -> Drafts:
+def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int, batch_size: int) -> Drafts:
     """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
-    included."""
+    included. batch_size: running sequences."""
     request = sequence.request
     if request.beam_search is not None or request.fork_position is not None or request.pooling:
         return NO_DRAFTS
@@ -100,7 +130,9 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
     # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.
     num_free = min(budget, max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)
     limit = min(drafter.max_drafts, num_free - 1)
-    return drafter.propose(sequence, limit) if limit > 0 else NO_DRAFTS
+    if request.params.num_speculative_tokens is not None:
+        limit = min(limit, request.params.num_speculative_tokens)
+    return drafter.propose(sequence, limit, batch_size) if limit > 0 else NO_DRAFTS
 
 
 def take_back_rejected(
@@ -120,6 +152,8 @@ def take_back_rejected(
         sequence.num_pending_tokens -= num_drafts
         sequence.num_pending_drafts -= num_drafts
         sequence.fast_path_until = 0
+        if num_drafts and accepted and sequence.draft_record is not None:
+            sequence.draft_record.note(num_drafts, len(accepted) - 1)
         num_rejected = num_drafts + 1 - len(accepted)
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:

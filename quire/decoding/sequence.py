@@ -18,6 +18,7 @@ from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
+    from quire.decoding.draft_numbers import DraftRecord
     from quire.decoding.masks import Constraint, Foreseen, Matcher
 
 OrderKey = tuple[float, int]
@@ -63,6 +64,7 @@ class Sequence:
         "awaits_matcher",
         "blocks",
         "chain",
+        "draft_record",
         "draft_token_ids",
         "fast_path_until",
         "finish_reason",
@@ -96,6 +98,8 @@ class Sequence:
         self.num_pending_drafts = 0
         self.num_found_drafts = 0
         """Drafts that the workers have for its next step, as far as results say."""
+        self.draft_record: DraftRecord | None = None
+        """What became of its drafts so far; None: it had none, or their number does not depend on it."""
         self.draft_token_ids: list[int] = []
         """These drafts, of a sequence under a constraint: its matcher is asked for masks behind them."""
         self.first_step_id = 0

@@ -7,11 +7,13 @@ The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import msgspec
 
 _SIZES = ("block_size", "block_bytes")
+POSITIONS = "accepted_drafts_by_position"
 
 
 class Load(NamedTuple):
@@ -66,10 +68,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens_total: int = 0
     """Of requests that have started, those that the prefix cache had included."""
     generation_tokens_total: int = 0
+    drafts_total: int = 0
+    """How often a sequence had drafts in a step."""
     draft_tokens_total: int = 0
     """Drafts that steps computed (`speculative_config`)."""
     accepted_draft_tokens_total: int = 0
     """Those of them that were the sequences' own tokens."""
+    accepted_drafts_by_position: list[int] = []
+    """The same by place behind the known token, from the first one on; as long as the most drafts of a step so far."""
     preemptions_total: int = 0
     swap_preemptions_total: int = 0
     """Those of the preemptions that swapped."""
@@ -126,8 +132,15 @@ def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
         if name == "expert_counts":
             total.expert_counts = _add_up_counts([each for each in values if each is not None])
             continue
+        if name == POSITIONS:
+            total.accepted_drafts_by_position = _add_up_positions(values)
+            continue
         setattr(total, name, max(values) if name in _SIZES else sum(values))
     return total
+
+
+def _add_up_positions(counts: Sequence[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _add_up_counts(counts: Sequence[dict[int, list[int]]]) -> dict[int, list[int]] | None:
@@ -143,7 +156,9 @@ def carry_over(before: EngineStats | None, stats: EngineStats) -> EngineStats:
     if before is None:
         return stats
     counters = (name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
-    return msgspec.structs.replace(stats, **{name: getattr(before, name) + getattr(stats, name) for name in counters})
+    sums: dict[str, Any] = {name: getattr(before, name) + getattr(stats, name) for name in counters}
+    sums[POSITIONS] = _add_up_positions([before.accepted_drafts_by_position, stats.accepted_drafts_by_position])
+    return msgspec.structs.replace(stats, **sums)
 
 
 def shares(stats: EngineStats) -> dict[str, float]:

@@ -98,6 +98,12 @@ COUNTERS: tuple[Family, ...] = (
             "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of started requests, cached ones included."),
             "prompt_tokens_cached": ("prefix_cache_hits_total", "Prompt tokens that were found in a cache."),
             "generation_tokens": ("generation_tokens_total", "Tokens generated."),
+            "spec_decode_num_drafts": ("drafts_total", "Times that a sequence had drafts in a step."),
+            "spec_decode_num_draft_tokens": ("draft_tokens_total", "Drafts that steps computed."),
+            "spec_decode_num_accepted_tokens": (
+                "accepted_draft_tokens_total",
+                "Drafts that were the sequences' own tokens.",
+            ),
         },
         is_vllm=True,
     ),

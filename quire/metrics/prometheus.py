@@ -172,6 +172,13 @@ class EngineMetrics(Collector):
         yield from self._counted(
             "admission_rejections", "Requests refused before the engine saw them.", "reason", self._rejections.totals()
         )
+        positions = {str(place): float(count) for place, count in enumerate(self.stats.accepted_drafts_by_position)}
+        yield from self._counted(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were the sequences' own tokens, by place behind the known token.",
+            "position",
+            positions,
+        )
         yield from self._families(CounterMetricFamily, _tool_readings(self._tool_readings.totals()))
         asleep = self._sleep_level()
         states = {state: float(level == asleep) for level, state in enumerate(SLEEP_STATES)}

@@ -161,6 +161,7 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
         enable_prefix_caching=config.cache.enable_prefix_caching,
         make_connector=connector_of(config.cache),
     )
-    max_drafts = config.speculation.max_drafts
-    drafter = WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER
-    return Scheduler(config.scheduler, kv, costs, drafter=drafter, adapters=config.adapters)
+    drafts = config.speculation
+    drafter = WorkerDrafts(drafts.max_drafts, drafts.by_batch_size, adapts=drafts.adapts)
+    chosen = drafter if drafts.max_drafts else NO_DRAFTER
+    return Scheduler(config.scheduler, kv, costs, drafter=chosen, adapters=config.adapters)

@@ -98,13 +98,6 @@ def attach_prompt_logprobs(
             updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
 
 
-def count_drafts(stats: EngineStats, result: StepResult) -> None:
-    """Count the drafts that a step verified, and those that it accepted."""
-    if result.num_drafts:
-        stats.draft_tokens_total += result.num_drafts
-        stats.accepted_draft_tokens_total += sum([len(tokens) - 1 for tokens in result.token_ids if tokens])
-
-
 def ends_in_text(sequence: Sequence, token_id: int) -> bool:
     """Whether the last token of a sequence whose constraint is at its end belongs to the text."""
     is_text = sequence.matcher is not None and sequence.matcher.ends_in_text

@@ -19,6 +19,7 @@ from quire.decoding.drafts import (
     NO_DRAFTER,
     NO_DRAFTS,
     Drafter,
+    count_drafts,
     note_found_drafts,
     propose_drafts,
     take_accepted,
@@ -45,7 +46,7 @@ from quire.scheduler.matching import Matching
 from quire.scheduler.plan_builder import PlanBuilder, PlanChanges
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, count_drafts, report_times_early
+from quire.scheduler.reporting import attach_prompt_logprobs, report_times_early
 from quire.scheduler.running import RunningSet
 from quire.scheduler.snapshot import KVSnapshot, take_snapshot
 from quire.step import SamplingInputs, StepPlan, StepResult
@@ -260,7 +261,8 @@ class Scheduler:
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
         if plan.num_drafts or not all(result.token_ids):
             self._changes.trimmed |= take_back_rejected(plan, samples, result.token_ids, self.kv)
-            count_drafts(self._stats, result)
+            if result.num_drafts:
+                count_drafts(self._stats, plan, result)
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
             note_found_drafts(samples, result)
@@ -384,7 +386,7 @@ class Scheduler:
             drafts, end = NO_DRAFTS, start + num_tokens
             if max_drafts and (asks_always or sequence.num_found_drafts) and num_tokens == 1 and end == known:
                 num_free = builder.budget - (len(running) - index) - num_reserved
-                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
+                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk, len(running))
                 end += drafts.num_tokens
             if end > blocks.capacity or blocks.tail_shared:
                 least_start = start - sequence.num_pending_drafts

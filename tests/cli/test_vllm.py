@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.cli.vllm import Line, build_parser, flag_tables, main
 from quire.cli.vllm import read_line as read_line_with
 from quire.config.options import EngineOptions
-from quire.config.vllm import FLAGS, GROUPS, MEANT, NOTED, REFUSED, VllmFlag, translate_keywords
+from quire.config.vllm import FLAGS, GROUPS, MEANT, NOTED, REFUSED, SPECULATION_KEYS, VllmFlag, translate_keywords
 from quire.config.vllm.record import KINDS
 from quire.errors import ConfigError, UserError
 from quire.server.settings import ServerSettings
@@ -89,7 +89,9 @@ def test_each_flag_does_what_the_table_says(entry: VllmFlag) -> None:
         read = read_line(line)
         if entry.target is not None and (entry.known is None or value in entry.known):
             where = read.settings if entry.target in ServerSettings.__struct_fields__ else read.options
-            assert where[entry.target] == (entry.values.get(value, value) if isinstance(value, str | int) else value)
+            ours = entry.values.get(value, value) if isinstance(value, str | int) else value
+            key = SPECULATION_KEYS.get(entry.name)
+            assert where[entry.target] == (ours if key is None else {key: ours})
             assert read.notes == []
         elif value in entry.harmless or (entry.fate == MEANT and entry.known is None and not entry.harmless):
             assert read.notes == []
@@ -168,6 +170,16 @@ def test_values(line: str, options: dict[str, Any]) -> None:
 def test_either_word_of_a_flag_for_settings() -> None:
     assert read_line(["m", "--enable-fastapi-docs"]).settings["disable_fastapi_docs"] is False
     assert read_line(["m", "--disable-per-request-metrics"]).settings["enable_per_request_metrics"] is False
+
+
+def test_flags_for_keys_of_the_speculation() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    line = read_line(["m", "--spec-method", "ngram", "--spec_tokens=3", "--speculative-config.prompt_lookup_max", "2"])
+    assert line.options["speculative_config"] == given
+    assert read_line(["m", "--spec-t", "3"]).options["speculative_config"] == {"num_speculative_tokens": 3}
+    keywords = {"spec_method": "ngram", "spec_model": None, "spec_tokens": 3}
+    more = {"speculative_config": {"prompt_lookup_max": 2}}
+    assert translate_keywords({**keywords, **more}, ("speculative_config",)) == ({"speculative_config": given}, [])
 
 
 def test_keys_of_json_flags_join_the_json() -> None:

@@ -29,8 +29,19 @@ def test_lookup(lookup: dict[str, int], expected: tuple[int, int]) -> None:
     assert resolve(options).speculation == SpeculationConfig(4, *expected)
 
 
+def test_the_number_of_drafts() -> None:
+    given = {"method": "ngram_gpu", "num_speculative_tokens": 4, "adaptive": False}
+    given["num_speculative_tokens_per_batch_size"] = [[1, 4, 4], [5, 16, 2], [17, 64, 0]]
+    found = resolve(EngineOptions.from_keywords({"speculative_config": given})).speculation
+    assert found == SpeculationConfig(4, by_batch_size=((4, 4), (16, 2), (64, 0)), adapts=False)
+
+
 def test_none() -> None:
     assert resolve(EngineOptions()).speculation.max_drafts == 0
+
+
+def by_batch_size(*ranges: list[int]) -> dict[str, Any]:
+    return {"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": list(ranges)}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +49,7 @@ def test_none() -> None:
     [
         ({}, "method"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, r"method must be one of ngram, not 'eagle'"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, r"method must be one of ngram, ngram_gpu, not 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 31, not 0"),
         ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config has no 'model'"),
         (
@@ -46,6 +57,10 @@ def test_none() -> None:
             "prompt_lookup_min must be from 1 to 3, not 4",
         ),
         ({"method": "ngram", "num_speculative_tokens": "2"}, "speculative_config: .*int"),
+        (by_batch_size([2, 4, 2]), r"follow one another from 1 on, not \[2, 4, 2\] where one from 1 on is due"),
+        (by_batch_size([1, 4, 2], [6, 8, 1]), "where one from 5 on is due"),
+        (by_batch_size([1, 0, 2]), "where one from 1 on is due"),
+        (by_batch_size([1, 4, 3]), "may ask for 0 to 2 drafts"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], reason: str) -> None:

@@ -41,9 +41,9 @@ class KnownText(RandomDrafts):
         """By the tokens of a prompt and the number of a sample."""
         self._asked: Sequence | None = None
 
-    def propose(self, sequence: Sequence, limit: int) -> Any:
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Any:
         self._asked = sequence
-        return super().propose(sequence, limit)
+        return super().propose(sequence, limit, batch_size)
 
     def foresee(self, seq_id: int, count: int) -> list[int]:
         sequence = self._asked
@@ -105,6 +105,7 @@ KINDS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
     "penalties": lambda _: {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
     "samples": lambda _: {"n": 3, "temperature": 0.7, "seed": 1},
     "a budget": lambda _: {"max_tokens": 17},
+    "a number of drafts": lambda _: {"num_speculative_tokens": 1},
 }
 BEHIND_A_MARK = StructuredOutputsParams(regex="[ab]{1,60}", start_after_token_ids=[67, 68, 68])
 """Drafts lie before the mark, across it and behind it."""
@@ -165,3 +166,11 @@ def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> N
         now_accepted, now_drafts = engines.counts()
         assert 0 < now_accepted - accepted < now_drafts - drafts
     assert drafting.stats()["prefix_cache_hits_total"] > hits
+
+
+def test_a_request_without_drafts(engines: Engines) -> None:
+    before = engines.counts()
+    asked = msgspec.structs.replace(SEEDED, num_speculative_tokens=0)
+    found = engines.drafting.generate(["print"], asked, use_tqdm=False)
+    assert engines.counts() == before
+    assert exact(found) == exact(engines.plain.generate(["print"], SEEDED, use_tqdm=False))

@@ -20,7 +20,7 @@ from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, Engine
 from quire.engine.process_client import ProcessClient
 from quire.engine.router import PREFIX_TOKENS
 from quire.errors import ConfigError, EngineDeadError, InternalError, ModelLoadError, UserError
-from quire.kv_cache.stats import EngineStats, add_up
+from quire.kv_cache.stats import EngineStats, add_up, carry_over
 from quire.request import FinishReason
 from tests.engine.driving import add, call, stats, tokens_until_finished
 from tests.engine.fleets import PATIENCE, Gated, note, owners, started, wait_for
@@ -479,3 +479,6 @@ def test_snapshots_add_up() -> None:
     away = EngineStats(steps_total=3)
     total = EngineStats(block_size=16, block_bytes=100, num_blocks=10, steps_total=17)
     assert add_up([one, one, away]) == add_up([away, one, one]) == total
+    some, more = EngineStats(accepted_drafts_by_position=[3]), EngineStats(accepted_drafts_by_position=[2, 1])
+    for found in (add_up([some, more]), add_up([more, one, some]), carry_over(some, more), carry_over(more, some)):
+        assert found.accepted_drafts_by_position == [5, 1]

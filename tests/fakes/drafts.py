@@ -43,7 +43,7 @@ class RandomDrafts:
         self._right = right
         self._by_worker = by_worker
 
-    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         assert 1 <= limit <= self.max_drafts
         num_tokens = self._random.randint(0, limit)
         if not num_tokens:

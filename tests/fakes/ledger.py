@@ -23,7 +23,7 @@ Tables = list[list[int]]
 
 def numbers(stats: EngineStats) -> Counter[str]:
     """All of a snapshot that can be added up."""
-    return Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value is not None})
+    return Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if isinstance(value, int)})
 
 
 class SlotLedger:

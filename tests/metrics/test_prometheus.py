@@ -62,8 +62,9 @@ def delta(
 
 def test_counters_and_gauges_come_from_the_last_snapshot(metrics: EngineMetrics) -> None:
     """Each from its own field: all fields differ."""
-    first = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 7))
-    fields = {field: 1000 + number for number, field in enumerate(EngineStats.__struct_fields__)}
+    names = [name for name in EngineStats.__struct_fields__ if name != "accepted_drafts_by_position"]
+    first = EngineStats(**dict.fromkeys(names, 7))
+    fields = {field: 1000 + number for number, field in enumerate(names)}
     last = EngineStats(**fields)
     for stats in (first, last):
         metrics.record_stats(stats)
@@ -79,6 +80,13 @@ def test_counters_and_gauges_come_from_the_last_snapshot(metrics: EngineMetrics)
     assert found["prompt_tokens_total"] == fields["prompt_tokens_total"]
     read = [row.read(last) for family in (*COUNTERS, *GAUGES) for row in family.rows if len(family.rows) == 1]
     assert len(read) - len(set(read)) == 1, "prompt_tokens_cached and prefix_cache_hits alone have the same value"
+
+
+def test_accepted_drafts_by_position(metrics: EngineMetrics) -> None:
+    metrics.record_stats(EngineStats(accepted_drafts_by_position=[5, 2, 0]))
+    found = sums(metrics)
+    assert [found[f"spec_decode_num_accepted_tokens_per_pos_total{place}"] for place in range(3)] == [5, 2, 0]
+    assert "spec_decode_num_accepted_tokens_per_pos_total3" not in found
 
 
 def test_parts_add_up(metrics: EngineMetrics) -> None:

@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 
-from quire.decoding.drafts import Drafts, WorkerDrafts
+from quire.decoding.drafts import Drafts, WorkerDrafts, count_drafts
 from quire.decoding.sequence import Sequence
+from quire.kv_cache.stats import EngineStats
 from quire.request import FinishReason
 from quire.step import StepPlan, StepResult
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -30,7 +31,7 @@ class OwnDrafts:
         self.text = text
         self.max_drafts = max_drafts
 
-    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+    def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if sequence.num_pending_tokens:
             return Drafts(limit)
         place = sequence.num_output_tokens
@@ -268,3 +269,68 @@ def test_drafts_under_a_constraint(queue_depth: int, constraint: str, end: int |
     assert driver.finished["r", 0] is (FinishReason.LENGTH if end is None else FinishReason.STOP)
     assert 0 < executor.num_accepted_drafts < executor.num_drafts
     driver.assert_all_free()
+
+
+def drafts_of_steps(drafter: WorkerDrafts, guess: Any = lambda right: right, **requests: dict[str, Any]) -> Any:
+    """The numbers of drafts of each request's steps, where the workers find as many as they may."""
+    driver = make_driver(drafter)
+    executor, take_samples = driver.executor, driver.executor._sample
+    executor.propose_drafts = lambda _seq_id, right, _count: guess(right)
+
+    def find(plan: StepPlan, result: StepResult) -> None:
+        take_samples(plan, result)
+        result.found_drafts = dict.fromkeys(range(len(plan.sample_seq_ids)), drafter.max_drafts)
+
+    executor._sample = find  # type: ignore[method-assign]
+    for number, (name, fields) in enumerate(requests.items()):
+        driver.add(name, prompt(9, start=number), **fields)
+    driver.run()
+    for number, (name, fields) in enumerate(requests.items()):
+        assert driver.tokens[name, 0] == generate_alone(prompt(9, start=number), **fields)[0]
+    plans = [plan for plan in driver.executor.plans if plan.num_drafts]
+    return [
+        [count for plan in plans for each, count in zip(plan.seq_ids, plan.num_drafts, strict=True) if each == number]
+        for number in range(len(requests))
+    ]
+
+
+def test_a_request_says_how_many_drafts_it_wants() -> None:
+    some, none, all_, more = drafts_of_steps(
+        WorkerDrafts(4, adapts=False),
+        some={"max_tokens": 24, "num_speculative_tokens": 2},
+        none={"max_tokens": 24, "num_speculative_tokens": 0},
+        all={"max_tokens": 24},
+        more={"max_tokens": 24, "num_speculative_tokens": 9},
+    )
+    assert (max(some), max(none), max(all_), max(more)) == (2, 0, 4, 4)
+
+
+def test_the_number_by_running_sequences() -> None:
+    """One has four drafts, two have three, and more have none."""
+    drafter = WorkerDrafts(4, ((1, 4), (2, 3), (4, 0)), adapts=False)
+    requests = {str(number): {"max_tokens": 16} for number in range(5)}
+    for count, most in ((1, 4), (2, 3), (3, None), (5, None)):
+        found = drafts_of_steps(drafter, **dict(list(requests.items())[:count]))
+        assert [numbers[0] if numbers else None for numbers in found] == [most] * count
+
+
+def test_wrong_drafts_become_few() -> None:
+    [right] = drafts_of_steps(WorkerDrafts(4), a={"max_tokens": 60})
+    [wrong] = drafts_of_steps(
+        WorkerDrafts(4), lambda right: [(token + 1) % 97 for token in right], a={"max_tokens": 60}
+    )
+    assert right[:2] == [4, 4]
+    assert wrong[:4] == [4, 3, 2, 2]
+    assert wrong[-2:] == [1, 1]
+    assert len(wrong) < 20
+
+
+def test_drafts_are_counted() -> None:
+    """Three steps: one draft and then others are right."""
+    stats, plan = EngineStats(), StepPlan(0, [0, 1, 2], [9] * 3, [4, 1, 2], [0, 1, 2], [0, 1, 2], num_drafts=[3, 0, 1])
+    for tokens in ([[1, 2], [3], [4]], [[1, 2, 3, 4], [5], [6, 7]], [[1], [2], [3]]):
+        before = stats.accepted_drafts_by_position
+        count_drafts(stats, plan, StepResult(0, tokens, num_drafts=4))
+        assert stats.accepted_drafts_by_position is not before
+    assert (stats.drafts_total, stats.draft_tokens_total, stats.accepted_draft_tokens_total) == (6, 12, 5)
+    assert stats.accepted_drafts_by_position == [3, 1, 1]

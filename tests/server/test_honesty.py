@@ -141,6 +141,7 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "functions": {},
     "function_call": {},
     "thinking_token_budget": {},
+    "num_speculative_tokens": {},  # no token depends on it: tests/e2e/test_drafts_in_text.py
     "tool_choice": {},
     "parallel_tool_calls": {},
     "include_reasoning": {},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from quire.server.protocol.llama_cpp import LlamaCompletionRequest
@@ -65,6 +66,11 @@ class TestCompletion:
         endless = (await post(served, "/completion", prompt="x", n_predict=-1)).json()
         assert endless["tokens_evaluated"] + endless["tokens_predicted"] == 256
 
+    def test_the_number_of_drafts(self) -> None:
+        request = msgspec.convert({"prompt": "x", "speculative.n_max": 2}, LlamaCompletionRequest)
+        assert request.to_completion("x", {}, 100)["num_speculative_tokens"] == 2
+        assert "num_speculative_tokens" not in LlamaCompletionRequest(prompt="x").to_completion("x", {}, 100)
+
     async def test_only_the_prompt(self, served: Served) -> None:
         for stream in (False, True):
             answer = await post(served, "/completion", prompt="=abc", n_predict=0, stream=stream)
@@ -112,6 +118,7 @@ class TestCompletion:
             ({"n_probs": 3}, "n_probs is not supported"),
             ({"prompt": ""}, "prompt must not be empty"),
             ({"n_predict": "many"}, "n_predict: expected int"),
+            ({"speculative.n_max": -1}, "speculative.n_max"),
             ({"temperature": -1}, "temperature must be"),
             ({"prompt": "a" * 300}, "256"),
         ],

@@ -63,6 +63,9 @@ def translate_keywords(keywords: Mapping[str, Any], ours: tuple[str, ...]) -> tu
     """
     found: dict[str, Any] = {}
     notes = []
+    if short := {key: keywords[name] for name, key in SPECULATION_KEYS.items() if keywords.get(name) is not None}:
+        keywords = {name: value for name, value in keywords.items() if name not in SPECULATION_KEYS}
+        keywords["speculative_config"] = {**(keywords.get("speculative_config") or {}), **short}
     for name, value in keywords.items():
         entry = KEYWORDS.get(name)
         if entry is None or not (entry.is_keyword or name in (*ours, *OF_SERVERS)):
@@ -92,6 +95,10 @@ OF_SERVERS = (
 )
 """Keywords of `LLM` whose flags are the server's. The first three mean nothing to a program: its engine has no name,
 `LLM.sleep` needs no permission, and it logs no statistics."""
+SPECULATION_KEYS: Mapping[str, str] = MappingProxyType(
+    {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+)
+"""Keywords and flags that are keys of `speculative_config`."""
 TRACES = ("otlp_traces_endpoint", "collect_detailed_traces")
 """Keywords of `LLM` that only the server can give their meaning."""
 

@@ -11,7 +11,6 @@ NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the 
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
 NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
-BY_OBJECT = "write it in speculative_config"
 MEASURED = "/metrics always has what is measured"
 ONE_PLACE = "the KV cache serves one engine"
 LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
@@ -149,10 +148,10 @@ KERNELS: tuple[VllmFlag, ...] = (
 )
 
 FEATURES: tuple[VllmFlag, ...] = (
-    to("speculative_config", "json", short=("-sc",), why="method ngram, so far"),
-    refused("spec_method", "text", BY_OBJECT),
-    refused("spec_model", "text", BY_OBJECT),
-    refused("spec_tokens", "int", BY_OBJECT),
+    to("speculative_config", "json", short=("-sc",), why="method ngram, so far (speculation.md)"),
+    to("spec_method", "text", "speculative_config", why="its key `method`"),
+    to("spec_model", "text", "speculative_config", why="its key `model`, which no method has so far"),
+    to("spec_tokens", "int", "speculative_config", why="its key `num_speculative_tokens`"),
     refused("diffusion_config", "json", "models generate from left to right", short=("-dc",)),
     refused("kv_transfer_config", "json", ONE_PLACE),
     refused("kv_events_config", "json", ONE_PLACE),

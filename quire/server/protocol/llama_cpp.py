@@ -56,7 +56,6 @@ NOTED = frozenset(
         "return_progress",
         "samplers",
         "slot_id",
-        "speculative.n_max",
         "speculative.n_min",
         "speculative.p_min",
         "t_max_prompt_ms",
@@ -109,7 +108,8 @@ class SamplerFields(RequestStruct, kw_only=True, frozen=True):
 class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     """Fields of completions and infilling. n_predict: most tokens; below 0: as many as the context holds; 0: the prompt
     is computed and nothing is said. t_max_predict_ms: time after the first token, behind which the answer ends at its
-    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a)."""
+    next line. response_fields: paths of the fields of the answer that are told (`a/b`: b of a). num_drafts: most drafts
+    of a step."""
 
     model: str | None = None
     stream: bool = False
@@ -119,6 +119,7 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
     return_tokens: bool = False
     t_max_predict_ms: Annotated[int, Meta(ge=0)] | None = None
     response_fields: Annotated[list[ShortString], Meta(max_length=MAX_RESPONSE_FIELDS)] | None = None
+    num_drafts: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = msgspec.field(name="speculative.n_max", default=None)
 
     NO_EFFECT: ClassVar[frozenset[str]] = IDLE
     NOTED: ClassVar[frozenset[str]] = NOTED
@@ -136,6 +137,8 @@ class LlamaFields(SamplerFields, kw_only=True, frozen=True):
             found["ignore_eos"] = self.ignore_eos
         if self.model is not None:
             found["model"] = self.model
+        if self.num_drafts is not None:
+            found["num_speculative_tokens"] = self.num_drafts
         if self.json_schema:
             found["response_format"] = {"type": "json_object", "schema": self.json_schema}
         limit = -1 if self.n_predict is None else self.n_predict

@@ -46,6 +46,7 @@ class SamplingFields(StructuredFields, kw_only=True, frozen=True):
     repetition_detection: RepetitionDetectionParams | None = None
     timeout_s: float | None = None
     thinking_token_budget: Int32 | None = None
+    num_speculative_tokens: Int32 | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
