@@ -290,6 +290,18 @@ def test_what_became_of_a_text_is_known(service: ConstraintService) -> None:
     assert next(service._numbers) == number + 1
 
 
+def test_what_was_seen_behind_tokens_outlives_the_requests(service: ConstraintService, tokenizer: Tokenizer) -> None:
+    text = text_of(regex="[a-z]{1,77}")
+    (token_id,) = tokenizer.encode("a", add_special_tokens=False)
+    matcher = start(service, text)
+    assert not matcher.goes_on_behind(token_id)
+    advance(service, matcher, token_id)
+    assert matcher.goes_on_behind(token_id)
+    del matcher
+    assert text not in service._texts
+    assert start(service, text).goes_on_behind(token_id)
+
+
 def test_outcomes_are_bounded(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_OUTCOMES", 10)
     for number in range(25):
