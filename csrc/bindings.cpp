@@ -124,6 +124,7 @@ void bind_program(nb::module_& module) {
       .def("wake", &Pool::wake);
   nb::class_<Program> program(module, "Program");
   bind_states(module, program);
+  bind_adapters(module, program);
   program
       .def(
           "__init__",

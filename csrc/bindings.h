@@ -7,6 +7,7 @@ namespace quire {
 
 class Program;
 
+void bind_adapters(nanobind::module_& module, nanobind::class_<Program>& program);  // adapters_bindings.cpp
 void bind_attention(nanobind::module_& module);  // attention_plan.cpp
 void bind_drafts(nanobind::module_& module);     // drafts.cpp
 void bind_block_packing(nanobind::module_& module);  // packing_blocks.cpp

@@ -29,6 +29,7 @@ namespace quire {
   extern const SamplingKernels kSampling;   \
   extern const StateKernels kStates;        \
   extern const QuantizeKernels kQuantize;   \
+  extern const AdapterKernels kAdapters;    \
   }
 
 QUIRE_DECLARE_ALL(portable)
@@ -59,38 +60,38 @@ namespace {
 const Kernels kTables[] = {
     {Isa::kPortable, false, portable::kLinear, portable::kLayers, portable::kAttention,
      portable::kLatent, portable::kIndex, portable::kEncoder, portable::kStates, portable::kSampling,
-     portable::kLimits, portable::kQuantize},
+     portable::kLimits, portable::kQuantize, portable::kAdapters},
 #if defined(QUIRE_HAVE_AVX2)
     {Isa::kAvx2, false, avx2::kLinear, avx2::kLayers, avx2::kAttention,
-     avx2::kLatent, avx2::kIndex, avx2::kEncoder, avx2::kStates, avx2::kSampling, avx2::kLimits, avx2::kQuantize},
+     avx2::kLatent, avx2::kIndex, avx2::kEncoder, avx2::kStates, avx2::kSampling, avx2::kLimits, avx2::kQuantize, avx2::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AVX512)
     {Isa::kAvx512, false, avx512::kLinear, avx512::kLayers, avx512::kAttention,
-     avx512::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling, avx512::kLimits, avx512::kQuantize},
+     avx512::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling, avx512::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
     {Isa::kAvx512Vnni, false, avx512_vnni::kLinear, avx512::kLayers, avx512_vnni::kAttention,
      avx512::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     avx512_vnni::kLimits, avx512::kQuantize},
+     avx512_vnni::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AVX512_BF16)
     {Isa::kAvx512Bf16, true, avx512_bf16::kLinear, avx512::kLayers, avx512_bf16::kAttention,
      avx512_bf16::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     avx512_bf16::kLimits, avx512::kQuantize},
+     avx512_bf16::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AMX)
     {Isa::kAmx, true, amx::kLinear, avx512::kLayers, amx::kAttention,
      avx512_bf16::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     amx::kLimits, avx512::kQuantize},
+     amx::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_BF16_EMULATED)
     {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention,
-     bf16_emulated::kLatent, portable::kIndex, portable::kEncoder, portable::kStates, portable::kSampling, bf16_emulated::kLimits, portable::kQuantize},
+     bf16_emulated::kLatent, portable::kIndex, portable::kEncoder, portable::kStates, portable::kSampling, bf16_emulated::kLimits, portable::kQuantize, portable::kAdapters},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
     {Isa::kAmxEmulated, true, amx_emulated::kLinear, avx512::kLayers, amx_emulated::kAttention,
      bf16_emulated::kLatent, avx512::kIndex, avx512::kEncoder, avx512::kStates, avx512::kSampling,
-     bf16_emulated::kLimits, avx512::kQuantize},
+     bf16_emulated::kLimits, avx512::kQuantize, avx512::kAdapters},
 #endif
 };
 

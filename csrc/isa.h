@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "kernels.h"
 #include "limits.h"
 
@@ -26,6 +27,7 @@ struct Kernels {
   SamplingKernels sampling;
   LimitKernels limits;
   QuantizeKernels quantize;
+  AdapterKernels adapters;
 };
 
 const char* isa_name(Isa isa);

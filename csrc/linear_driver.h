@@ -20,6 +20,7 @@
 //   multiply(tile, rows)                     phase 2: the sums of one tile and one panel into tile.out
 #pragma once
 
+#include "activate.h"
 #include "linear_tile.h"
 #include "norm_row.h"
 
@@ -54,24 +55,6 @@ Plan make_plan(const PackedWeight& weight, int64_t rows) {
   plan.panel_bytes = panel_bytes(weight);
   plan.shared = plan.tiles * plan.tile_bytes > kPrivateBytes;
   return plan;
-}
-
-QUIRE_INLINE vf activate(vf x, Activation activation) {
-  switch (activation) {
-    case Activation::kRelu:
-      return x > 0.0f ? x : (x != x ? x : zero());
-    case Activation::kSilu:
-      return x * sigmoid(x);
-    case Activation::kGelu:
-      return x * 0.5f * (erf(x * 0.70710678118654752f) + 1.0f);
-    case Activation::kGeluTanh:
-      return x * 0.5f * (tanh(fma(x * x * x, broadcast(0.044715f), x) * 0.79788456080286536f) + 1.0f);
-    case Activation::kQuickGelu:
-      return x * sigmoid(x * 1.702f);
-    case Activation::kNone:
-      break;
-  }
-  return x;
 }
 
 struct Finish {

@@ -138,6 +138,29 @@ void Program::add(const GatedNormArgs& args) {
   ops_.emplace_back(Call<GatedNormArgs>{kernels_.states.gated_norm, args});
 }
 
+const AdapterGroups* Program::adapted_rows(const AdapterTable& table, int64_t column) {
+  require_column(column);
+  if (adapter_column_ >= 0 && adapter_column_ != column) throw std::invalid_argument("adapters of two columns");
+  adapter_slots_ = adapter_column_ < 0 ? table.num_slots : std::min(adapter_slots_, table.num_slots);
+  adapter_column_ = column;
+  return first_gather_ == kNone ? adapted_.get() : adapted_read_.get();
+}
+
+void Program::add(ShrinkArgs args, int64_t column) {
+  args.groups = adapted_rows(*args.table, column);
+  ops_.emplace_back(Call<ShrinkArgs>{kernels_.adapters.shrink, std::move(args)});
+}
+
+void Program::add(ExpandArgs args, int64_t column) {
+  const auto count = static_cast<int64_t>(args.table->segments.size());
+  if (args.first_segment < 0 || args.num_segments < 1 || args.first_segment + args.num_segments > count)
+    throw std::invalid_argument("segments that the adapters' table does not have");
+  args.groups = adapted_rows(*args.table, column);
+  ops_.emplace_back(Call<ExpandArgs>{kernels_.adapters.expand, std::move(args)});
+}
+
+void Program::add(const ActivateArgs& args) { ops_.emplace_back(Call<ActivateArgs>{kernels_.adapters.activate, args}); }
+
 void Program::add(AllReduceArgs args) {
   ranks_ = args.ranks;
   ops_.emplace_back(Call<AllReduceArgs>{all_reduce, std::move(args)});
@@ -224,6 +247,11 @@ void Program::run(const Step& step) {
   if (step.read_rows != nullptr && first_gather_ != kNone) {
     refuse_unordered_rows(step);
     reading.rows = step.num_read;
+  }
+  if (adapter_column_ >= 0) {
+    const int64_t* slots = step.columns[adapter_column_];
+    adapted_->set(slots, nullptr, step.rows, adapter_slots_);
+    if (first_gather_ != kNone) adapted_read_->set(slots, step.read_rows, reading.rows, adapter_slots_);
   }
   std::size_t first = 0;
   for (const auto& [place, call] : outside_) {

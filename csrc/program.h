@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.h"
 #include "collectives.h"
 #include "isa.h"
 #include "pool.h"
@@ -42,6 +43,10 @@ class Program {
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
   void add(const GatedNormArgs& args);
+  // column: of the step, the slots of its rows. Throws std::invalid_argument for another column than other adapters have.
+  void add(ShrinkArgs args, int64_t column);
+  void add(ExpandArgs args, int64_t column);
+  void add(const ActivateArgs& args);
   void add(AllReduceArgs args);
   void add(AllGatherArgs args);
   // What is no kernel, between those before and behind it: on the thread that runs the program, while no other of its
@@ -68,9 +73,12 @@ class Program {
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<IndexArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
                           Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
-                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>>;
+                          Call<EncoderArgs>, Call<AllReduceArgs>, Call<AllGatherArgs>, Call<ShrinkArgs>, Call<ExpandArgs>,
+                          Call<ActivateArgs>>;
 
   void require_all_rows() const;
+  // The rows by slot that a call of adapters at this place has; notes the column.
+  const AdapterGroups* adapted_rows(const AdapterTable& table, int64_t column);
   // Runs the kernels [first, last) of ops_. reading: the step behind a gather.
   void run_kernels(std::size_t first, std::size_t last, const Step& step, const Step& reading);
 
@@ -90,6 +98,10 @@ class Program {
   std::vector<IndexArgs> index_;
   std::vector<EmbedArgs> embeddings_;
   std::vector<int64_t> rotated_;  // columns of positions
+  int64_t adapter_column_ = -1;  // -1: no adapters
+  int64_t adapter_slots_ = 0;    // fewest of all tables
+  std::unique_ptr<AdapterGroups> adapted_ = std::make_unique<AdapterGroups>();       // of all rows
+  std::unique_ptr<AdapterGroups> adapted_read_ = std::make_unique<AdapterGroups>();  // of those that are read
   std::shared_ptr<SharedRanks> ranks_;  // of the collectives, if any
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;

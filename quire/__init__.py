@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.errors import QuireError, UserError
     from quire.llm import LLM
     from quire.llm_engine import LLMEngine
+    from quire.lora_request import LoRARequest
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.pooling_outputs import (
         ClassificationOutput,
@@ -45,6 +46,7 @@ _EXPORTS = {
     "BeamSearchParams": "quire.beam_search_params",
     "BeamSearchOutput": "quire.beam_search_params",
     "SamplingParams": "quire.sampling_params",
+    "LoRARequest": "quire.lora_request",
     "StructuredOutputsParams": "quire.structured_outputs_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
@@ -86,6 +88,7 @@ __all__ = [
     "EngineArgs",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

@@ -13,14 +13,16 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
-from quire.engine.call_options import CallOptions, PoolingOptions, refuse_adapters, truncation_of
+from quire.engine.adapters import LoRARequests
+from quire.engine.call_options import CallOptions, PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs, RequestRejected
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.multimodal.inputs import NoImages
 from quire.offline_engine import Conversation, OfflineEngine
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.pooling_outputs import (
@@ -61,7 +63,7 @@ class LLM(OfflineEngine):
     `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
@@ -80,7 +82,7 @@ class LLM(OfflineEngine):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | MakeBar = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
@@ -88,28 +90,28 @@ class LLM(OfflineEngine):
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default `get_default_sampling_params`) or one each. use_tqdm: show a progress bar,
-        if standard error is a terminal and it takes longer than a second. lora_request: None. priority: for all or one
-        each, lower is earlier (docs/scheduling.md). options: see CallOptions.
+        if standard error is a terminal and it takes longer than a second. lora_request: the adapter of all prompts, or
+        one each (docs/adapters.md). priority: for all or one each, lower is earlier (docs/scheduling.md). options: see
+        CallOptions.
 
         Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails, and
         InternalError when the output of a request cannot be processed (the tokenizer fails).
         After an error or Ctrl-C nothing is left running.
         """
-        refuse_adapters(lora_request)
         truncation = truncation_of(options)
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [msgspec.structs.replace(each, **truncation) for each in _params_for(listed, given)]
         priorities = _priorities_for(listed, 0 if priority is None else priority)
         with self._busy:
-            requests = self._process(listed, params, priorities)
+            requests = self._process(listed, params, priorities, self._adapters.each(lora_request, len(listed)))
             return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: bool | MakeBar = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -131,7 +133,7 @@ class LLM(OfflineEngine):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | MakeBar = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
@@ -140,7 +142,6 @@ class LLM(OfflineEngine):
         chat_template: the source of a template to take instead. The other arguments and the errors are those of
         `generate`; UserError also when the model has no template.
         """
-        refuse_adapters(lora_request)
         content_format = options.pop("chat_template_content_format", "auto")
         priority = options.pop("priority", None)
         of_texts = CallOptions(
@@ -155,17 +156,12 @@ class LLM(OfflineEngine):
             with _naming(index, "conversation", of=len(conversations)):
                 whole = conversation_of(
                     conversation,  # type: ignore[arg-type]  # told apart above
-                    takes_images=not isinstance(self._input_processor.images, NoImages),
                     source=chat_template,
                     content_format=content_format,
                     **options,
                 )
-                rendered = self._input_processor.render_chat(whole)
-            images = {"image": whole.images} if whole.images else {}
-            prompts.append(
-                {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "multi_modal_data": images}
-            )
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, **of_texts)
+                prompts.append(self._input_processor.render_chat(whole).prompt())
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority, **of_texts)
 
     def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -296,13 +292,20 @@ class LLM(OfflineEngine):
             return self._run(requests, [prompt_text(prompt) for prompt, _ in prompts], use_tqdm)
 
     def _process(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        adapters: Sequence[AdapterRef | None],
     ) -> list[EngineRequest]:
         requests = []
-        for index, (prompt, each, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        given = zip(prompts, params, priorities, adapters, strict=True)
+        for index, (prompt, each, priority, adapter) in enumerate(given):
             with _naming(index, "prompt", of=len(prompts)):
                 request_id = str(next(self._numbers))
-                requests.append(self._input_processor.process(request_id, prompt, each, priority=priority))
+                requests.append(
+                    self._input_processor.process(request_id, prompt, each, priority=priority, adapter=adapter)
+                )
         return requests
 
     def _run(

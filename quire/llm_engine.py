@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
+import msgspec
+
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, EngineOutputs
 from quire.errors import QuireError, UserError
+from quire.lora_request import LoRARequest
 from quire.offline_engine import OfflineEngine
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import PoolingRequestOutput
@@ -29,7 +33,7 @@ class LLMEngine(OfflineEngine):
     model, engine_options and errors are those of `LLM`.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Unpack[EngineKeywords]) -> None:
         self._open(EngineOptions.from_keywords({"model": model, **engine_options}))
 
     @classmethod
@@ -46,18 +50,26 @@ class LLMEngine(OfflineEngine):
         self._errors: list[QuireError] = []
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
         """Queue a request: text with SamplingParams, a vector with PoolingParams. Returns its id.
 
-        prompt, priority: as for `LLM.generate`. Raises UserError for a bad prompt, bad parameters and an id in use.
+        prompt, lora_request, priority: as for `LLM.generate`. Raises UserError for a bad prompt, bad
+        parameters and an id in use.
         """
         with self._busy:
-            kind = RequestOutputKind.FINAL_ONLY
+            kind, adapter = RequestOutputKind.FINAL_ONLY, self._adapters.resolve(lora_request)
             if isinstance(params, PoolingParams):
                 request = self._pooling_processor.request(request_id, prompt, params, priority=priority)
+                request = msgspec.structs.replace(request, adapter=adapter)
             else:
-                request = self._input_processor.process(request_id, prompt, params, priority=priority)
+                request = self._input_processor.process(request_id, prompt, params, priority=priority, adapter=adapter)
                 kind = params.output_kind
             self._output_processor.add_request(
                 request,

@@ -6,21 +6,21 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.front_end import check_mode, check_reset, open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Call, EngineOutputs, EngineReady
+from quire.engine.public_names import described, missing, user_tokenizer
 from quire.engine.sleep import part_of
-from quire.errors import UserError
 from quire.kv_cache.stats import EngineStats, shares
 from quire.sampling_params import SamplingParams
-from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.user_tokenizer import UserTokenizer
 
@@ -31,18 +31,28 @@ class OfflineEngine:
     """Part of LLM and LLMEngine. Several can live in one process; each is used by one thread at a time."""
 
     def _open(self, options: EngineOptions, executor: str = DEFAULT_EXECUTOR) -> None:
-        def start(resolved: EngineOptions) -> InProcessClient:
-            self._client = InProcessClient(resolved, executor=executor)
+        def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
+            self._client = InProcessClient(options, executor=executor, config=config)
             return self._client
 
         front_end = open_front_end(options, start)
+        self._options = front_end.options
         self._input_processor = front_end.input_processor
         self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor
+        self._adapters = front_end.adapters
         self.model_config: ModelConfig = front_end.config.model
         self.tokenizer: Tokenizer | None = front_end.tokenizer
         self._busy = threading.Lock()
         self._finalizer = weakref.finalize(self, front_end.shutdown)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({described(self._options)})"
+
+    if not TYPE_CHECKING:  # with it, a type checker would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
 
     @property
     def ready(self) -> EngineReady:
@@ -51,14 +61,7 @@ class OfflineEngine:
 
     def get_tokenizer(self) -> UserTokenizer:
         """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer")
-
-        def render(messages: Conversation, **options: Any) -> str:
-            inputs = self._input_processor
-            return inputs.write_text(inputs.prepare_chat(conversation_of(messages, **options))).text
-
-        return UserTokenizer(self.tokenizer, render)
+        return user_tokenizer(self.tokenizer, self._input_processor)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take when they are given none: the model's generation_config.json over

@@ -5,11 +5,9 @@ from __future__ import annotations
 import msgspec
 
 
-class PromptImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image in a prompt: a run of placeholders stands for it."""
+class ReadyImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image as a model takes it, decoded and resized."""
 
-    start: int
-    """Position of the first placeholder."""
     grid: tuple[int, int, int]
     """Frames, rows and columns of tokens."""
     key: bytes
@@ -23,6 +21,13 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         frames, rows, columns = self.grid
         return frames * rows * columns
+
+
+class PromptImage(ReadyImage, frozen=True, array_like=True):
+    """An image in a prompt: a run of placeholders stands for it."""
+
+    start: int
+    """Position of the first placeholder."""
 
     @property
     def end(self) -> int:

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.step import TokenValues
@@ -64,6 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request's value is 0, behind them it is that of `columns`."""
     images: list[PromptImage] = []
     """In the order of the prompt. Prefix-cache entries are shared only between requests of equal images."""
+    adapter: AdapterRef | None = None
+    """None: the model's own. Prefix-cache entries are shared only between requests with adapters of equal content."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all."""

@@ -64,79 +64,114 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
             _integer("min_count", self.min_count, 2, None)
 
 
+class _NamesTheNearest(type(msgspec.Struct)):  # type: ignore[misc]  # a metaclass that is no plain class
+    """Says which field a wrong keyword comes nearest to."""
+
+    def __call__(cls, *arguments: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*arguments, **fields)
+        except TypeError:
+            for name in fields:
+                if name not in cls.__struct_fields__:
+                    nearest = nearest_name(name, cls.__struct_fields__)
+                    raise TypeError(f"{cls.__name__} has no field {name!r}{nearest}") from None
+            raise
+
+
 class SamplingParams(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
+    msgspec.Struct,
+    metaclass=_NamesTheNearest,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
 ):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here or where a field is set,
-    and nowhere later. A request that was made keeps the settings that it was made with.
-
-    n: completions per prompt; they share the prompt's KV blocks. best_of: number of completions generated, of which the
-    n of the highest cumulative log-probability come back, at the end; None: n. use_beam_search: search instead of
-    sampling, with `best_of` (else n) beams; n hypotheses come back, at the end, best first (quire/decoding/beam.py). A
-    hypothesis of t tokens is ranked by cumulative_logprob / t ** length_penalty. early_stopping: True ends the search
-    with as many hypotheses as beams; False when the best live beam would not get among them if it ended now; "never"
-    when it could not at any length (the longest counts for length_penalty > 0). temperature: 0 means greedy. top_k (0
-    or -1: off), top_p, min_p: applied in this order, after the penalties. presence_penalty, frequency_penalty: over
-    generated tokens; repetition_penalty: over prompt and generated tokens (from 0.01 on: dividing by less could leave
-    the range of the scores). seed: makes the tokens of this request reproducible whatever else runs; None: drawn from
-    the engine's seed. stop: strings that end the text (not part of it unless include_stop_str_in_output);
-    stop_token_ids: tokens that do. bad_words: strings whose token sequences are never produced. logit_bias: token id ->
-    added logit. allowed_token_ids: when given, no other token can be produced. max_tokens: None means "up to the
-    model's context". min_tokens: end-of-sequence and stop tokens are banned before. timeout_s: seconds from the
-    arrival, waiting included, after which the request ends with what it has (finish reason "timeout"); None: no limit.
-    truncate_prompt_tokens: tokens of the prompt that are kept, the last ones, or with truncation_side "right" the first
-    ones; -1: as many as fit with max_tokens. repetition_detection: when a completion that repeats itself ends.
-    structured_outputs: what the text must look like (StructuredOutputsParams, or its fields in a dictionary).
-    thinking_token_budget: tokens that the model thinks at most; then the mark that ends its thoughts follows. None or
-    -1: no limit.
-    logprobs, prompt_logprobs: number of alternatives reported beside the chosen token, as many as the engine's
-    max_logprobs allows; -1: the whole vocabulary; None: none. logprob_token_ids: tokens whose logprobs are reported
-    beside those, without their ranks; at most max_logprobs of them. Logprobs are
-    those of the model, before temperature, penalties and filters, unless the engine's logprobs_mode says otherwise.
-    output_kind: what `AsyncLLM.generate` yields.
-    skip_reading_prefix_cache: True computes the whole prompt. The other fields are vLLM's, and have their defaults, or
-    are refused where those would be another answer.
+    and nowhere later. A request that was made keeps the settings that it was made with. Fields that say nothing more
+    than vLLM's names have its meaning, and values that would change an answer and are not available are refused.
     """
 
     n: int = 1
+    """Completions of the prompt. They share its KV blocks."""
     best_of: int | None = None
+    """Completions that are generated, of which the `n` with the highest cumulative log-probability come back, at the
+    end. None: `n`."""
     use_beam_search: bool = False
+    """Search with `best_of` (else `n`) beams instead of sampling; `n` hypotheses come back, at the end, best first
+    (quire/decoding/beam.py)."""
     length_penalty: float = 1.0
+    """Exponent p of the rank of a hypothesis of t tokens: cumulative_logprob / t ** p."""
     early_stopping: bool | str = False
+    """When a beam search ends. True: with as many hypotheses as beams. False: when the best live beam would not get
+    among them if it ended now. "never": when it could not at any length (the longest counts for length_penalty > 0)."""
     temperature: float = 1.0
+    """Divisor of the logits, from 0 (greedy) to 100."""
     top_p: float = 1.0
+    """Smallest total probability of the likeliest tokens that stay, above 0. Applied behind `top_k`."""
     top_k: int = 0
+    """Number of the likeliest tokens that stay, behind the penalties. 0 and -1: all."""
     min_p: float = 0.0
+    """Least probability of a token, as a share of the likeliest one's. Applied behind `top_p`."""
     presence_penalty: float = 0.0
+    """Logit taken from each token that was generated before, from -2 to 2."""
     frequency_penalty: float = 0.0
+    """Logit taken from a token for each time that it was generated before, from -2 to 2."""
     repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of tokens of the prompt and of those generated
+    before. At least 0.01: dividing by less could leave the range of the scores."""
     seed: int | None = None
+    """Makes the tokens of this request reproducible whatever else runs. None: drawn from the engine's seed."""
     stop: list[str] | str | None = None
+    """Strings that end the text. They are no part of it, unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end the text."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
     bad_words: list[str] | None = None
+    """Strings whose token sequences are never produced."""
     logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit."""
     allowed_token_ids: list[int] | None = None
+    """The only tokens that may be produced. None: all."""
     ignore_eos: bool = False
+    """Go on behind end-of-sequence tokens."""
     max_tokens: int | None = 16
+    """Most tokens of a completion. None: up to the model's context."""
     min_tokens: int = 0
+    """Tokens of a completion before which end-of-sequence and stop tokens are banned."""
     logprobs: int | None = None
+    """Alternatives that are reported beside each chosen token, as many as the engine's max_logprobs allows. -1: the
+    whole vocabulary; None: no log-probabilities. They are those of the model, before temperature, penalties and
+    filters, unless the engine's logprobs_mode says otherwise."""
     prompt_logprobs: int | None = None
+    """Alternatives that are reported beside each token of the prompt, as `logprobs`."""
     truncate_prompt_tokens: int | None = None
+    """Tokens of the prompt that are kept. -1: as many as fit with max_tokens; None: all."""
     truncation_side: str | None = None
+    """Side of the prompt that is cut: "left" (also None), which keeps its last tokens, or "right"."""
     repetition_detection: RepetitionDetectionParams | None = None
+    """When a completion that repeats itself ends. None: never."""
     timeout_s: float | None = None
+    """Seconds from the arrival, waiting included, after which the request ends with what it has (finish reason
+    "timeout"). None: no limit."""
     structured_outputs: StructuredOutputsParams | None = None
+    """Constraint on the text: StructuredOutputsParams, or its fields in a dictionary."""
     thinking_token_budget: int | None = None
+    """Most tokens that the model thinks; then the mark that ends its thoughts follows. None and -1: no limit."""
     detokenize: bool = True
+    """Make text of the tokens."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Outputs that `AsyncLLM.generate` yields."""
     skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, although the prefix cache has a part of it."""
     spaces_between_special_tokens: bool = True
     skip_clone: bool = False
     extra_args: dict[str, Any] | None = None
     flat_logprobs: bool | None = False
     logprob_token_ids: list[int] | None = None
+    """Tokens whose log-probabilities are reported beside `logprobs`, without their ranks. At most max_logprobs."""
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
     stream_interval: int | None = None

@@ -18,13 +18,13 @@ A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result 
 sequence's last hidden states (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row
 gets no token.
 
-Some samples need a mask of allowed tokens that depends on tokens which earlier plans sample. Such a plan announces it
+Some samples need masks of allowed tokens that depend on tokens which earlier plans sample. Such a plan announces it
 (`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
 a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
 
-Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
-`beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`; append `new_blocks` and
-apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+Order of effects of one plan: write `sampled`; release the slots of `released`; cut `trimmed_tables`; create
+`new_sequences`; apply `beam_reorders`; write `token_overrides` and `appended`; start `transfers`; run `block_copies`;
+append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 
 Transfers may run beside the rest, as long as the results are the same. Of the copies between the pools of device and
 host, those to the host come first. A block that is saved there may be allocated again by this very plan: a write to it
@@ -40,6 +40,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from quire.adapter_orders import AdapterOrders
 from quire.prompt_image import PromptImage
 from quire.sampling_params import SamplingParams
 
@@ -197,6 +198,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     transfers: Transfers | None = None
     """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
+    adapters: AdapterOrders | None = None
+
     num_drafts: list[int] = []
     """How many of `num_tokens` are drafts at most, the last ones; empty where no sequence has any. Only a sequence that
     is sampled from its own logits has drafts, behind its last token."""
@@ -211,6 +214,9 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     expects_sampling_inputs: list[int] = []
     """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
+    sampled: list[tuple[int, int]] = []
+    """(seq_id, token): last tokens of rows, which earlier plans have sampled on the last stage of a pipeline: the other
+    stages learn them so. The executor adds them."""
 
     @property
     def total_tokens(self) -> int:
@@ -227,6 +233,10 @@ class SamplingInputs(msgspec.Struct, array_like=True):
     discarded: list[int] = []
     """Indices of samples whose masks come too late: what the result has for them means nothing, and their sequences
     compute their last known tokens again."""
+    draft_masks: dict[int, list[bytes]] = {}
+    """Index of a sample that `StepPlan.expects_sampling_inputs` names and that has drafts -> the masks behind each of
+    its first drafts; empty bytes allow all tokens. As many of its drafts are accepted at most: behind the others
+    its constraint has ended, or is not known."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -277,8 +287,13 @@ class StepResult(msgspec.Struct, array_like=True):
     """Drafts that the workers computed in the step."""
     found_drafts: dict[int, int] = {}
     """Index into `token_ids` -> drafts that the workers have for the sequence's next step, where they have any."""
+    draft_token_ids: dict[int, list[int]] = {}
+    """Index into `token_ids` -> these drafts, of samples that `StepPlan.expects_sampling_inputs` names: the scheduler
+    asks for masks behind them, and proposes them itself."""
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""
+    adapters: list[tuple[int, str]] = []
+    """(slot, error): loads that have ended; "": the slot holds the adapter now, else it holds none."""
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
     and what they asked for besides is left out, their vector too."""

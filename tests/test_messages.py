@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import outputs, prompt_image, request, step
+from quire import adapter_orders, outputs, prompt_image, request, step
+from quire.adapter_orders import AdapterOrders, AdapterRef
 from quire.engine import messages
 from quire.engine.messages import (
     Abort,
@@ -29,7 +30,7 @@ from quire.engine.messages import (
 from quire.kv_cache import stats
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.prompt_image import PromptImage
+from quire.prompt_image import PromptImage, ReadyImage
 from quire.request import EngineRequest, FinishReason, ResumePoint
 from quire.sampling_params import SamplingParams, ThinkingBudget
 from quire.scheduler import snapshot
@@ -55,7 +56,8 @@ SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
 TOKEN_VALUES = TokenValues(2, [9, -8])
-IMAGE = PromptImage(3, (1, 2, 2), b"key", b"pixels", (8, 4))
+ADAPTER = AdapterRef("/adapter", b"digest")
+IMAGE = PromptImage((1, 2, 2), b"key", b"pixels", (8, 4), 3)
 NEW_SEQUENCE = NewSequence(
     8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, {"segments": 1}, {"segments": TOKEN_VALUES}, [IMAGE]
 )
@@ -82,6 +84,7 @@ NUMBERS = [name for name in EngineStats.__struct_fields__ if name != "expert_cou
 STATS = EngineStats(**{name: number for number, name in enumerate(NUMBERS, start=1)}, expert_counts={3: [4, 5]})
 REQUEST = EngineRequest(
     images=[IMAGE],
+    adapter=ADAPTER,
     request_id="r-1",
     prompt_token_ids=[1, 2, 3],
     params=PARAMS,
@@ -141,6 +144,9 @@ EXAMPLES: list[msgspec.Struct] = [
     NEW_SEQUENCE,
     SAMPLING,
     IMAGE,
+    ADAPTER,
+    AdapterOrders([(1, ADAPTER)], awaits_report=True),
+    ReadyImage((1, 2, 2), b"key", b"pixels", (8, 4)),
     TOKEN_VALUES,
     FORK,
     StepPlan(
@@ -160,13 +166,14 @@ EXAMPLES: list[msgspec.Struct] = [
         token_overrides=[(8, 77), (10, 78)],
         appended={9: [5, 6]},
         transfers=ORDERS,
+        adapters=AdapterOrders([(1, ADAPTER)], awaits_report=True),
         num_drafts=[1],
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
         pooled=[0],
         expects_sampling_inputs=[0],
     ),
-    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2]),
+    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}, [2], {0: [b"", bytes(4)]}),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,
@@ -178,7 +185,9 @@ EXAMPLES: list[msgspec.Struct] = [
         candidates={0: CANDIDATES},
         num_drafts=3,
         found_drafts={0: 2},
+        draft_token_ids={0: [5, 6]},
         transfers=REPORT,
+        adapters=[(1, "damaged")],
         nonfinite=[42],
         pooled={0: [0.5, -1.25]},
     ),
@@ -223,7 +232,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (prompt_image, step, outputs, stats, request, messages, snapshot)
+    modules = (adapter_orders, prompt_image, step, outputs, stats, request, messages, snapshot)
     for_users = {outputs.RequestOutput, outputs.CompletionOutput, outputs.RequestMetrics, outputs.Logprob}
     wanted = set().union(*map(structs, modules)) - for_users
     assert wanted == {type(example) for example in EXAMPLES}

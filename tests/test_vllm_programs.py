@@ -23,6 +23,7 @@ from quire import (
     EngineArgs,
     FlexibleArgumentParser,
     LLMEngine,
+    LoRARequest,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
@@ -337,8 +338,8 @@ def test_an_asynchronous_engine_of_gathered_arguments() -> None:
             cut: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {"truncate_prompt_tokens": 2}}
             [output] = [output async for output in engine.generate(PROMPTS[0], last, "cut", **cut)]
             assert len(output.prompt_token_ids) == 2
-            with pytest.raises(UserError, match="lora_request is not supported"):
-                engine.generate(PROMPTS[0], last, "adapted", lora_request="a")  # type: ignore[arg-type]
+            with pytest.raises(UserError, match="lora_request needs an engine with enable_lora=True"):
+                await anext(engine.generate(PROMPTS[0], last, "adapted", lora_request=LoRARequest("a", 1, "b")))
             params = SamplingParams(max_tokens=4, temperature=0.0, output_kind=RequestOutputKind.DELTA)
             pieces = [
                 completion.text
@@ -353,8 +354,8 @@ def test_an_asynchronous_engine_of_gathered_arguments() -> None:
     with LLM(**vars(EngineArgs(max_model_len=128, num_gpu_blocks_override=16, num_threads=1))) as llm:
         [output] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
     assert output.outputs[0].text == text
-    with pytest.raises(UserError, match="enable_lora is not supported"):
-        AsyncLLM.from_engine_args(AsyncEngineArgs(enable_lora=True))
+    with pytest.raises(UserError, match="enable_elastic_ep is not supported"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(enable_elastic_ep=True))
 
 
 def test_an_engine_driven_step_by_step(llm: LLM) -> None:

@@ -34,11 +34,11 @@ from quire.kernels.triton.attention_tiles import (
 )
 from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
-from quire.kernels.triton.prompt_attention import WarpGroupAttention, can_attend
+from quire.kernels.triton.prompt_attention import WarpGroupAttention, allows_warp_groups
 from quire.kernels.triton.runtime import INTERPRETED
 
 PROMPT_TILES = {
-    "three warp groups": Tiles(128, 128, 4, 2, warp_groups=True),
+    "three warp groups": Tiles(128, 128, 4, 2, uses_warp_groups=True),
     "64 keys, 8 warps, two residents": Tiles(128, 64, 8, 2, max_registers=128),
     "128 keys, 8 warps": Tiles(128, 128, 8, 3),
 }
@@ -118,10 +118,10 @@ class Case:
         )
 
     def prompt(self, tiles: Tiles) -> list[Call]:
-        return [partial(self._kernel(work.pages, tiles).run, work, 0) for work in self.copies]
+        return [partial(self._kernel(work.pages, tiles).launch, work, 0) for work in self.copies]
 
     def _kernel(self, pages: torch.Tensor, tiles: Tiles) -> VarlenAttention | WarpGroupAttention:
-        if tiles.warp_groups:
+        if tiles.uses_warp_groups:
             return WarpGroupAttention(self.layer, pages, tiles)
         return VarlenAttention(self.layer, pages, None, tiles)
 
@@ -132,7 +132,7 @@ class Case:
             self.copies[0].query.device,
         )
         return [
-            partial(SplitAttention(self.layer, work.pages, None, plan.tiles, plan.tokens, scratch).run, work, plan)
+            partial(SplitAttention(self.layer, work.pages, None, plan.tiles, plan.tokens, scratch).launch, work, plan)
             for work in self.copies
         ]
 
@@ -144,9 +144,9 @@ def prompt_variants(limits: DeviceLimits, choices: Mapping[str, Tiles]) -> Varia
     """The present tiles first."""
 
     def present(case: Case) -> list[Call]:
-        can = can_attend(case.layer, case.copies[0].pages, case.copies[0].query.dtype)
+        can = allows_warp_groups(case.layer, case.copies[0].pages, case.copies[0].query.dtype)
         lengths = case.batch.num_new, case.batch.length
-        return case.prompt(varlen_tiles(case.head_shape(), *lengths, limits, warp_groups=can))
+        return case.prompt(varlen_tiles(case.head_shape(), *lengths, limits, allow_warp_groups=can))
 
     tiles = choices if not INTERPRETED else {"small": TINY_TILES}
     return {"present": present, **{name: partial(_prompt, tiles=each) for name, each in tiles.items()}}

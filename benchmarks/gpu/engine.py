@@ -28,6 +28,7 @@ from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.step_log import STEPS, ModelCost, Step
 from benchmarks.gpu.workloads import Work as AnyWork
 from benchmarks.gpu.workloads import Workload
+from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
@@ -89,8 +90,9 @@ class Engine:
             **options,
         }
 
-        def start(options: EngineOptions) -> InProcessClient:
-            self._client = InProcessClient(options, executor="benchmarks.gpu.step_log:make_executor")
+        def start(options: EngineOptions, config: EngineConfig) -> InProcessClient:
+            executor = "benchmarks.gpu.step_log:make_executor"
+            self._client = InProcessClient(options, executor=executor, config=config)
             return self._client
 
         self._front_end = open_front_end(EngineOptions.from_keywords(keywords), start)

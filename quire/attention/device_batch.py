@@ -18,9 +18,9 @@ from quire.attention.interface import StateStep
 
 
 class HostColumns(NamedTuple):
-    """What the host knows of the sequences of a batch, without padding. query_start: [S + 1]; starts: [S], positions of
-    their first new tokens. num_drafts: [S], how many of the new tokens are drafts (None: none is): of a sequence with
-    drafts the host knows an upper bound of the start."""
+    """The host's knowledge of a batch's S sequences, without padding. query_start: [S + 1]. starts: [S], positions of
+    their first new tokens. num_drafts: [S], number of the new tokens that are drafts (None: none is): the host knows an
+    upper bound of the start of a sequence with drafts."""
 
     query_start: np.ndarray
     starts: np.ndarray
@@ -28,7 +28,7 @@ class HostColumns(NamedTuple):
 
 
 NO_PROMPTS = HostColumns(np.zeros(1, np.int64), np.zeros(0, np.int64))
-"""Of a graph, whose steps differ in what the host knows of them."""
+"""The host's columns in a graph: none, because the steps of a graph differ in what the host knows of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class DeviceBatch:
     slot_positions: torch.Tensor
     """[T] int64: position of each token in its sequence. Padding: 0."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written
-    to. Padding: -1, nothing is written."""
+    """Slots, [T] int64, of each KV group that keeps tokens: block * block_size + offset that the token's key and value
+    are written to. Padding: -1, nothing is written."""
     block_tables: tuple[torch.Tensor, ...]
-    """Per KV group that keeps tokens [num_rows, max_blocks] int32: the kernels' blocks in logical order, a row for
-    every request that lives, persistent; kernels index it by `rows`."""
+    """Block tables, [num_rows, max_blocks] int32, of each KV group that keeps tokens: the kernels' blocks in logical
+    order, a row for every request that lives, persistent; kernels index it by `rows`."""
     state_tables: tuple[torch.Tensor, ...] = ()
-    """Per KV group that keeps states [num_rows, max_blocks] int32: blocks in logical order, otherwise as
-    `block_tables`."""
+    """Block tables, [num_rows, max_blocks] int32, of each KV group that keeps states: blocks in logical order,
+    otherwise as `block_tables`."""
     host: HostColumns | None = None
-    """Where sequences begin, for what is done to prompts alone (None: nothing asks)."""
+    """The host's columns, for operations that compute prompts alone (None: nothing asks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateStep:
-    """Where the sequences of a device's step keep their states: the counterpart of StateStep, which says what is read
-    and written. A padding sequence owns no tokens, reads nothing and writes nothing.
+    """The pages in which the sequences of a device's step keep their states: the counterpart of StateStep, which says
+    what is read and written. A padding sequence owns no tokens, reads nothing and writes nothing.
 
     tables: by layer, [num_rows, max_blocks] int32, persistent; kernels index it by `batch.rows`. interval: tokens of a
     block. pages: by layer, [num_blocks, page bytes] uint8, the pool.
@@ -89,7 +89,7 @@ class DeviceStateStep:
         return pages[:, : pages.shape[1] // 4 * 4].view(torch.float32)
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        """As `DeviceStates.compute_states`."""
+        """Launch the kernels at once."""
         kernels(weights, *tensors, self)
 
 
@@ -101,18 +101,18 @@ class DeviceStates(Protocol):
     """A device's step to layers that keep states."""
 
     def compute_states(self, kernels: StateKernels, weights: Any, *tensors: torch.Tensor) -> None:
-        """Launch the kernels of an operation over the step's states. weights: of the operation. tensors: its inputs
-        and the tensor to write to; contiguous."""
+        """Launch the kernels of an operation over the step's states. weights: the operation's. tensors: its inputs and
+        the tensor to write to; contiguous."""
         ...
 
 
 StepStates: TypeAlias = StateStep | DeviceStates
-"""What a layer that keeps states is given of a step."""
+"""The states of a step, as an operation of a layer that keeps states is given them."""
 
 
 class TokenColumns(NamedTuple):
-    """What a model reads of a step's tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
-    each, as the columns of ForwardBatch. hidden: [T, size], of a stage behind the first."""
+    """A model's inputs of a step's T tokens on a device, in static buffers. token_ids: [T] int64. others: [T] int64
+    each, the columns of ForwardBatch. hidden: [T, size], the input of a stage behind the first."""
 
     token_ids: torch.Tensor
     others: Mapping[str, torch.Tensor] = MappingProxyType({})

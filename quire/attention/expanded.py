@@ -26,8 +26,8 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A sequence whose tokens in a step are expanded. sequence: its number in the batch; tokens: those of the step;
-    start: the position of the first."""
+    """A sequence whose tokens in a step are expanded. sequence: its number in the batch; tokens: its tokens in the
+    step; start: the position of the first."""
 
     sequence: int
     tokens: slice
@@ -76,8 +76,9 @@ def attend_expanded(
     kept: torch.Tensor,
     start: int,
 ) -> torch.Tensor:
-    """query: of one sequence's tokens from position `start` on, [T, num_heads, nope_dim] and, rotated, [T, num_heads,
-    rope_dim]. kept: [start + T, rank + rope_dim]. Returns [T, num_heads * value_dim], computed in float32."""
+    """Attend over one sequence, whose keys and values are made from its latents. query: the tokens from position
+    `start` on, [T, num_heads, nope_dim] and, rotated, [T, num_heads, rope_dim]. kept: latents of all its tokens, [start
+    + T, rank + rope_dim]. Returns [T, num_heads * value_dim], computed in float32."""
     plain, turned = (part.transpose(0, 1).float() * shape.scale for part in query)
     latents, keys = kept[:, : shape.rank].to(query[0].dtype), kept[:, shape.rank :].float()
     out = plain.new_empty(len(kept) - start, shape.num_heads, expansion.value_dim)

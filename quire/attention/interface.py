@@ -1,7 +1,7 @@
 """The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
 
 The worker builds one AttentionBatch a step; a back end plans once (`plan`) and returns an AttentionStep, which layers
-call: what depends only on lengths and tables is computed once a step.
+call. Work that depends only on lengths and tables is done once a step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ class AttentionBatch:
     sequence_index: torch.Tensor
     """[T] int64: s of each token."""
     block_tables: tuple[torch.Tensor, ...]
-    """Per KV group that keeps tokens [S, max_blocks] int32: the kernels' blocks in logical order. Entries behind those
-    of a sequence's tokens are 0 where torch reads the tables, and anything where native kernels do."""
+    """Block tables, [S, max_blocks] int32, of each KV group that keeps tokens: the kernels' blocks in logical order.
+    Entries behind those of a sequence's tokens are 0 where torch reads the tables, and anything where native kernels
+    do."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written
-    to."""
+    """Slots, [T] int64, of each KV group that keeps tokens: block * block_size + offset that the token's key and value
+    are written to."""
     state_tables: tuple[torch.Tensor, ...] = ()
-    """Per KV group that keeps states [S, max_blocks] int32: blocks in logical order, then as in `block_tables`."""
+    """Block tables, [S, max_blocks] int32, of each KV group that keeps states: blocks in logical order, then as in
+    `block_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """Where S sequences with T tokens in all keep their states, for layers that keep one instead of each token.
+    """The pages in which S sequences with T tokens in all keep their states, for layers that keep a state instead of
+    each token.
 
     Block i of a sequence is a page of each layer: its state after (i + 1) * interval tokens, or fewer: after all. A
     step that computes tokens a to b - 1 reads block (a - 1) // interval (none if a is 0: the state is zero, whatever
@@ -60,22 +63,22 @@ class StateStep:
 
 
 LatentInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue, AnyValue]
-"""What latent attention takes of a step's T tokens: queries against the compressed part of keys [T, num_heads * rank]
+"""Inputs of latent attention for a step's T tokens: queries against the compressed part of keys [T, num_heads * rank]
 and against the rotated part [T, num_heads * rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys
 [T, rope_dim]."""
 
 IndexInputs: TypeAlias = tuple[AnyValue, AnyValue, AnyValue]
-"""What an indexer takes of a step's T tokens: queries [T, num_heads * dim], keys [T, dim], and the heads' weights
-[T, num_heads]."""
+"""Inputs of an indexer for a step's T tokens: queries [T, num_heads * dim], keys [T, dim], and the heads' weights [T,
+num_heads]."""
 
 
 class AttentionStep:
     """A planned step, and the operations of layers over it. A back end implements those that its models use.
 
     All values are rows of the step's T tokens, of the kind that the back end computes: tensors, or placeholders while a
-    program is recorded; they are used up. rotation: of the tokens' positions (None: none is applied). A token sees the
-    positions up to its own, of its own sequence, read through the block table; an encoder's token sees all positions of
-    its sequence, which the step has whole.
+    program is recorded; they are used up. rotation: `Operations.rotation` of the tokens' positions (None: none is
+    applied). A token sees the positions up to its own, of its own sequence, read through the block table; an encoder's
+    token sees all positions of its sequence, which the step has whole.
     """
 
     __slots__ = ()

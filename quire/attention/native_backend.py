@@ -18,10 +18,10 @@ Inputs: TypeAlias = tuple[Buffer, Buffer, Buffer, Buffer]
 
 
 class NativeAttention:
-    """Knows where the pool lies, which recorded kernels are told, and plans each step.
+    """The memory of a pool, which recorded kernels are given, and the plan of each step.
 
-    pages[j]: [num_blocks, page bytes] uint8. cache_dtype: what keys and values are stored in, a key of CACHE_TYPES.
-    num_heads: query heads of every layer. num_threads: of the pool that runs the kernels.
+    pages[j]: [num_blocks, page bytes] uint8. cache_dtype: elements of keys and values, a key of CACHE_TYPES. num_heads:
+    query heads of every layer. num_threads: threads of the pool that runs the kernels.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class RecordedAttention(AttentionStep):
 
 
 class NativeAttentionStep(RecordedAttention):
-    """One step. plans: those of the KV groups, valid until the back end plans again."""
+    """One step. plans: one for each KV group, valid until the back end plans again."""
 
     __slots__ = ("batch", "plans")
 

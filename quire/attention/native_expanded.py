@@ -35,7 +35,7 @@ class ExpandingAttention(AttentionStep):
         self._runtime = runtime
         self._programs: dict[tuple[int, object], _Program] = {}
         self._scratch: dict[int, _Scratch] = {}
-        """By number of heads: of whole parts, and of the last one."""
+        """Scratch pages by number of heads: the heads of a whole part, and of the last one."""
         self._prompts: list[Prompt] = []
         self._batch: AttentionBatch | None = None
         self._rest: tuple[torch.Tensor, list[_native.AttentionPlan]] | None = None

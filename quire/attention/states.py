@@ -1,5 +1,5 @@
-"""Where the layers that keep states find them in a step, beside the attention back ends, which know those that keep
-tokens."""
+"""The back end of layers that keep states: it finds their pages for a step, as the attention back ends do for layers
+that keep tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StateBackend:
         return StateStep(batch.query_start.tolist(), batch.start_positions, tables, self._interval, self._pages)
 
     def plan_on_device(self, batch: DeviceBatch) -> DeviceStateStep | None:
-        """As `plan`. No device is asked and nothing is launched: what it returns is as good for the replays of a graph
-        as for one step."""
+        """The states of a device's step; None where no layer keeps states. No device is asked and nothing is launched:
+        the result is as good for the replays of a graph as for one step."""
         if not self._pages:
             return None
         tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}

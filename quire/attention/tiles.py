@@ -27,7 +27,7 @@ SMALL_LIMIT = 64
 """Sequences with at most this many rows (new tokens x query heads per key head) take small tiles."""
 
 HIDDEN = -1e30
-"""What is added, at least, to the score of a key that a query does not see: its weight becomes an exact zero. Finite,
+"""Least number that is added to the score of a key that a query does not see: its weight becomes an exact zero. Finite,
 so that no difference or product is ever NaN. A maximum at or below it means that nothing was seen."""
 
 Levels = tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -105,7 +105,7 @@ class QueryTiles:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which earlier positions are seen: as `LayerAttention.window` and `is_chunked`."""
+    """The earlier positions that are seen: `size` and `is_chunked` are `window` and `is_chunked` of LayerAttention."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -245,6 +245,7 @@ def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray
 
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts [3, 1]: ([0, 0, 0, 1], [0, 1, 2, 0])."""
+    """The owner of each item and its number with that owner, where owner i has counts[i] items. Counts [3, 1] give ([0,
+    0, 0, 1], [0, 1, 2, 0])."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,7 +10,8 @@ import torch
 
 from quire.attention.expanded import Prompt, attend_expanded, expanded_prompts, rest_of
 from quire.attention.interface import AttentionBatch, AttentionStep
-from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, Window, plan_tiles
+from quire.attention.tile_attention import attend_tiles
+from quire.attention.tiles import KEY_TILE, Sequences, TileList, Window, plan_tiles
 from quire.attention.torch_index import select_keys
 from quire.kernels import reference
 from quire.kernels.arguments import (
@@ -184,7 +185,7 @@ class TorchAttentionStep(AttentionStep):
         )
         out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in lists:
-            attended = _attend(tiles, layer, pages.view(-1, 1, pages.shape[-1]), q)
+            attended = attend_tiles(tiles, layer, pages.view(-1, 1, pages.shape[-1]), q)
             out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
         return out
 
@@ -196,7 +197,7 @@ class TorchAttentionStep(AttentionStep):
             q = (q.float() * layer.length_scale.factors(self._batch.slot_positions)[:, None, None]).to(q.dtype)
         out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in self._tile_lists(group, layer):
-            attended = _attend(tiles, layer, pages, q)
+            attended = attend_tiles(tiles, layer, pages, q)
             out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
         return out
 
@@ -226,8 +227,8 @@ class TorchAttentionStep(AttentionStep):
 
 
 class _Split(NamedTuple):
-    """A step in two. prompts: those that are expanded. tokens: indices of all other tokens in the step; rest: these
-    tokens as a step of their own. Both None where prompts are all there is."""
+    """A step in two. prompts: the sequences that are expanded. tokens: indices of all other tokens in the step; rest:
+    these tokens as a step of their own. Both are None where prompts are all there is."""
 
     prompts: Sequence[Prompt]
     tokens: torch.Tensor | None = None
@@ -239,109 +240,3 @@ def _prepared(heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation 
     if norm is not None:
         heads = reference.norm(norm, heads)
     return heads if rotation is None else rotation.apply(heads)
-
-
-Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Softmax over some keys: maximum, sum of exponentials ([..., rows, 1] each) and weighted values ([..., rows, dim])."""
-
-
-def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Attention of all tokens of one tile list, [num_tiles * tile_tokens, num_heads, head_dim] float32."""
-    groups, dim, value_width = layer.num_kv_heads, layer.head_dim, layer.value_width
-    per_group = layer.num_heads // groups
-    used_rows = tiles.tile_tokens * per_group
-    queries = torch.zeros(tiles.num_tiles, groups, tiles.rows, dim)
-    queries[:, :, :used_rows] = (
-        (q.index_select(0, tiles.gather).float() * layer.stored_scale)
-        .view(tiles.num_tiles, tiles.tile_tokens, groups, per_group, dim)
-        .transpose(1, 2)
-        .reshape(tiles.num_tiles, groups, used_rows, dim)
-    )
-    shape = (tiles.num_tiles, groups, tiles.rows)
-    total: Partial = (torch.full((*shape, 1), HIDDEN), torch.zeros(*shape, 1), torch.zeros(*shape, value_width))
-    for chunk in tiles.chunks:
-        partial = _attend_chunk(tiles, chunk, layer, pages, queries)
-        for left, right in chunk.levels:
-            _store(partial, left, _merged(_select(partial, left), _select(partial, right)))
-        result = _select(partial, chunk.roots)
-        if not chunk.is_first:
-            result = _merged(_select(total, chunk.root_tiles), result)
-        _store(total, chunk.root_tiles, result)
-    if layer.sinks is not None:
-        sinks = layer.sinks.view(groups, 1, per_group).expand(-1, tiles.tile_tokens, -1).reshape(groups, used_rows, 1)
-        seen = (total[0][:, :, :used_rows], total[1][:, :, :used_rows], total[2][:, :, :used_rows])
-        total = _merged(seen, (sinks, torch.ones_like(sinks), torch.zeros(value_width)))
-    return (
-        (total[2] * layer.cache_scale.value / total[1])[:, :, :used_rows]
-        .reshape(tiles.num_tiles, groups, tiles.tile_tokens, per_group, value_width)
-        .transpose(1, 2)
-        .reshape(-1, layer.num_heads, value_width)
-    )
-
-
-def _attend_chunk(
-    tiles: TileList, chunk: Chunk, layer: LayerAttention, pages: torch.Tensor, queries: torch.Tensor
-) -> Partial:
-    """Each item by itself: its queries over its keys."""
-    groups, dim = layer.num_kv_heads, layer.head_dim
-    num_items, rows = len(chunk.tiles), tiles.rows
-    key, value = _gather(pages, chunk.key_rows, layer)
-    key = key.view(num_items * groups, KEY_TILE, dim)
-    value = value.view(num_items * groups, KEY_TILE, layer.value_width)
-    query = queries.index_select(0, chunk.tiles).view(num_items * groups, rows, dim)
-    scores = torch.bmm(query, key.transpose(1, 2))
-    if layer.soft_cap is not None:
-        scores = scores.div_(layer.soft_cap).tanh_().mul_(layer.soft_cap)
-    if len(chunk.edges):
-        by_item = scores.view(num_items, groups, rows, KEY_TILE)
-        by_item.index_copy_(0, chunk.edges, by_item.index_select(0, chunk.edges).add_(chunk.edge_bias))
-    weights = torch.softmax(scores, dim=-1)
-    # The largest weight is exp(0) / sum: its inverse is the sum of exponentials, without another pass of exp.
-    total = weights.amax(-1, keepdim=True).reciprocal_()
-    shape = (num_items, groups, rows, -1)
-    return (
-        scores.amax(-1, keepdim=True).view(shape),
-        total.view(shape),
-        torch.bmm(weights, value).mul_(total).view(shape),
-    )
-
-
-def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some rows and all heads, float32: [items, groups, KEY_TILE, width], flat but for the width."""
-    vectors, groups = pages.view(-1, pages.shape[-1]), layer.num_kv_heads
-    heads = torch.arange(groups)[:, None]
-    if pages.dim() < 5:
-        block_size = pages.shape[1]
-        slots = key_rows - key_rows.div(2 * block_size, rounding_mode="floor") * block_size
-        both = vectors.index_select(0, (slots * groups + heads).view(-1)).float()
-        if pages.dim() == 3:
-            return both[:, : layer.head_dim].contiguous(), both[:, : layer.value_width].contiguous()
-        return both[:, : layer.head_dim].contiguous(), both[:, layer.head_dim :].contiguous()
-    index = (key_rows * groups + heads).view(-1)
-    # A value lies block_size rows behind its key: the same index, seen from that much further on.
-    values = vectors[pages.shape[2] * groups :].index_select(0, index)
-    return vectors.index_select(0, index).float(), values.float()
-
-
-def _merged(left: Partial, right: Partial) -> Partial:
-    """The softmax over the keys of both. Merging with a part that saw no key changes no bit."""
-    maximum = torch.maximum(left[0], right[0])
-    left_scale, right_scale = torch.exp(left[0] - maximum), torch.exp(right[0] - maximum)
-    return (
-        maximum,
-        left[1] * left_scale + right[1] * right_scale,
-        left[2] * left_scale + right[2] * right_scale,
-    )
-
-
-def _select(partial: Partial, index: torch.Tensor) -> Partial:
-    return (
-        partial[0].index_select(0, index),
-        partial[1].index_select(0, index),
-        partial[2].index_select(0, index),
-    )
-
-
-def _store(target: Partial, index: torch.Tensor, values: Partial) -> None:
-    for whole, part in zip(target, values, strict=True):
-        whole.index_copy_(0, index, part)

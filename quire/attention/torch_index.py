@@ -20,7 +20,7 @@ from quire.kernels.matmul import padded_rows
 def slots_of(
     batch: AttentionBatch, group: int, sequence: int, positions: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Where the tokens of a sequence at these positions lie in the pages of a group."""
+    """The slots of a sequence's tokens at these positions in the pages of a group, int64."""
     blocks = batch.block_tables[group][sequence].long()[positions // block_size]
     return blocks * block_size + positions % block_size
 
@@ -54,7 +54,8 @@ def select_keys(
 
 
 def _scores(tiles: torch.Tensor, query: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of one token, over tiles of keys [tiles, dim, KEY_TILE]: [tiles * KEY_TILE]."""
+    """Scores of one token over tiles of keys [tiles, dim, KEY_TILE]: [tiles * KEY_TILE]. query: [num_heads, dim];
+    weights: [num_heads], scaled."""
     rows = F.pad(query, (0, 0, 0, padded_rows(len(query)) - len(query)))
     products = torch.bmm(rows.expand(len(tiles), -1, -1), tiles).relu_()
     total = products[:, 0] * weights[0]

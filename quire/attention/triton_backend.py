@@ -33,7 +33,7 @@ from quire.kernels.triton.float8 import multiplied_bytes
 from quire.kernels.triton.latent_attention import LatentKernels, LatentScratch, latent_tiles
 from quire.kernels.triton.latent_index import select_keys
 from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
-from quire.kernels.triton.prompt_attention import WarpGroupAttention, can_attend
+from quire.kernels.triton.prompt_attention import WarpGroupAttention, allows_warp_groups
 from quire.kernels.triton.qkv_write import HeadPreparation
 from quire.kv_cache.layout import KVCacheLayout
 
@@ -42,10 +42,10 @@ class TritonAttention:
     """Attention on a device's pool. Holds the scratch for splits, which all layers of a shape and all graphs share.
 
     pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16, float32 or e4m3 (or its
-    bits, uint8), on the device, in the kernels' blocks; of latents [num_blocks, block_size, width].
-    num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that
-    the scratch must serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are
-    of one size and at fixed positions; otherwise both are chosen for speed.
+    bits, uint8), on the device, in the kernels' blocks; of latents [num_blocks, block_size, width]. num_heads: query
+    heads of every layer. dtype: the activations'. max_num_seqs, max_model_len: the largest batch that the scratch must
+    serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are of one size and at
+    fixed positions; otherwise both are chosen for speed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TritonAttention:
         for index, group in enumerate(layout.token_groups):
             for layer in group.layers:
                 if group.spec.kind == "latent":
-                    self.latents.add(layer, index, pages[layer])
+                    self.latents.add_layer(layer, index, pages[layer])
                     continue
                 _, _, _, num_kv_heads, head_dim = pages[layer].shape
                 itemsize = multiplied_bytes(dtype, pages[layer].dtype)
@@ -88,11 +88,11 @@ class TritonAttention:
         return TritonAttentionStep(self, batch)
 
     def kernels(
-        self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, warp_groups: bool = False
+        self, batch: DeviceBatch, shape: HeadShape, window: int | None, *, allow_warp_groups: bool = False
     ) -> tuple[Tiles | None, SplitPlan | None]:
-        """How the varlen kernel and how the split kernel run over a batch (None: it does not), for heads of this shape.
-        Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it runs. warp_groups: of
-        `varlen_tiles`."""
+        """The tiles of the varlen kernel and the plan of the split kernel for a batch and heads of this shape (None:
+        that kernel does not run). Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it
+        runs. allow_warp_groups: passed on to `varlen_tiles`."""
         split = self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
@@ -102,7 +102,7 @@ class TritonAttention:
         if self._batch_invariant:
             return fixed_tiles(shape, self._limits), split
         lengths = batch.max_query_len, batch.max_seq_len
-        return varlen_tiles(shape, *lengths, self._limits, warp_groups=warp_groups), split
+        return varlen_tiles(shape, *lengths, self._limits, allow_warp_groups=allow_warp_groups), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
         """The kernels of the layer that `heads` is of: bound to its weights and pages when it first attends, and as
@@ -149,13 +149,13 @@ class _LayerKernels:
     """The kernels of one layer."""
 
     def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch, dtype: torch.dtype) -> None:
-        """dtype: of queries."""
+        """dtype: the queries'."""
         self.heads = heads
         self.group, self.shape, self.pages = layer
-        self.warp_groups = can_attend(heads.shape, layer.pages, dtype)
-        self.prepare = HeadPreparation(heads, layer.pages).run
-        self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).run
-        self.write = HeadPreparation(heads, layer.pages, attends=False).run
+        self.allows_warp_groups = allows_warp_groups(heads.shape, layer.pages, dtype)
+        self.prepare = HeadPreparation(heads, layer.pages).launch
+        self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).launch
+        self.write = HeadPreparation(heads, layer.pages, attends=False).launch
         self._scratch = scratch
         self._varlen: dict[Tiles, VarlenAttention | WarpGroupAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
@@ -164,7 +164,7 @@ class _LayerKernels:
         found = self._varlen.get(tiles)
         if found is None:
             layer = self.heads.shape
-            if tiles.warp_groups:
+            if tiles.uses_warp_groups:
                 found = WarpGroupAttention(layer, self.pages, tiles)
             else:
                 found = VarlenAttention(layer, self.pages, layer.sinks, tiles)
@@ -193,7 +193,7 @@ class TritonAttentionStep(AttentionStep):
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As AttentionStep.attend. out: of any float dtype. Padding rows are not written."""
+        """AttentionStep.attend. out may have any float dtype. Padding rows are not written."""
         layer = self._backend.layer(heads)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
         self._scale_queries(heads, qkv)
@@ -221,7 +221,7 @@ class TritonAttentionStep(AttentionStep):
     ) -> torch.Tensor:
         kernels, group = self._backend.latents.layer(shape)
         out = torch.empty_like(inputs[0]) if out is None else out
-        kernels.run(inputs, rotation, out, self._batch, group, selected)
+        kernels.launch(inputs, rotation, out, self._batch, group, selected)
         return out
 
     def attend_expanded(
@@ -243,7 +243,7 @@ class TritonAttentionStep(AttentionStep):
         rotation: DeviceRotation | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionStep.select_keys, in int32."""
+        """AttentionStep.select_keys. Positions are int32."""
         group, pages = self._backend.latents.pages[shape.layer]
         if out is None:
             out = torch.empty(len(inputs[0]), shape.top, dtype=torch.int32, device=inputs[0].device)
@@ -251,7 +251,8 @@ class TritonAttentionStep(AttentionStep):
         return out
 
     def _scale_queries(self, heads: HeadWeights, query: torch.Tensor) -> None:
-        """As `LengthScale` says, in place. query: [T, at least num_heads * head_dim], heads first."""
+        """Multiply queries by their factors of `LengthScale`, in place. query: [T, at least num_heads * head_dim],
+        heads first."""
         shape = heads.shape
         if shape.length_scale is not None:
             factors = shape.length_scale.factors(self._batch.slot_positions)[:, None]
@@ -263,17 +264,17 @@ class TritonAttentionStep(AttentionStep):
         if out is None:
             size = (query.shape[0], shape.num_heads * shape.head_dim)
             out = torch.empty(size, dtype=query.dtype, device=query.device)
-        kind = layer.shape, shape.window, layer.warp_groups
+        kind = layer.shape, shape.window, layer.allows_warp_groups
         if kind not in self._kernels:
             self._kernels[kind] = self._backend.kernels(
-                self._batch, layer.shape, shape.window, warp_groups=layer.warp_groups
+                self._batch, layer.shape, shape.window, allow_warp_groups=layer.allows_warp_groups
             )
         tiles, split = self._kernels[kind]
         work = PagedAttention(query, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
-            layer.split(split).run(work, split)
+            layer.split(split).launch(work, split)
         if tiles is not None:
-            layer.varlen(tiles).run(work, skipped=0 if split is None else split.tokens)
+            layer.varlen(tiles).launch(work, skipped=0 if split is None else split.tokens)
         return out
 
 
@@ -301,8 +302,9 @@ class DeviceLatents:
         self._scratch: LatentScratch | None = None
         self._kernels: dict[int, LatentKernels] = {}
 
-    def add(self, layer: int, group: int, pages: torch.Tensor) -> None:
-        """group: of those that keep tokens. pages: [num_blocks, block_size, width], in the kernels' blocks."""
+    def add_layer(self, layer: int, group: int, pages: torch.Tensor) -> None:
+        """group: the layer's place among the KV groups that keep tokens. pages: [num_blocks, block_size, width], in the
+        kernels' blocks."""
         self.pages[layer] = group, pages
         if self._scratch is None:
             num_heads, max_num_seqs, max_model_len = self._sizes
@@ -326,7 +328,7 @@ class TritonEncoderStep(AttentionStep):
     """A step that attends in both directions. Nothing is kept for later steps."""
 
     def __init__(self, query_start: torch.Tensor) -> None:
-        """query_start: as DeviceBatch has it."""
+        """query_start: [S + 1] int32, that of DeviceBatch."""
         self._query_start = query_start
 
     def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None) -> torch.Tensor:
@@ -341,5 +343,5 @@ class TritonEncoder:
         return TritonEncoderStep(batch.query_start)
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """As that of TritonAttention."""
+        """The one pair of values: an encoder's kernel has one kind of tiles."""
         return ((1, longest),)

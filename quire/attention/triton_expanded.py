@@ -23,7 +23,7 @@ Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 class DeviceExpansion:
     """Owns the scratch, which all layers share: for a sequence of `max_num_keys` keys and a part of the heads,
-    allocated when a prompt is first expanded. limits: of the device."""
+    allocated when a prompt is first expanded. limits: the device's."""
 
     def __init__(self, max_num_keys: int, limits: DeviceLimits) -> None:
         self._max_num_keys = max_num_keys
@@ -77,8 +77,8 @@ class DeviceExpansion:
         work: tuple[Sequence[Prompt], DeviceBatch],
         out: torch.Tensor,
     ) -> None:
-        """query: of all tokens of the step, the second rotated. kept: [blocks, block_size, width] of the prompts of
-        `work`, whose batch is over the scratch pages."""
+        """query: both parts of the queries of all the step's tokens, the second rotated. kept: [blocks, block_size,
+        width] of the prompts of `work`, whose batch is over the scratch pages."""
         lot, batch = work
         first = part * expansion.heads
         num_heads = min(expansion.heads, shape.num_heads - first)
@@ -109,7 +109,7 @@ class DeviceExpansion:
         kernel = self._kernels.get((layer, tiles))
         if kernel is None:
             kernel = self._kernels[layer, tiles] = VarlenAttention(layer, pages, None, tiles)
-        kernel.run(PagedAttention(rows.flatten(1), pages, attended, batch, 0, layer), skipped=0)
+        kernel.launch(PagedAttention(rows.flatten(1), pages, attended, batch, 0, layer), skipped=0)
         results = attended.unflatten(1, (num_heads, dim))[..., :value_dim].flatten(1)
         columns = slice(first * value_dim, (first + num_heads) * value_dim)
         begin = 0

@@ -16,6 +16,12 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
          "load_format", "model_impl", "load_draft_head", "revision", "download_dir", "hf_overrides",
          "generation_config", "override_generation_config"),
     ),
+    "images": (
+        "images",
+        ("language_model_only", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs",
+         "mm_processor_cache_gb",
+         "allowed_media_domains", "allowed_local_media_path", "trust_request_mm_kwargs"),
+    ),
     "kv": (
         "the KV cache",
         ("block_size", "num_blocks_override", "kv_cache_dtype", "prefault_kv_cache", "enable_prefix_caching",
@@ -27,6 +33,11 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("max_num_batched_tokens", "max_prefill_chunk", "queue_depth", "scheduling_policy", "priority_seconds",
          "priority_range", "max_num_queued", "max_num_queued_tokens", "output_window", "stream_interval",
          "speculative_config"),
+    ),
+    "adapters": (
+        "adapters of low rank",
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules",
+         "lora_modules", "lora_dir"),
     ),
     "device": (
         "what computes",

@@ -22,6 +22,7 @@ OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "cors_allowed_origins": ("--allowed-origins",),
     "model": ("-hf",),
     "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
 }
 """Other names of some flags, by field."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 
 from quire import envs
@@ -11,6 +12,7 @@ from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.option_groups import GROUPS
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.config.options import EngineOptions
+from quire.engine.engine_process import LOCAL_EXECUTOR, EngineProcess
 from quire.server.settings import HELP, ServerSettings
 
 
@@ -44,6 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     if namespace.print_config:
         print(written({**given(namespace, EngineOptions), "model": options.model, **keywords}), end="")
         return 0
-    from quire.server.run import serve  # after the options are known to be good: it imports the web framework
+    return start(options, settings)
 
-    return serve(options, settings)
+
+def start(options: EngineOptions, settings: ServerSettings) -> int:
+    """Serve, as `quire.server.run.serve`. The process of a lone engine starts before this one has read its own modules,
+    so that torch is imported beside them."""
+    with contextlib.ExitStack() as stack:
+        process = None
+        sizes = options.tensor_parallel_size, options.data_parallel_size, settings.api_server_count
+        if sizes == (1, 1, 1) and not settings.restart_engine:
+            process = stack.enter_context(EngineProcess(imports=[LOCAL_EXECUTOR]))
+        from quire.server.run import serve  # after the options are known to be good: it imports the server
+
+        return serve(options, settings, process=process)

@@ -14,6 +14,7 @@ from quire import envs
 from quire.cli.config_file import config_words
 from quire.cli.main import EXIT_USER_ERROR, run_program
 from quire.cli.parser import Parser, add_struct_flags, given, json_object, length, number_of
+from quire.cli.serve import start
 from quire.config.options import HELP as ENGINE_HELP
 from quire.config.options import EngineOptions
 from quire.config.vllm import FLAGS, GROUPS, OLDER, REFUSED, VERSION, VllmFlag, finish, translate
@@ -70,9 +71,7 @@ def _serve(arguments: Sequence[str]) -> int:
     options = EngineOptions.from_keywords(line.options)
     settings = ServerSettings.from_keywords({**IN_VLLMS_PLACE, **line.settings})
     _say(line.notes)
-    from quire.server.run import serve  # after the options are known to be good: it imports the web framework
-
-    return serve(options, settings)
+    return start(options, settings)
 
 
 def _run_batch(arguments: Sequence[str]) -> int:

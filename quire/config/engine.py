@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
+from quire.config.media import MediaConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
@@ -36,4 +38,8 @@ class EngineConfig:
     """The ranks that run the model."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """The drafts that steps compute."""
+    adapters: AdaptersConfig = NO_ADAPTERS
+    """Those that requests may have."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+    """How pictures are taken."""

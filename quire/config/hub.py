@@ -69,6 +69,12 @@ def fetch(name: str, revision: str | None, config_only: bool, download_dir: str 
     return path
 
 
+def fetch_adapter(name: str) -> Path:
+    """The directory of an adapter's repository. Raises ModelLoadError of one line."""
+    with _refusing(name):
+        return _snapshot(name, (None, None), "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
 def _fetch_gguf(name: str, tag: str, place: tuple[str | None, str | None]) -> Path:
     endings = {f"*{each}{end}" for each in (tag, tag.lower(), tag.upper()) for end in (SUFFIX, f"-*-of-*{SUFFIX}")}
     with _refusing(name):

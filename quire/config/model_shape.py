@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -234,9 +235,21 @@ class ModelShape:
         """The widest MLP's width."""
         return max(layer.intermediate for layer in self.layer_counts)
 
+    def stages(self, pp: int) -> tuple[range, ...]:
+        """The layers of each of `pp` pipeline stages, at least one. Dealt by the weights that a token is multiplied by,
+        the output projection's among those of the last stage."""
+        costs = [self._dense_parameters(layer) + self._active_experts(layer) for layer in self.layers]
+        total = sum(costs) + self.embedding_parameters
+        borders = [0]
+        for stage in range(1, pp):
+            sums = [abs(before - total * stage / pp) for before in accumulate(costs)]
+            nearest = min(range(len(sums)), key=sums.__getitem__) + 1
+            borders.append(min(max(nearest, borders[-1] + 1), self.num_layers - (pp - stage)))
+        return tuple(range(start, end) for start, end in pairwise([*borders, self.num_layers]))
+
     def layers_per_stage(self, pp: int) -> int:
         """Of the largest of `pp` pipeline stages."""
-        return -(-self.num_layers // pp)
+        return max(map(len, self.stages(pp)))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -260,6 +273,12 @@ class ModelShape:
         if layer.experts is not None:
             width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
         return layer.attention_parameters + self.mlp_parameters(width) + router
+
+    def _active_experts(self, layer: LayerShape) -> int:
+        """Elements of the experts that one token is routed to."""
+        return (
+            0 if layer.experts is None else layer.experts.num_active * self.mlp_parameters(layer.experts.intermediate)
+        )
 
     def with_spare_inputs(self, count: int) -> ModelShape:
         """The shape whose states keep `count` inputs more of their convolutions: as many tokens can be taken back."""

@@ -8,6 +8,7 @@ import msgspec
 
 from quire import envs
 from quire.config.cache import SNAPSHOT_INTERVAL
+from quire.config.media import CACHE_GIB
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.config.vllm import translate_keywords
 from quire.errors import ConfigError, nearest_name
@@ -37,6 +38,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load_format: str = "auto"
     model_impl: str = "auto"
     load_draft_head: bool = False
+    language_model_only: bool = False
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_cache_gb: float = CACHE_GIB
+    allowed_media_domains: list[str] | None = None
+    allowed_local_media_path: str = ""
     revision: str | None = None
     download_dir: str | None = None
     hf_overrides: dict[str, Any] | None = None
@@ -46,6 +54,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     logprobs_mode: str = "raw_logprobs"
     structured_outputs_config: dict[str, Any] | None = None
     speculative_config: dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
+    lora_target_modules: list[str] | None = None
     quantization: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
@@ -127,6 +141,13 @@ HELP: dict[str, str] = {
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
     "load_draft_head": "load the head for drafts (mtp.*) of a checkpoint that has one; it makes no drafts yet",
+    "language_model_only": "take text alone: of a model that takes images no vision tower is loaded",
+    "limit_mm_per_prompt": "JSON object of most inputs of a prompt, such as {'image': 4} (0: the language model alone)",
+    "mm_processor_kwargs": "JSON object: min_pixels and max_pixels of a picture after it is resized",
+    "media_io_kwargs": "JSON object: image.rgba_background_color, which transparent pictures are laid over",
+    "mm_processor_cache_gb": "GiB of processed pictures that a front end keeps (1)",
+    "allowed_media_domains": "hosts that URLs of pictures may name (default: none); addresses if they are not public",
+    "allowed_local_media_path": "directory of pictures that file URLs may name (default: none)",
     "revision": "branch, tag or commit of a hub id",
     "download_dir": "directory that hub ids are fetched into (default: the hub library's cache)",
     "hf_overrides": "JSON object whose keys replace those of config.json before it is read",
@@ -135,6 +156,12 @@ HELP: dict[str, str] = {
     "max_logprobs": "most alternatives of a token that a request may ask for (-1: the vocabulary)",
     "logprobs_mode": "raw_logprobs (the model's), processed_logprobs (as drawn from), raw_logits or processed_logits",
     "structured_outputs_config": "JSON object of settings for every constraint, such as disable_any_whitespace",
+    "enable_lora": "let requests have adapters of low rank (docs/adapters.md)",
+    "max_loras": "adapters whose requests run at a time",
+    "max_lora_rank": "largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512",
+    "max_cpu_loras": "adapters that stay loaded (default: max_loras)",
+    "lora_dtype": "of the adapters' matrices: auto (the model's), float32, bfloat16 or float16",
+    "lora_target_modules": "names of the modules that adapters may change (default: any)",
     "speculative_config": "JSON object of drafts: method ngram, num_speculative_tokens, prompt_lookup_min and _max",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, such as 4096, 4k or auto (default: the model's limit)",
@@ -156,7 +183,7 @@ HELP: dict[str, str] = {
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU)",
-    "pipeline_parallel_size": "processes that share out the layers (1 is available)",
+    "pipeline_parallel_size": "stages of processes that share out the layers (more than 1: on a CPU)",
     "data_parallel_size": "engines of a server or AsyncLLM that share out requests, cores and memory (CPU)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
     "kv_cache_dtype": "auto (dtype; on a CPU GGUF: bfloat16, float16: float32), float32, bfloat16, float16, int8, fp8",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.speculation import OPTION as SPECULATION
+from quire.config.speculation import SpeculationConfig
 from quire.errors import ConfigError
 
 MAX_RANKS = 64
@@ -58,12 +60,12 @@ class ParallelConfig:
 
 
 def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
-    """Raise ConfigError for options that do not go together with tensor_parallel_size > 1."""
-    if options.tensor_parallel_size > MAX_RANKS:
-        raise ConfigError(
-            f"tensor_parallel_size must be at most {MAX_RANKS}, not {options.tensor_parallel_size}",
-            param="tensor_parallel_size",
-        )
+    """Raise ConfigError for options that do not go together with several ranks."""
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
+    if tp * pp > MAX_RANKS:
+        many = f"pipeline_parallel_size times tensor_parallel_size must be at most {MAX_RANKS}, not {tp * pp}"
+        message = many if pp > 1 else f"tensor_parallel_size must be at most {MAX_RANKS}, not {tp}"
+        raise ConfigError(message, param="tensor_parallel_size" if tp > 1 else "pipeline_parallel_size")
     if is_accelerated:
         raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
 
@@ -82,21 +84,34 @@ def check_replicas(options: EngineOptions, is_accelerated: bool) -> None:
 
 def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError for a model that the ranks cannot share."""
-    if model.path.is_file() or options.load_format == "gguf":
-        raise _refused(options, "does not load GGUF files yet: choose a safetensors checkpoint", "tensor_parallel_size")
+    name = "tensor_parallel_size" if options.tensor_parallel_size > 1 else "pipeline_parallel_size"
     if model.impl != "quire":
         reason = (
             f"does not share out {model.architecture}, which runs through Transformers: choose a family of Quire's own"
         )
-        raise _refused(options, reason, "tensor_parallel_size")
+        raise _refused(options, reason, name)
+    pp = options.pipeline_parallel_size
+    if pp > model.num_layers:
+        message = f"pipeline_parallel_size={pp} is more than the model's {model.num_layers} layers"
+        raise ConfigError(message, param="pipeline_parallel_size")
     tp = options.tensor_parallel_size
+    if tp == 1:
+        return
     if model.num_heads % tp:
-        raise _refused(options, f"does not divide the model's {model.num_heads} heads", "tensor_parallel_size")
+        raise _refused(options, f"does not divide the model's {model.num_heads} heads", name)
     fewer, more = sorted((tp, model.num_kv_heads))
     if more % fewer:
         reason = f"neither divides the model's {model.num_kv_heads} key and value heads nor is a multiple of them"
-        raise _refused(options, reason, "tensor_parallel_size")
+        raise _refused(options, reason, name)
+
+
+def check_stages_fit(options: EngineOptions, speculation: SpeculationConfig) -> None:
+    """Raise ConfigError for what the stages of a pipeline do not compute yet."""
+    if speculation.max_drafts:
+        stages = f"pipeline_parallel_size={options.pipeline_parallel_size}"
+        raise ConfigError(f"{SPECULATION} does not go together with {stages} yet", param=SPECULATION)
 
 
 def _refused(options: EngineOptions, reason: str, param: str) -> ConfigError:
-    return ConfigError(f"tensor_parallel_size={options.tensor_parallel_size} {reason}", param=param)
+    name = "tensor_parallel_size" if options.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    return ConfigError(f"{name}={getattr(options, name)} {reason}", param=param)

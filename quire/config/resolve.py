@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire import envs
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig, adapters_config
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
 from quire.config.device import (
@@ -20,10 +21,17 @@ from quire.config.device import (
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import ModelChoices, load_model_config, stored_dtype
 from quire.config.load import LoadConfig
+from quire.config.media import MediaConfig
 from quire.config.mla_prompt import expands_prompts
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit, check_replicas
+from quire.config.parallel import (
+    ParallelConfig,
+    check_ranks_available,
+    check_ranks_fit,
+    check_replicas,
+    check_stages_fit,
+)
 from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.resolve_device import (
@@ -98,6 +106,8 @@ class Defaults:
 MAX_NUM_SEQS = 65536
 THREADS_ALLOWED_PER_CORE, LEAST_THREADS_ALLOWED = 4, 256
 """Threads of a process that are refused are more than both allow."""
+STAGED_TOKENS = 512
+"""Token budget of a step where layers are dealt to stages: a long prompt is cut, so that all of them compute."""
 CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
 DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
@@ -106,7 +116,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     parallel = _parallel(options)
     device, is_accelerated = choose_device(options)
-    if parallel.tp > 1:
+    if parallel.num_devices > 1:
         check_ranks_available(options, is_accelerated)
     check_replicas(options, is_accelerated)
     backend, model = _backend_and_model(options, is_accelerated)
@@ -116,13 +126,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
     attention = model.shape.attention if model.impl == "quire" else None
     expands = expands_prompts(options, attention, model.architecture, is_invariant=is_invariant)
     model = replace(model, expands_prompts=expands)
-    if parallel.tp > 1:
+    if parallel.num_devices > 1:
         check_ranks_fit(options, model)
     _check_pooling(options, model)
     speculation = _speculation(options, model)
     if speculation.max_drafts:
         model = replace(model, shape=model.shape.with_spare_inputs(speculation.max_drafts))
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
+    if parallel.pp > 1:
+        check_stages_fit(options, speculation)
+        defaults = replace(defaults, max_num_batched_tokens=STAGED_TOKENS, queue_depth=parallel.pp)
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
@@ -136,7 +149,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=_num_threads(options) or max(1, usable_cores() // (parallel.tp * options.data_parallel_size)),
+            num_threads=_num_threads(options)
+            or max(1, usable_cores() // (parallel.num_devices * options.data_parallel_size)),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend, device),
@@ -153,8 +167,35 @@ def resolve(options: EngineOptions) -> EngineConfig:
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
         parallel=parallel,
         speculation=speculation,
+        adapters=_adapters(options, model, backend),
         structured_outputs=StructuredOutputsConfig.of(options.structured_outputs_config or {}),
+        media=MediaConfig.of(
+            language_model_only=options.language_model_only,
+            limit_mm_per_prompt=options.limit_mm_per_prompt or {},
+            mm_processor_kwargs=options.mm_processor_kwargs or {},
+            media_io_kwargs=options.media_io_kwargs or {},
+            mm_processor_cache_gb=options.mm_processor_cache_gb,
+            allowed_media_domains=options.allowed_media_domains or [],
+            allowed_local_media_path=options.allowed_local_media_path,
+        ),
     )
+
+
+def _adapters(options: EngineOptions, model: ModelConfig, backend: str) -> AdaptersConfig:
+    given = options.max_loras, options.max_lora_rank, options.max_cpu_loras, options.lora_dtype
+    found = adapters_config(*given, options.lora_target_modules, model.dtype)
+    if not options.enable_lora:
+        return NO_ADAPTERS
+    reasons = {
+        "models that run through Transformers": model.impl != "quire",
+        "encoders": model.is_encoder,
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "attention_backend='triton'": backend == "triton",
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"enable_lora is not possible with {what} yet", param="enable_lora")
+    return found
 
 
 def _speculation(options: EngineOptions, model: ModelConfig) -> SpeculationConfig:
@@ -353,22 +394,17 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"preemption_mode={options.preemption_mode!r} moves a KV cache, and {model.architecture} keeps none",
             param="preemption_mode",
         )
-    if options.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size={options.tensor_parallel_size} is not available for {model.architecture} yet",
-            param="tensor_parallel_size",
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(options, name) > 1:
+            message = f"{name}={getattr(options, name)} is not available for {model.architecture} yet"
+            raise ConfigError(message, param=name)
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:
-    """The ranks of one replica. Sizes that have no implementation yet are refused, never ignored."""
-    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
-    positive("tensor_parallel_size", tp)
-    positive("data_parallel_size", options.data_parallel_size)
-    if pp != 1:
-        message = f"pipeline_parallel_size={pp} is not available yet: only 1 is"
-        raise ConfigError(message, param="pipeline_parallel_size")
-    return ParallelConfig(tp=tp, pp=pp)
+    """The ranks of one replica."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        positive(name, getattr(options, name))
+    return ParallelConfig(tp=options.tensor_parallel_size, pp=options.pipeline_parallel_size)
 
 
 def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:
@@ -481,8 +517,9 @@ def _output_window(options: EngineOptions) -> float:
 
 def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> SchedulerConfig:
     queue_depth = defaults.queue_depth if options.queue_depth is None else options.queue_depth
-    if queue_depth not in (1, 2):
-        raise ConfigError(f"queue_depth must be 1 or 2, not {queue_depth}", param="queue_depth")
+    most = max(2, options.pipeline_parallel_size)
+    if not 1 <= queue_depth <= most:
+        raise ConfigError(f"queue_depth must be from 1 to {most}, not {queue_depth}", param="queue_depth")
     longest_step = defaults.max_num_batched_tokens
     if model.takes_whole_prompts:
         longest_step = max(longest_step, model.max_model_len)
@@ -508,4 +545,5 @@ def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -
         priority_seconds=options.priority_seconds,
         preemption_mode=options.preemption_mode,
         whole_prompts=model.takes_whole_prompts,
+        num_stages=options.pipeline_parallel_size,
     )

@@ -15,7 +15,8 @@ class SchedulerConfig:
     scheduling_policy: "fcfs", or "priority": then requests may bring one.
     priority_seconds: seconds of waiting that one level of priority is worth.
     preemption_mode: "recompute", "swap", or "auto", which takes the cheaper one for each victim.
-    whole_prompts: each prompt is computed in one step.
+    whole_prompts: each prompt is computed in one step. num_stages: of a pipeline: with more than one, plans in flight
+    have no sequence in common but for prompts, and each has its part of the running sequences.
     """
 
     max_num_batched_tokens: int
@@ -26,3 +27,4 @@ class SchedulerConfig:
     priority_seconds: float = PRIORITY_SECONDS
     preemption_mode: str = "recompute"
     whole_prompts: bool = False
+    num_stages: int = 1

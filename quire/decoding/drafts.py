@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
-from quire.step import StepPlan
+from quire.step import StepPlan, StepResult
 
 
 class Drafts(NamedTuple):
@@ -55,7 +56,8 @@ NO_DRAFTER = NoDrafter()
 
 class WorkerDrafts:
     """The workers make the drafts, of tokens that the scheduler need not know, and say with each result for which
-    sequences they have any. Where they have none, steps are planned as without drafts."""
+    sequences they have any. Where they have none, steps are planned as without drafts. Of a sequence under a
+    constraint they tell the drafts, which the scheduler proposes when the masks behind them are known."""
 
     asks_always = False
 
@@ -63,23 +65,37 @@ class WorkerDrafts:
         self.max_drafts = max_drafts
 
     def propose(self, sequence: Sequence, limit: int) -> Drafts:
-        return Drafts(min(limit, sequence.num_found_drafts))
+        if sequence.request.constraint is None:
+            return Drafts(min(limit, sequence.num_found_drafts))
+        token_ids = sequence.draft_token_ids[:limit]
+        return Drafts(len(token_ids), token_ids)
 
 
-def note_found_drafts(samples: list[Sequence], found: dict[int, int]) -> None:
-    """Note how many drafts the workers have for the sequences of a result, as StepResult has it."""
+def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
+    """Note which drafts the workers have for the sequences of a result."""
     for index, sequence in enumerate(samples):
-        sequence.num_found_drafts = num_found = found.get(index, 0)
+        sequence.num_found_drafts = num_found = result.found_drafts.get(index, 0)
         if num_found:
             sequence.fast_path_until = 0
+        if sequence.request.constraint is not None:
+            sequence.draft_token_ids = result.draft_token_ids.get(index, [])
+
+
+def take_masked_drafts(sequence: Sequence) -> None:
+    """Keep of the drafts of a sequence under a constraint what is left behind the tokens that its matcher forced."""
+    assert sequence.matcher is not None, "it has answered"
+    sequence.draft_token_ids = drafts_behind(sequence.matcher.forced, sequence.draft_token_ids)
+    sequence.num_found_drafts = len(sequence.draft_token_ids)
 
 
 def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int) -> Drafts:
     """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
     included."""
     request = sequence.request
-    if request.beam_search is not None or request.fork_position is not None or request.constraint is not None:
+    if request.beam_search is not None or request.fork_position is not None or request.pooling:
         return NO_DRAFTS
+    if request.constraint is not None and sequence.num_pending_tokens:
+        return NO_DRAFTS  # masks behind drafts are made when all tokens before these are known
     known = len(sequence.token_ids) + sequence.num_pending_tokens
     # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.
     num_free = min(budget, max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)

@@ -71,11 +71,18 @@ class Matcher(Protocol):
         """It is finished by a token of the text, and not by one that ends a text."""
         ...
 
-    def advance(self, token_ids: SequenceOf[int], num_forced: int, *, with_mask: bool = False) -> None:
+    def advance(
+        self,
+        token_ids: SequenceOf[int],
+        num_forced: int,
+        *,
+        with_mask: bool = False,
+        drafts: SequenceOf[int] = (),
+    ) -> None:
         """Go on by the next tokens of the sequence; `MaskSource.flush` sends them. Only while `is_ready`.
 
         num_forced: forced tokens that the matcher may accept behind them, at most. with_mask: the answer may wait for
-        the mask.
+        the mask. drafts: guesses of what comes behind `token_ids`: masks behind each are asked for.
         """
         ...
 
@@ -86,13 +93,20 @@ class Matcher(Protocol):
 
     @property
     def has_mask(self) -> bool:
-        """`mask` answers at once. False also while its memory of this is behind: ask again after `MaskSource.wait`."""
+        """`mask` and `draft_masks` answer at once. False also while its memory of this is behind: ask again after
+        `MaskSource.wait`."""
         ...
 
     def mask(self) -> bytes | None:
         """The tokens that may come next: packed bits, [ceil(vocab size / 32)] little-endian uint32, token t at bit
         t % 32 of word t // 32. None: all. Waits where the mask has not come yet, which is short unless `is_slow`, and
         then `is_ready` tells. Raises UserError when none may, or when it takes too much work to tell."""
+        ...
+
+    def draft_masks(self) -> list[bytes]:
+        """The masks behind the first drafts that are left behind `forced` (`drafts_behind`), as `mask` has them, empty
+        for all tokens: up to the one that does not follow the constraint or ends the text, or for which the matcher has
+        no mask. Only while `has_mask`."""
         ...
 
     def mask_of(self, *token_ids: int) -> bytes:
@@ -157,6 +171,12 @@ def mask_of(token_ids: Iterable[int], num_bytes: int) -> bytes:
     for token_id in token_ids:
         mask[token_id // 8] |= 1 << token_id % 8
     return bytes(mask)
+
+
+def drafts_behind(forced: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:
+    """What is left of drafts behind tokens that are certain: none, where these are others."""
+    count = len(forced)
+    return list(drafts[count:]) if list(drafts[:count]) == list(forced) else []
 
 
 def num_forceable(sequence: Sequence) -> int:

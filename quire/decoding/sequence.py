@@ -63,6 +63,7 @@ class Sequence:
         "awaits_matcher",
         "blocks",
         "chain",
+        "draft_token_ids",
         "fast_path_until",
         "finish_reason",
         "first_step_id",
@@ -95,6 +96,8 @@ class Sequence:
         self.num_pending_drafts = 0
         self.num_found_drafts = 0
         """Drafts that the workers have for its next step, as far as results say."""
+        self.draft_token_ids: list[int] = []
+        """These drafts, of a sequence under a constraint: its matcher is asked for masks behind them."""
         self.first_step_id = 0
         """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
@@ -147,6 +150,8 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
+        "adapter_slot",
         "arrival_time",
         "beam_search",
         "bypass_prefix_cache",
@@ -210,6 +215,9 @@ class Request:
         self.pooling = request.pooling
         self.columns, self.token_columns = request.columns, request.token_columns
         self.images = request.images
+        self.adapter = request.adapter
+        self.adapter_slot = 0
+        """Where the workers hold the adapter, from the request's start on; 0: it has none."""
         self.constraint = constraint
         self.constraint_start = request.constraint_start
         self.first_matcher: Matcher | None = None
@@ -249,9 +257,11 @@ class Request:
     def extra_keys(self, block_size: int) -> Mapping[int, tuple[bytes, ...]]:
         """Keys that tell its blocks in the prefix cache from those of the same tokens, as HashChain takes them. A value
         counts from the block on in which it is first read."""
-        if not self.columns and not self.token_columns and not self.images:
+        if not self.columns and not self.token_columns and not self.images and self.adapter is None:
             return NO_KEYS
         keys: defaultdict[int, tuple[bytes, ...]] = defaultdict(tuple)
+        if self.adapter is not None:
+            keys[0] += (b"adapter=" + self.adapter.digest,)
         for name, value in sorted(self.columns.items()):
             first = self.token_columns[name].end if name in self.token_columns else 0
             keys[first // block_size] += (f"{name}={value}".encode(),)

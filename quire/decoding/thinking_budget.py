@@ -10,7 +10,7 @@ import copy
 from collections import deque
 from collections.abc import Sequence
 
-from quire.decoding.masks import Constraint, ConstraintSpec, Matcher, mask_of
+from quire.decoding.masks import Constraint, ConstraintSpec, Matcher, drafts_behind, mask_of
 from quire.errors import UserError
 from quire.sampling_params import ThinkingBudget
 
@@ -50,6 +50,8 @@ class BudgetMatcher:
         """Tokens of the mark that were forced behind them."""
         self._num_followed = 0
         """Tokens that the inner matcher has forced behind those, and that count for the budget."""
+        self._drafts: list[int] = []
+        """Guesses of what comes behind the tokens of the mark."""
         self._check()
 
     @property
@@ -87,7 +89,9 @@ class BudgetMatcher:
     def ends_in_text(self) -> bool:
         return self._inner is not None and self._inner.ends_in_text
 
-    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
+    def advance(
+        self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False, drafts: Sequence[int] = ()
+    ) -> None:
         self._follow_inner()
         self._num_asked, self._own, self._num_followed = len(token_ids), [], 0
         for token_id in token_ids:
@@ -95,10 +99,12 @@ class BudgetMatcher:
         while self._forced and len(self._own) < num_forced:
             self._own.append(self._forced[0])
             self.follow(self._own[-1])
+        self._drafts = drafts_behind(self._own, drafts)
         if self._inner is not None:
             # Thoughts are counted one by one: the budget may end within what the inner constraint forces.
             num_left = 0 if self._is_thinking else num_forced - len(self._own)
-            self._inner.advance([*token_ids, *self._own], num_left, with_mask=with_mask)
+            asked = [*token_ids, *self._own]
+            self._inner.advance(asked, num_left, with_mask=with_mask, drafts=self._drafts)
 
     def follow(self, token_id: int) -> None:
         """Go on by a token, as far as the budget is concerned."""
@@ -132,12 +138,30 @@ class BudgetMatcher:
             return self.mask_of(self._forced[0])
         return None if self._inner is None else self._inner.mask()
 
+    def draft_masks(self) -> list[bytes]:
+        self._follow_inner()
+        drafts, inner = self._drafts, None
+        if self._inner is not None:
+            drafts, inner = drafts_behind(self._inner.forced, drafts), self._inner.draft_masks()
+        budget = self._alone()
+        masks = []
+        for token_id, mask in zip(drafts, [b""] * len(drafts) if inner is None else inner, strict=False):
+            budget.follow(token_id)
+            masks.append(self.mask_of(budget._forced[0]) if budget._forced else mask)
+        return masks
+
     def mask_of(self, *token_ids: int) -> bytes:
         return mask_of(token_ids, self._num_bytes)
 
     def copy(self) -> BudgetMatcher:
-        found = copy.copy(self)
+        found = self._alone()
         found._inner = None if self._inner is None else self._inner.copy()
+        return found
+
+    def _alone(self) -> BudgetMatcher:
+        """The same place in the budget, without the inner matcher and drafts."""
+        found = copy.copy(self)
+        found._inner, found._drafts = None, []
         found._recent, found._own = self._recent.copy(), list(self._own)
         return found
 

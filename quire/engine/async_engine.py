@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Unpack
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.engine import EngineConfig
+from quire.config.engine_keywords import EngineKeywords
 from quire.config.model import ModelConfig
-from quire.config.options import EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.engine.adapters import KnownAdapters
 from quire.engine.call_options import PoolingOptions, truncation_of
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
+from quire.engine.engine_process import EngineProcess
 from quire.engine.fleet import open_fleet
 from quire.engine.front_end import check_mode, check_reset, open_front_end
-from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, mix_seed, num_units, prompt_text
+from quire.engine.input_processor import (
+    IMAGE_KEY,
+    InputProcessor,
+    Prompt,
+    RenderedChat,
+    mix_seed,
+    num_units,
+    prompt_text,
+)
 from quire.engine.messages import EngineReady
-from quire.engine.output_stream import StatsListener
+from quire.engine.output_stream import StatsListener, all_of, last_only
 from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
+from quire.engine.public_names import described, missing, user_tokenizer
 from quire.engine.request_part import RequestPart
 from quire.engine.session import Session
 from quire.engine.shared_client import SharedClient
@@ -33,6 +44,8 @@ from quire.engine.sleep import part_of
 from quire.engine.texts import Texts
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.kv_cache.stats import EngineStats
+from quire.lora_request import LoRARequest
+from quire.multimodal.inputs import NoImages
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -46,6 +59,8 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.snapshot import KVSnapshot
 from quire.tokenization.conversation import conversation_of
 from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.user_tokenizer import UserTokenizer
+from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT
 
 POLL_SECONDS = 0.01
 """Seconds between two looks of a caller that waits for the end of requests."""
@@ -66,18 +81,19 @@ class AsyncLLM:
     def __init__(
         self,
         *,
+        model: str = BUNDLED_MODEL,
         in_process: bool = False,
         restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
-        **engine_options: Any,
+        **engine_options: Unpack[EngineKeywords],
     ) -> None:
         """in_process: run the core in a thread of this process. restart_engine: when an engine process dies, or has
         given no sign of life for `hung_engine_timeout` seconds (0: only when it dies), start another one, in which
         every request goes on (quire/engine/fleet.py); None: where there are several (`data_parallel_size`). Raises
         ConfigError or ModelLoadError."""
         start = _starter(in_process, restart_engine, hung_engine_timeout)
-        options = EngineOptions.from_keywords(engine_options)
-        self._open(options, lambda options: start(options, executor=DEFAULT_EXECUTOR))
+        options = EngineOptions.from_keywords({"model": model, **engine_options})
+        self._open(options, lambda options, config: start(options, config, executor=DEFAULT_EXECUTOR))
 
     @classmethod
     def from_options(
@@ -88,11 +104,13 @@ class AsyncLLM:
         restart_engine: bool | None = None,
         hung_engine_timeout: float = HUNG_ENGINE_TIMEOUT,
         executor: str = DEFAULT_EXECUTOR,
+        process: EngineProcess | None = None,
     ) -> AsyncLLM:
-        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor. process: as
+        of ProcessClient, where one engine runs that is not restarted."""
         engine = cls.__new__(cls)
-        start = _starter(in_process, restart_engine, hung_engine_timeout)
-        engine._open(options, lambda options: start(options, executor=executor))
+        start = _starter(in_process, restart_engine, hung_engine_timeout, process)
+        engine._open(options, lambda options, config: start(options, config, executor=executor))
         return engine
 
     @classmethod
@@ -105,7 +123,7 @@ class AsyncLLM:
         """Over an engine that several processes share. Requests without a seed get other ones than in other
         sessions."""
         engine = cls.__new__(cls)
-        engine._open(options, lambda options: client)
+        engine._open(options, lambda options, config: client)
         session = engine._session
         session.namespace, session.control, session.loads = (
             f"{client.session}.",
@@ -115,7 +133,7 @@ class AsyncLLM:
         engine.input_processor.seed = mix_seed(options.seed, client.session)
         return engine
 
-    def _open(self, options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> None:
+    def _open(self, options: EngineOptions, start: Callable[[EngineOptions, EngineConfig], EngineClient]) -> None:
         self._front_end = open_front_end(options, start)
         self._front_end.encode_long_texts_elsewhere()
         self.texts = Texts(self._front_end)
@@ -130,6 +148,14 @@ class AsyncLLM:
         """Facts found at the start; waits for its end. Raises what the start-up failed with."""
         return self._session.client.ready
 
+    def __repr__(self) -> str:
+        return f"AsyncLLM({described(self._front_end.options)})"
+
+    if not TYPE_CHECKING:  # with it, a type checker would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
+
     @property
     def model_config(self) -> ModelConfig:
         return self._front_end.config.model
@@ -142,10 +168,19 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         return self._front_end.tokenizer
 
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that Transformers' have. Raises UserError when the model has none."""
+        return user_tokenizer(self.tokenizer, self.input_processor)
+
     @property
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
+
+    @property
+    def adapters(self) -> KnownAdapters:
+        """Those that calls and requests have named."""
+        return self._front_end.adapters
 
     @property
     def pooling(self) -> PoolingProcessor:
@@ -155,6 +190,11 @@ class AsyncLLM:
     def takes_priorities(self) -> bool:
         """Whether a request may bring a priority."""
         return self._front_end.config.scheduler.scheduling_policy == "priority"
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return not isinstance(self.input_processor.images, NoImages)
 
     @property
     def max_num_seqs(self) -> int:
@@ -258,15 +298,16 @@ class AsyncLLM:
         until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
         sleeps, and QuireError while draining.
         """
+        lora_request = options.pop("lora_request", None)
         if options:
             sampling_params = msgspec.structs.replace(sampling_params, **truncation_of(options))
-        process = partial(self._process, prompt, sampling_params, cache_salt, priority)
+        process = partial(self._process, prompt, sampling_params, (cache_salt, priority), lora_request)
         kind = getattr(
             sampling_params, "output_kind", None
         )  # what is no SamplingParams is refused when it is processed
         delta = delta or kind is RequestOutputKind.DELTA
         outputs = self._session.run(process, prompt_text(prompt), request_id, delta=delta, part=part)
-        return _last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
+        return last_only(outputs) if kind is RequestOutputKind.FINAL_ONLY else outputs
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -333,8 +374,8 @@ class AsyncLLM:
         if self.pooling.is_cross_encoder:
             pairs = [(data_1[place], second) for place, second in zip(places, data_2, strict=True)]
             running = [self.pool(first, params, second=second, priority=priority) for first, second in pairs]
-            return [self.pooling.pair_score(output, params) for output in await _all(running)]
-        outputs = await _all([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
+            return [self.pooling.pair_score(output, params) for output in await all_of(running)]
+        outputs = await all_of([self.pool(text, params, priority=priority) for text in (*data_1, *data_2)])
         lefts, rights = outputs[: len(data_1)], outputs[len(data_1) :]
         return [
             self.pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)
@@ -350,18 +391,21 @@ class AsyncLLM:
         priority: int = 0,
         part: RequestPart | None = None,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The last output of a pooled request, with what the model made of the prompt."""
         processor = await asyncio.to_thread(lambda: self.pooling)
+        adapter = self.adapters.resolve(lora_request)
 
         async def process(name: str) -> EngineRequest:
             size = len(prompt_text(prompt) or "") + len(second or "")
-            return await self.texts.off_loop(
+            request = await self.texts.off_loop(
                 size,
                 lambda: processor.request(
                     name, prompt, params, second=second, priority=priority, cache_salt=cache_salt
                 ),
             )
+            return request if adapter is None else msgspec.structs.replace(request, adapter=adapter)
 
         async with contextlib.aclosing(
             self._session.run(process, prompt_text(prompt), request_id, part=part)
@@ -519,43 +563,34 @@ class AsyncLLM:
             self._session.die(EngineDeadError("the engine was shut down"))
 
     async def _process(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
+        self, prompt: Prompt, params: SamplingParams, terms: tuple[str, int], lora_request: Any, request_id: str
     ) -> EngineRequest:
+        adapter = None if lora_request is None else await asyncio.to_thread(self.adapters.resolve, lora_request)
+        if isinstance(prompt, Mapping) and prompt.get(IMAGE_KEY):
+            prompt = await self.texts.pictures.of_prompt(prompt)
+
         def process() -> EngineRequest:
-            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
+            salt, priority = terms
+            return self.input_processor.process(
+                request_id, prompt, params, cache_salt=salt, priority=priority, adapter=adapter
+            )
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
         return await self.texts.off_loop(num_units(prompt, params), process)
 
 
-async def _last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            if output.finished:
-                yield output
-
-
-def _starter(in_process: bool, restart_engine: bool | None, hung_engine_timeout: float) -> Callable[..., EngineClient]:
+def _starter(
+    in_process: bool, restart_engine: bool | None, hung_engine_timeout: float, process: EngineProcess | None = None
+) -> Callable[..., EngineClient]:
     if in_process and restart_engine:
         raise ConfigError("restart_engine needs the engine in a process of its own", param="restart_engine")
-    if in_process:
-        return InProcessClient
 
-    def start(options: EngineOptions, executor: str) -> EngineClient:
+    def start(options: EngineOptions, config: EngineConfig, executor: str) -> EngineClient:
+        if in_process:
+            return InProcessClient(options, executor=executor, config=config)
         if restart_engine or options.data_parallel_size > 1:
             return open_fleet(options, executor, restarts=restart_engine, hung_engine_timeout=hung_engine_timeout)
-        return ProcessClient(options, executor=executor)
+        return ProcessClient(options, executor=executor, process=process)
 
     return start
-
-
-async def _all(running: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, in order. When one fails, the others are cancelled."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_awaited(each)) for each in running]
-    return [task.result() for task in tasks]
-
-
-async def _awaited(each: Awaitable[T]) -> T:
-    return await each

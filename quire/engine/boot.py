@@ -1,25 +1,33 @@
 """The first lines of the engine process: its failures become one line in the runtime directory, which its parent reads.
 
-Imports next to nothing before it is ready to report: what fails first, where files or memory are short, is an import.
+Imports next to nothing by itself: what fails first, where files or memory are short, is an import.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire.utils.runtime_directory import LAST_WORDS_FILE
 
 
 def main() -> None:
-    """Run the engine process; its first line of input names the directory."""
+    """Run the engine process. Its first line of input lists what it imports while it waits for the second, which names
+    the directory."""
+    first = sys.stdin.buffer.readline()
+    failed = _prepare(json.loads(first)) if first.endswith(b"\n") else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return  # the parent ended before it had said what to do
     try:
+        if failed is not None:
+            raise failed
         from quire.engine.process import main as run
 
         run(line)
@@ -29,6 +37,23 @@ def main() -> None:
         logging.getLogger("quire.engine").debug("the engine process failed", exc_info=True)
         _leave_word(Path(json.loads(line)["directory"]), error)
         os._exit(1)
+
+
+def _prepare(modules: Sequence[str]) -> BaseException | None:
+    """Import what the engine needs; returns why that failed. No collection looks at what lives as long as the
+    process."""
+    gc.disable()
+    try:
+        for module in ("quire.engine.process", *modules):
+            importlib.import_module(module)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return error
+    finally:
+        gc.freeze()
+        gc.enable()
+    return None
 
 
 def _leave_word(directory: Path, error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from quire.engine.adapters import LoRARequests
 from quire.errors import UserError, reject_unknown
 
 TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
@@ -19,24 +20,21 @@ class CallOptions(TypedDict, total=False):
 
 
 class PoolingOptions(CallOptions, total=False):
-    """lora_request: None."""
+    """lora_request: the adapter of all prompts, or one each."""
 
-    lora_request: None
+    lora_request: LoRARequests
 
 
 def truncation_of(options: CallOptions | PoolingOptions) -> dict[str, Any]:
     """What `tokenization_kwargs` say, as fields of SamplingParams. Raises UserError for what is unknown or refused."""
     reject_unknown(options, PoolingOptions.__annotations__, "argument")
-    refuse_adapters(options.get("lora_request"))
     if options.get("mm_processor_kwargs"):
-        raise UserError("mm_processor_kwargs is not supported: only text is taken", param="mm_processor_kwargs")
+        raise UserError(
+            "mm_processor_kwargs is an option of the engine, not of a call",
+            param="mm_processor_kwargs",
+        )
     given = dict(options.get("tokenization_kwargs") or {})
     if given.pop("add_special_tokens", True) is not True:
         raise UserError("add_special_tokens must be true here: give token ids instead", param="tokenization_kwargs")
     reject_unknown(given, TRUNCATION, "key of tokenization_kwargs")
     return given
-
-
-def refuse_adapters(lora_request: object) -> None:
-    if lora_request is not None:
-        raise UserError("lora_request is not supported: adapters are not available yet", param="lora_request")

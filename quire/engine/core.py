@@ -36,6 +36,7 @@ from quire.executors.interface import Executor, StepFuture, VitalSigns
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import size_pool
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stage_layout import most_pages
 from quire.kv_cache.stats import EngineStats
 from quire.logging import get_logger
 from quire.outputs import SequenceUpdate
@@ -85,6 +86,7 @@ class EngineCore:
         self._executor = executor
         self._observers = observers
         self._queue_depth = config.scheduler.queue_depth
+        self._has_stages = config.parallel.pp > 1
         self.output_window = config.output_window
         self._vocab_size = config.model.vocab_size
         self._in_flight: deque[StepFuture] = deque()
@@ -216,6 +218,8 @@ class EngineCore:
         """Size the KV cache of the model's layers, measuring memory where no size is given, and allocate it."""
         executor, cache, limits = self._executor, config.cache, config.scheduler
         groups, layers_per_group = group_layers(specs, cache.block_size, cache.state_snapshot_interval)
+        if self._has_stages:
+            layers_per_group = most_pages(groups, config.model.shape.stages(config.parallel.pp))
         profile = None
         if groups and not cache.is_size_given:
             profile = executor.profile(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -273,10 +277,11 @@ class EngineCore:
                 self._send_sampling_inputs(outputs)
 
     def _send_sampling_inputs(self, outputs: EngineOutputs) -> None:
-        """Send what the last plan lacks, unless it depends on the result of an earlier one. Masks are waited for here,
+        """Send what the last plan lacks, unless it depends on the result of an earlier one, as no plan of a pipeline's
+        stages does. Masks are waited for here,
         at most for LATE_SECONDS: samples without one are discarded. Sequences whose masks take long are not planned
         ahead."""
-        if self._unsent is not None and len(self._in_flight) == 1:
+        if self._unsent is not None and (self._has_stages or len(self._in_flight) == 1):
             plan, self._unsent = self._unsent, None
             deadline = self._clock.now() + LATE_SECONDS if self.scheduler.can_discard else math.inf
             while self.scheduler.awaits_masks(plan) and self._clock.now() < deadline:

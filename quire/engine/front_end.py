@@ -11,6 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.config.structured_outputs import OTHER_BACKENDS
+from quire.engine.adapters import KnownAdapters
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
@@ -39,6 +40,7 @@ class FrontEnd:
         self.config, self.options = config, options
         self.client = client
         self.tokenizer = tokenizer
+        self.adapters = KnownAdapters(config.adapters)
         self.output_processor = OutputProcessor(tokenizer)
         self._input_processor: InputProcessor | None = None
         self._pooling_processor: PoolingProcessor | None = None
@@ -111,16 +113,17 @@ def _sample_of(tokenizer: Tokenizer) -> bytes | None:
         return None
 
 
-def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> FrontEnd:
+def open_front_end(options: EngineOptions, start: Callable[[EngineOptions, EngineConfig], EngineClient]) -> FrontEnd:
     """Check the options, `start` the core, and load the tokenizer (while it starts, if it runs elsewhere).
 
-    Raises ConfigError or ModelLoadError, and what `start` raises; nothing is left running then.
+    start: is given what the options resolve to as well. Raises ConfigError or ModelLoadError, and what `start` raises;
+    nothing is left running then.
     """
     config = resolve(options)
     backend = config.structured_outputs.backend
     if backend in OTHER_BACKENDS:
         logger.info("llguidance compiles every grammar: structured_outputs_config.backend %s has no effect", backend)
-    client = start(options)
+    client = start(options, config)
     try:
         return FrontEnd(config, client, open_tokenizer(options, config.model.vocab_size), options)
     except BaseException:

@@ -13,15 +13,7 @@ from typing import TypeVar
 from quire.engine.messages import Call, ClientMessage
 from quire.errors import EngineUnresponsiveError
 from quire.executors.interface import VitalSigns
-from quire.utils.heartbeat import BEAT_SECONDS, Progress, encode_beat
-
-SILENCE_LIMIT = 4.0
-"""Seconds without a sign of life after which the engine counts as unresponsive: eight beats, so that a busy machine is
-not taken for a stopped process. A dead-lock or a stopped rank is seen a beat or two later."""
-
-HUNG_ENGINE_TIMEOUT = 60.0
-"""Seconds of silence after which an engine hangs, and `restart_engine` ends it, where its user says nothing else: time
-for a process that is looked at with a debugger, or that was swapped out, to come back."""
+from quire.utils.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Progress, encode_beat
 
 
 def check_responsive(silence: float) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import AbstractContextManager
 
 from quire.clock import SystemClock
+from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import BLOCKED_SECONDS
@@ -22,15 +23,18 @@ class InProcessClient:
     """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message, and for
     a moment while all requests wait for something outside the engine."""
 
-    def __init__(self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> None:
-        """Load the model here and now. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
+    def __init__(
+        self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR, config: EngineConfig | None = None
+    ) -> None:
+        """Load the model here and now. config: what `options` resolve to, where that is known. Raises ConfigError,
+        ModelLoadError or InsufficientMemoryError."""
         if options.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={options.data_parallel_size} is for engines in processes of their own, and this "
                 "one runs in its caller's thread: serve the model, use AsyncLLM, or start one program a replica",
                 param="data_parallel_size",
             )
-        self._core = build_core(options, executor)
+        self._core = build_core(options, executor, config=config)
         self._window = OutputWindow(0.0, SystemClock())  # no front end is woken
         self._messages: deque[ClientMessage] = deque()
         self._arrival = threading.Condition()

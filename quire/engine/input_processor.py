@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from quire.adapter_orders import AdapterRef
 from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.multimodal.inputs import IMAGES, TEXT_ALONE, ImageInputs, NoImages, images_of
+from quire.multimodal.sources import Picture
 from quire.parsers.reasoning import ThinkFormat, Thought
 from quire.parsers.registry import detect_reasoning_parser, reasoning_format
-from quire.prompt_image import PromptImage
+from quire.prompt_image import PromptImage, ReadyImage
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams, ThinkingBudget
 from quire.structured_output.writer import GrammarWriter
@@ -44,6 +46,10 @@ MASK_64 = 2**64 - 1
 MASK_63 = 2**63 - 1
 
 
+class PlacedImages(list[PromptImage]):
+    """`multi_modal_data` of a prompt whose images `ImageInputs.place` has put into their places."""
+
+
 class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
@@ -56,8 +62,8 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
     """The text the tokens came from; only reported back."""
     cache_salt: str
-    multi_modal_data: Mapping[str, Any]
-    """As those of TextPrompt."""
+    multi_modal_data: Mapping[str, Any] | PlacedImages
+    """As those of TextPrompt, or images that have their places."""
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -69,10 +75,18 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class RenderedChat(NamedTuple):
-    """A conversation as the model's template writes it, and its tokens."""
+    """A conversation as the model's template writes it, and its tokens, those of images among them."""
 
     text: str
     token_ids: list[int]
+    images: Sequence[PromptImage] = ()
+
+    def prompt(self) -> TokensPrompt:
+        """What `InputProcessor.process` takes."""
+        found: TokensPrompt = {"prompt_token_ids": self.token_ids, "prompt": self.text}
+        if self.images:
+            found["multi_modal_data"] = PlacedImages(self.images)
+        return found
 
 
 class InputProcessor:
@@ -133,6 +147,7 @@ class InputProcessor:
         cache_salt: str = "",
         priority: int = 0,
         add_special_tokens: bool = True,
+        adapter: AdapterRef | None = None,
     ) -> EngineRequest:
         """Make the request that the engine core runs.
 
@@ -192,6 +207,7 @@ class InputProcessor:
             constraint_start=constraint_start,
             thinking_budget=thinking_budget,
             images=images,
+            adapter=adapter,
         )
 
     def _thinking_budget(self, params: SamplingParams, token_ids: list[int]) -> ThinkingBudget:
@@ -231,9 +247,33 @@ class InputProcessor:
         )
 
     def render_chat(self, conversation: Conversation) -> RenderedChat:
-        """Write a conversation with the model's chat template, and tokenise it. Raises as `prepare_chat` and
-        `write_chat`."""
-        return self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
+        """Write a conversation with the model's chat template, tokenise it, and take its images. Raises as
+        `prepare_chat`, `write_chat` and `place_pictures`."""
+        pictures = conversation.messages.pictures
+        inputs = self.image_inputs_of(pictures)
+        rendered = self.write_chat(self.prepare_chat(conversation), conversation.add_special_tokens)
+        if inputs is None:
+            return rendered
+        return self.with_images(rendered, [inputs.prepare(each, conversation.media) for each in pictures])
+
+    def image_inputs_of(self, pictures: Sequence[Picture]) -> ImageInputs | None:
+        """How the model takes these pictures; None where there are none. Raises UserError for a model that takes none,
+        and for more than it takes."""
+        if not pictures:
+            return None
+        if isinstance(self.images, NoImages):
+            where = pictures[0].where
+            raise UserError(f"{where}: images are not supported: {self.images.reason}", param=where)
+        self.images.check_number(len(pictures), pictures[min(len(pictures), self.images.media.max_images) - 1].where)
+        return self.images
+
+    def with_images(self, rendered: RenderedChat, images: Sequence[ReadyImage]) -> RenderedChat:
+        """A conversation with the images of its parts. Raises UserError for a template that has written another number
+        of placeholders, and PromptTooLongError."""
+        assert isinstance(self.images, ImageInputs)
+        token_ids, placed = self.images.place(rendered.token_ids, images, "messages")
+        self.check_room(token_ids)
+        return RenderedChat(rendered.text, token_ids, placed)
 
     def prepare_chat(self, conversation: Conversation) -> Conversion:
         """The job of the helper that writes a conversation. Raises UserError when the model has no template; else as
@@ -294,7 +334,7 @@ class InputProcessor:
             if keep == -1:
                 keep = max(1, self.max_model_len - (params.max_tokens or 1))
             token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
-        self._check_room(token_ids)
+        self.check_room(token_ids)
         return token_ids
 
     def _place_images(
@@ -305,11 +345,16 @@ class InputProcessor:
             raise UserError("truncate_prompt_tokens is not supported beside images", param="truncate_prompt_tokens")
         if isinstance(self.images, NoImages):
             raise UserError(f"{IMAGE_KEY} is not supported: {self.images.reason}", param=IMAGE_KEY)
-        token_ids, placed = self.images.place(token_ids, images_of(given), IMAGES)
-        self._check_room(token_ids)
+        if isinstance(given, PlacedImages):
+            return token_ids, list(given)
+        found = images_of(given)
+        self.images.check_number(len(found), IMAGES)
+        pictures = [Picture(f"{IMAGES}[{index}]", image) for index, image in enumerate(found)]
+        token_ids, placed = self.images.place(token_ids, [self.images.prepare(each) for each in pictures], IMAGES)
+        self.check_room(token_ids)
         return token_ids, placed
 
-    def _check_room(self, token_ids: list[int]) -> None:
+    def check_room(self, token_ids: list[int]) -> None:
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"{longest(self.max_model_len)}, prompt and at least one new token together, but the prompt has "

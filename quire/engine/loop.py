@@ -18,14 +18,18 @@ from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.structured_output.service import ConstraintService
 
 
-def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerFactory = paged_scheduler) -> EngineCore:
-    """Resolve the options, load the model and size the cache.
+def build_core(
+    options: EngineOptions,
+    executor: str,
+    make_scheduler: SchedulerFactory = paged_scheduler,
+    config: EngineConfig | None = None,
+) -> EngineCore:
+    """Resolve the options (unless `config` is what they resolve to), load the model and size the cache.
 
-    Raises ConfigError, ModelLoadError or InsufficientMemoryError.
-    executor: `"module:attribute"`, imported here, so that a front end in another process never imports torch.
-    make_scheduler: as for EngineCore.
+    Raises ConfigError, ModelLoadError or InsufficientMemoryError. executor: `"module:attribute"`, imported here, so
+    that a front end in another process never imports torch. make_scheduler: as for EngineCore.
     """
-    config = resolve(options)
+    config = resolve(options) if config is None else config
     make_executor = load_target(executor)
     clock = SystemClock()
     observers = [] if config.step_log is None else [StepLog(config, config.step_log, clock)]

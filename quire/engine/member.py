@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from quire.engine.client import EngineClient
 from quire.engine.culprit_search import CulpritSearch
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError
 from quire.kv_cache.stats import EngineStats, carry_over
+from quire.utils.heartbeat import SILENCE_LIMIT
 
 StartEngine = Callable[[EngineReady | None, EngineStats | None], EngineClient]
 """Starts an engine. Its arguments: what the first engine of the fleet found at its start (None: this is the first), and

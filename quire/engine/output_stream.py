@@ -5,12 +5,13 @@ of what one message of the core contains, and the turns of a request that runs i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from quire.errors import QuireError
 from quire.kv_cache.stats import EngineStats
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
 from quire.request import EngineRequest
+
+T = TypeVar("T")
 
 MAX_SEPARATE = 32
 """Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it
@@ -226,3 +229,22 @@ class Delivery:
                 listener.record_rejected(request_id)
             if self.stats is not None:
                 listener.record_stats(self.stats)
+
+
+async def last_only(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The last output alone."""
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                yield output
+
+
+async def all_of(running: Sequence[Awaitable[T]]) -> list[T]:
+    """All results, in order. When one fails, the others are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_awaited(each)) for each in running]
+    return [task.result() for task in tasks]
+
+
+async def _awaited(each: Awaitable[T]) -> T:
+    return await each

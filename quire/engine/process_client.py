@@ -16,13 +16,13 @@ import zmq
 from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.heartbeat import SILENCE_LIMIT
+from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.remote_client import RemoteClient
 from quire.errors import EngineDeadError
 from quire.logging import get_logger
-from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
-from quire.utils.heartbeat import decode_beats
+from quire.utils.child_process import describe_exit, kill, wait_or_kill
+from quire.utils.heartbeat import SILENCE_LIMIT, decode_beats
 from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
@@ -38,7 +38,7 @@ _EXIT_SECONDS = 5.0
 
 
 class LaunchSpec(msgspec.Struct):
-    """What the process is told: one line of JSON on its standard input, which then stays open while we live."""
+    """What the process is told: the second line of its standard input, which then stays open while we live."""
 
     options: EngineOptions
     executor: str
@@ -58,11 +58,14 @@ class ProcessClient(RemoteClient[EngineFailed]):
         executor: str = DEFAULT_EXECUTOR,
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
         name: str = "engine",
+        process: EngineProcess | None = None,
     ) -> None:
         """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process. name: of
-        the process, behind "quire: "."""
+        the process, behind "quire: ". process: one that waits for its options; None: it is started here."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
-        self._process, self._alive_fd = _launch(options, executor, self._directory, name)
+        process = EngineProcess(name) if process is None else process
+        process.tell(msgspec.json.encode(LaunchSpec(options, executor, str(self._directory.path), process.child_fd)))
+        self._process, self._alive_fd = process.popen, process.alive_fd
         self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
@@ -201,19 +204,6 @@ class ProcessClient(RemoteClient[EngineFailed]):
         lines = self._read(CRASH_FILE).splitlines()
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
         return f": in {'; '.join(frames[:3])}" if frames else ""
-
-
-def _launch(
-    options: EngineOptions, executor: str, directory: RuntimeDirectory, name: str
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process; return it and the read end of the pipe that its end closes."""
-    alive_fd, child_fd = os.pipe()
-    try:
-        spec = LaunchSpec(options, executor, str(directory.path), child_fd)
-        process = start_interpreter("quire.engine.boot", f"quire: {name}", msgspec.json.encode(spec), [child_fd])
-    finally:
-        os.close(child_fd)
-    return process, alive_fd
 
 
 def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owner: int) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from quire.clock import Clock, SystemClock
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.request_part import decayed
+from quire.utils.heartbeat import SILENCE_LIMIT
 from quire.utils.shared_numbers import Numbers
 
 T = TypeVar("T", bound=float)

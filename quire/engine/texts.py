@@ -9,6 +9,7 @@ from typing import TypeVar
 from quire.clock import Clock, SystemClock
 from quire.engine.front_end import FrontEnd
 from quire.engine.input_processor import RenderedChat
+from quire.engine.pictures import Pictures
 from quire.errors import QuireError, UserError
 from quire.tokenization.conversation import Conversation
 from quire.tokenization.helpers import ABANDONMENT, Abandonment, Rendering
@@ -37,10 +38,12 @@ class Texts:
         self._clock = clock or SystemClock()
         self._text_threads = FairThreads(MAX_LONG_TEXTS, "quire-text", long_size=LONG_WORK)
         self._chat_thread = FairThreads(1, "quire-chat", long_size=LONG_WORK)
+        self.pictures = Pictures(front_end, self._text_threads)
 
     def close(self) -> None:
         """Let the threads end when their texts are done."""
         self._text_threads.shutdown(wait=False)
+        self.pictures.close()
         self._chat_thread.shutdown(wait=False)
 
     async def read_elsewhere(
@@ -77,6 +80,8 @@ class Texts:
 
         Raises as InputProcessor.render_chat, and QuireError for a conversation that has waited too long."""
         inputs = self._front_end.input_processor
+        pictures = conversation.messages.pictures
+        takes = inputs.image_inputs_of(pictures)
         work = inputs.prepare_chat(conversation)
         since = self._clock.now()
         limit = self.helpers.limits.queue_seconds if self.helpers is not None else 0.0
@@ -92,7 +97,10 @@ class Texts:
         if token_ids is None:
             add_special_tokens = conversation.add_special_tokens
             token_ids = await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
-        return RenderedChat(text, token_ids)
+        rendered = RenderedChat(text, token_ids)
+        if takes is None:
+            return rendered
+        return inputs.with_images(rendered, await self.pictures.ready(takes, pictures, conversation.media))
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or

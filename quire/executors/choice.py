@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.config.engine import EngineConfig
 from quire.executors.interface import Executor
+from quire.utils.garbage import without_collections
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -13,6 +14,7 @@ def make_executor(config: EngineConfig) -> Executor:
         from quire.executors.multiprocess import make_multiprocess_executor
 
         return make_multiprocess_executor(config)
-    from quire.executors.local import LocalExecutor
+    with without_collections():  # which look at all that torch makes, again and again
+        from quire.executors.local import LocalExecutor
 
     return LocalExecutor(config)

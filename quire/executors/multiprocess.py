@@ -29,6 +29,7 @@ from quire.executors.interface import Executor, VitalSigns
 from quire.executors.rank import EXECUTE, JOIN, LAUNCH, SAMPLE, STEPS, RankAnswer, RankCall, RankLaunch
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
+from quire.parallel.link_files import LinkFiles
 from quire.parallel.mesh import Mesh
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
@@ -40,11 +41,34 @@ GRACE_SECONDS = 2.0
 the rank that has failed, and are ended."""
 EXIT_SECONDS = 5.0
 MEETING_POINT = "ranks"
+LINK_ELEMENT_BYTES = 4
+"""Most bytes of an element that passes from stage to stage."""
 
 
 def make_multiprocess_executor(config: EngineConfig) -> Executor:
     """Start one process for each rank of the configuration. Raises ConfigError, and what a rank fails with."""
-    return RankedExecutor(RankProcesses(config))
+    return RankedExecutor(RankProcesses(config), config.parallel.pp)
+
+
+class Links:
+    """The links between ranks of neighbouring stages, while the ranks are started: they inherit the descriptors."""
+
+    def __init__(self, mesh: Mesh, config: EngineConfig) -> None:
+        slot_bytes = LINK_ELEMENT_BYTES * config.scheduler.max_num_batched_tokens * config.model.hidden_size
+        self._mesh = mesh
+        stages = [group for group in mesh.groups("pp") if len(group) > 1]
+        self._behind = {rank: LinkFiles.create(slot_bytes) for group in stages for rank in group[:-1]}
+
+    def of_rank(self, rank: int) -> tuple[LinkFiles | None, LinkFiles | None]:
+        """The link from the stage before and the one to the stage behind."""
+        group = self._mesh.group_of(rank, "pp")
+        place = group.index(rank)
+        return (self._behind[group[place - 1]] if place else None), self._behind.get(rank)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._behind:
+            self._behind.popitem()[1].close()
 
 
 class PendingCall:
@@ -125,7 +149,8 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; return when they have met. Raises what a rank fails with."""
-        self._num_ranks = Mesh(config.parallel).num_ranks
+        mesh = Mesh(config.parallel)
+        self._num_ranks = mesh.num_ranks
         self._encoder = msgspec.msgpack.Encoder()
         self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
         self._sending = threading.Lock()
@@ -144,12 +169,15 @@ class RankProcesses:
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         self._abandon = weakref.finalize(self, _abandon, self._processes, self._directory, os.getpid())
         self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
+        links = Links(mesh, config)
         try:
             for rank in range(self._num_ranks):
-                self._start(rank)
+                self._start(rank, links)
+            links.close()
             self._reader.start()
             self.call(JOIN, config)
         except BaseException:
+            links.close()
             self.close()
             raise
 
@@ -214,17 +242,17 @@ class RankProcesses:
                 self._pulses.pop().close()
         self._abandon()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, links: Links) -> None:
         ours, theirs = socket.socketpair()
         pulse_fd, beats_fd = os.pipe()
         self._pulses.append(RankPulse(pulse_fd))
         try:
             meeting_point = str(self._directory.path / MEETING_POINT)
-            launch = RankLaunch(rank, self._num_ranks, theirs.fileno(), meeting_point, beats_fd)
+            incoming, outgoing = links.of_rank(rank)
+            launch = RankLaunch(rank, theirs.fileno(), meeting_point, beats_fd, incoming, outgoing)
             line = msgspec.json.encode(launch)
-            process = start_interpreter(
-                "quire.executors.rank", f"quire: rank {rank}", line, [theirs.fileno(), beats_fd]
-            )
+            descriptors = [theirs.fileno(), beats_fd, *(incoming or ()), *(outgoing or ())]
+            process = start_interpreter("quire.executors.rank", f"quire: rank {rank}", line, descriptors)
         finally:
             theirs.close()
             os.close(beats_fd)

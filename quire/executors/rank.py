@@ -24,6 +24,8 @@ from quire.errors import QuireError, UserError
 from quire.executors.interface import Executor, StepFuture
 from quire.executors.wire import decode, encode
 from quire.logging import configure_logging, get_logger
+from quire.parallel.link_files import LinkFiles
+from quire.parallel.mesh import Mesh
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
@@ -40,14 +42,16 @@ STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
 class RankLaunch(msgspec.Struct):
-    """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point: a file for
-    the ranks' addresses. beats_fd: write end of a pipe for beats (quire/utils/heartbeat.py)."""
+    """What the process is told: one line of JSON. socket_fd: of messages in both directions. meeting_point:
+    beginning of the names of files for the ranks' addresses, one for each stage. beats_fd: write end of a pipe for
+    beats (quire/utils/heartbeat.py). incoming, outgoing: links to neighbouring stages."""
 
     rank: int
-    size: int
     socket_fd: int
     meeting_point: str
     beats_fd: int
+    incoming: LinkFiles | None = None
+    outgoing: LinkFiles | None = None
 
 
 class RankCall(msgspec.Struct, array_like=True):
@@ -109,6 +113,8 @@ class Rank:
         self._sampling_inputs = msgspec.msgpack.Decoder(SamplingInputs)
         self._results = msgspec.msgpack.Encoder()
         self._launched: StepFuture = Future()
+        self._answers_in_full = False
+        """Whether it is the first of the ranks that sample."""
 
     def begin(self, call: RankCall) -> Outcome:
         """Start one call. A plan may run on when this returns."""
@@ -151,8 +157,8 @@ class Rank:
         return self._launched
 
     def _own_part(self, result: StepResult) -> StepResult:
-        """What the core does not have from rank 0."""
-        if self._launch.rank == 0:
+        """What the core does not have from the first of the ranks that sample."""
+        if self._answers_in_full:
             return result
         return StepResult(
             result.step_id,
@@ -165,11 +171,24 @@ class Rank:
     def _join(self, config: EngineConfig) -> Executor:
         from quire.executors.local import LocalExecutor
         from quire.parallel.choice import join_group
+        from quire.parallel.single import SINGLE_RANK
+        from quire.parallel.stage import WHOLE_MODEL, Link, Stage
         from quire.worker.platform.choice import make_platform
 
-        launch = self._launch
-        group = join_group(config.device.collectives, Path(launch.meeting_point), launch.rank, launch.size)
-        return LocalExecutor(config, make_platform(config, group))
+        launch, sizes = self._launch, config.parallel
+        place = Mesh(sizes).place(launch.rank)
+        self._answers_in_full = (place.pp, place.tp) == (sizes.pp - 1, 0)
+        stage, group = WHOLE_MODEL, SINGLE_RANK
+        if sizes.tp > 1:
+            meeting_point = Path(f"{launch.meeting_point}{place.pp}")
+            group = join_group(config.device.collectives, meeting_point, place.tp, sizes.tp)
+        if sizes.pp > 1:
+            layers = config.model.shape.stages(sizes.pp)[place.pp]
+            incoming, outgoing = (
+                None if files is None else Link(files) for files in (launch.incoming, launch.outgoing)
+            )
+            stage = Stage(place.pp, sizes.pp, layers, incoming, outgoing)
+        return LocalExecutor(config, make_platform(config, group, stage))
 
 
 class Answers:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
 
 from quire.errors import QuireError
 from quire.executors.interface import VitalSigns, Workers
@@ -16,11 +19,50 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import BlockKey, OffloadReport, SamplingInputs, StepPlan, StepResult, TransferReport
 
 
+class SampledTokens:
+    """Tokens that the last stage of a pipeline has sampled and the others do not have yet. A sequence is in one plan in
+    flight at most, unless it is a prompt's, so that its token is known here before its next plan."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Results come on another thread than plans."""
+        self._known: list[tuple[int, int]] = []
+        self._awaited: dict[int, list[int | None]] = {}
+        """Step -> the sequences that it samples; None for one that needs no token any more."""
+
+    def bring(self, plan: StepPlan) -> StepPlan:
+        """The plan with all that is known."""
+        with self._lock:
+            known, self._known = self._known, []
+            if plan.released:
+                released = set(plan.released)
+                for seq_ids in self._awaited.values():
+                    seq_ids[:] = [None if seq_id in released else seq_id for seq_id in seq_ids]
+            self._awaited[plan.step_id] = list(plan.sample_seq_ids)
+        return msgspec.structs.replace(plan, sampled=known) if known else plan
+
+    def discard(self, inputs: SamplingInputs) -> None:
+        """Forget samples that the workers discard."""
+        with self._lock:
+            for index in inputs.discarded:
+                self._awaited[inputs.step_id][index] = None
+
+    def take(self, result: StepResult) -> None:
+        """Note the tokens of a result."""
+        with self._lock:
+            for seq_id, token_ids in zip(self._awaited.pop(result.step_id), result.token_ids, strict=True):
+                if seq_id is not None and token_ids:
+                    self._known.append((seq_id, token_ids[-1]))
+
+
 class RankedExecutor:
     """Implements `Executor` by `Workers`, whose ranks are on one host."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, num_stages: int = 1) -> None:
+        """num_stages: of a pipeline, each of as many neighbouring ranks."""
         self._workers = workers
+        self._num_stages = num_stages
+        self._sampled = SampledTokens() if num_stages > 1 else None
         self._transfers = TransferReports()
 
     def load_model(self) -> list[LayerSpec]:
@@ -46,26 +88,30 @@ class RankedExecutor:
 
     def describe_backend(self) -> str:
         lines: list[str] = self._workers.call("describe_backend")
-        return f"{lines[0]}, on each of {len(lines)} ranks"
+        stages = f" in {self._num_stages} stages" if self._num_stages > 1 else ""
+        return f"{lines[0]}, on each of {len(lines)} ranks{stages}"
 
     def expert_counts(self) -> list[list[int]]:
-        """The first rank's: each computes a share of every expert, over the same rows."""
+        """The first rank's of each stage: each computes a share of every expert, over the same rows."""
         counts: list[list[list[int]]] = self._workers.call("expert_counts")
-        return counts[0]
+        return [layer for first in counts[:: len(counts) // self._num_stages] for layer in first]
 
     def computing(self) -> AbstractContextManager[object]:
         """The ranks compute in processes of their own."""
         return nullcontext()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        started = self._workers.execute(plan)
+        sampled = self._sampled
+        started = self._workers.execute(plan if sampled is None else sampled.bring(plan))
         agreed: Future[StepResult] = Future()
         agreed.set_running_or_notify_cancel()
 
         def settle(results: Future[list[StepResult]]) -> None:
             try:
                 parts = results.result()
-                result = agree(parts)
+                result = agree(parts[-(len(parts) // self._num_stages) :])
+                if sampled is not None:
+                    sampled.take(result)
                 result.transfers = self._transfers.reduce([part.transfers for part in parts])
                 agreed.set_result(result)
             except BaseException as error:  # whatever it is, the core waits for this future
@@ -75,6 +121,8 @@ class RankedExecutor:
         return agreed
 
     def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        if self._sampled is not None:
+            self._sampled.discard(inputs)
         self._workers.send_sampling_inputs(inputs)
 
     def idle(self) -> bool:
@@ -87,6 +135,8 @@ class RankedExecutor:
         return self._workers.vital_signs()
 
     def sleep(self, level: int) -> None:
+        if self._sampled is not None:
+            self._sampled = SampledTokens()  # the ranks forget all sequences
         self._workers.call("sleep", level)
 
     def wake_weights(self) -> None:
@@ -125,9 +175,9 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result, with the failures of all. Raises QuireError when another rank sampled other tokens,
-    because its KV cache and the first one's are then of different sequences, or computed another vector, because every
-    rank adds up the same."""
+    """The first rank's result, with the failures of all. results: of the ranks that sample. Raises QuireError when
+    another rank sampled other tokens, because its KV cache and the first one's are then of different sequences, or
+    computed another vector, because every rank adds up the same."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):

@@ -51,8 +51,8 @@ def first_seen(positions: IntegersT, window: int, *, is_chunked: bool) -> Intege
 
 @dataclass(slots=True)
 class CacheScale:
-    """What the elements of a layer's keys, and of its values, are multiplied with in a cache of e4m3 numbers: they are
-    stored divided by it, in float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
+    """Factors of a layer's keys and of its values in a cache of e4m3 numbers: elements are stored divided by them, in
+    float32, and rounded once. Set while a checkpoint is loaded, before anything attends."""
 
     key: float = 1.0
     value: float = 1.0
@@ -140,21 +140,21 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionRule:
-    """When a sequence's tokens are cheaper expanded. key_cost: multiplications that make a key and a value of a head;
-    saved: of each query and key."""
+    """The rule by which a sequence's tokens are expanded: they are where that is cheaper. key_cost: multiplications
+    that make a key and a value of a head. saved: multiplications that expanding saves for each query and key."""
 
     key_cost: int
     saved: int
 
     @classmethod
     def of(cls, rank: int, nope_dim: int, value_dim: int) -> ExpansionRule:
-        """For heads of these sizes."""
+        """The rule for heads of these sizes."""
         expanded = nope_dim + value_dim
         return cls(rank * expanded, 2 * rank - expanded)
 
     def pays(self, num_tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """For the tokens of each sequence in a step, from position `start` on. Absorbing the queries costs as much as
-        making their keys, so that only earlier keys weigh against the saving."""
+        """True for each sequence whose tokens in a step, from position `start` on, are cheaper expanded: [S] bool.
+        Absorbing the queries costs as much as making their keys, so that only earlier keys weigh against the saving."""
         num_pairs = num_tokens * start + num_tokens * num_tokens // 2
         return num_pairs * self.saved >= start * self.key_cost
 
@@ -163,9 +163,9 @@ class ExpansionRule:
 class LatentExpansion:
     """A layer's matrices between latents and heads, for a model that expands prompts.
 
-    nope_dim: elements of a head's key that are not rotated; value_dim: of its value. absorb: queries [T, num_heads *
-    nope_dim] -> [T, num_heads * rank], against compressed vectors. values: attended vectors [T, num_heads * rank] ->
-    [T, num_heads * value_dim]. parts: of the heads, in order, `heads` of them each (the last: what is left): compressed
+    nope_dim: elements of a head's key that are not rotated; value_dim: elements of its value. absorb: queries [T,
+    num_heads * nope_dim] -> [T, num_heads * rank], against compressed vectors. values: attended vectors [T, num_heads *
+    rank] -> [T, num_heads * value_dim]. parts: one for each `heads` heads, in order (the last has the rest): compressed
     vectors [N, rank] -> [N, heads * (nope_dim + value_dim)], each head's key and value. All take values of the layer's
     kind, and compute at once or record it.
     """
@@ -178,7 +178,7 @@ class LatentExpansion:
     parts: tuple[Callable[[Any], Any], ...]
 
     def rule(self, shape: LatentShape) -> ExpansionRule:
-        """When the layer expands."""
+        """The rule by which the layer expands."""
         return ExpansionRule.of(shape.rank, self.nope_dim, self.value_dim)
 
 
@@ -186,9 +186,9 @@ class LatentExpansion:
 class IndexShape:
     """The constants of one layer's indexer (DeepSeek-V3.2), which chooses the keys that a token's attention reads.
 
-    A key's score is scale * sum over heads of weight * relu(query · key). num_heads, dim: of queries; keys are one head
-    of `dim` elements, kept beside the latents of `latent_width`. rope_dim: of the first elements, which are rotated.
-    top: keys that are chosen, of equal scores the earlier ones.
+    A key's score is scale * sum over heads of weight * relu(query · key). num_heads, dim: the queries'; keys are one
+    head of `dim` elements, kept beside the latents of `latent_width`. rope_dim: number of the first elements, which are
+    rotated. top: keys that are chosen, of equal scores the earlier ones.
     """
 
     layer: int
@@ -217,13 +217,13 @@ class StatePart:
     shape: tuple[int, ...]
 
     @property
-    def end(self) -> int:
+    def end_offset(self) -> int:
         """Bytes of a page up to the part's end."""
         return self.offset + 4 * torch.Size(self.shape).numel()
 
     def blocks(self, states: StateStep) -> torch.Tensor:
         """[num_blocks, *shape], the pool's memory."""
-        return states.pages[self.layer][:, self.offset : self.end].view(torch.float32).unflatten(1, self.shape)
+        return states.pages[self.layer][:, self.offset : self.end_offset].view(torch.float32).unflatten(1, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,25 +277,25 @@ class DeltaRule:
 
     @property
     def updates(self) -> StatePart:
-        """Of the tokens behind the border: u of `gated_delta_rule`."""
+        """u of `gated_delta_rule`, for each token behind the border."""
         shape = (self.num_value_heads, KEPT_ROWS, line_elements(self.value_dim))
-        return StatePart(self.layer, self.state.end, shape)
+        return StatePart(self.layer, self.state.end_offset, shape)
 
     @property
     def keys(self) -> StatePart:
-        """Of the tokens behind the border."""
+        """The keys of the tokens behind the border."""
         shape = (self.num_key_heads, KEPT_ROWS, line_elements(self.key_dim))
-        return StatePart(self.layer, self.updates.end, shape)
+        return StatePart(self.layer, self.updates.end_offset, shape)
 
     @property
     def decays(self) -> StatePart:
         """Logarithms, of the tokens behind the border."""
-        return StatePart(self.layer, self.keys.end, (self.num_value_heads, line_elements(KEPT_ROWS)))
+        return StatePart(self.layer, self.keys.end_offset, (self.num_value_heads, line_elements(KEPT_ROWS)))
 
     @property
-    def end(self) -> int:
+    def end_offset(self) -> int:
         """Bytes of a page up to the last that the rule keeps."""
-        return self.decays.end
+        return self.decays.end_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +309,11 @@ class GatedNormWeights:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are chosen for a token.
+    """The choice of a token's experts.
 
     scoring: softmax over all experts, or the sigmoid of each score. renormalise: the weights of the chosen add up to 1
-    (after a softmax: the softmax over the chosen). factor: of the weights. bias: [num_experts] float32, added to the
-    scores for the choice alone, or None. num_groups: experts lie in that many groups of neighbours, of which the
+    (after a softmax: the softmax over the chosen). factor: multiplies the weights. bias: [num_experts] float32, added
+    to the scores for the choice alone, or None. num_groups: experts lie in that many groups of neighbours, of which the
     `top_groups` best are open to a token; a group is as good as the sum of its `group_best` best scores (DeepSeek V2:
     1, V3: 2).
     """

@@ -38,7 +38,7 @@ def route(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
 
 
 def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `Operations.gate_rows`, in x's dtype, computed in float32."""
+    """x * sigmoid(gate), a factor for each row, in x's dtype, computed in float32. x: [T, width]; gate: [T, 1]."""
     return (x.float() * _sigmoid(gate.float())).to(x.dtype)
 
 

@@ -49,8 +49,8 @@ def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) ->
 
 
 def key_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where a slot (block * block_size + offset) keeps its key when pages are seen as [rows, heads, head_dim]. Its
-    value lies `block_size` rows further on."""
+    """The row of each slot's key when pages are seen as [rows, heads, head_dim]. slots: [T] int64, block * block_size +
+    offset. A value lies `block_size` rows behind its key."""
     return slots + slots.div(block_size, rounding_mode="floor") * block_size
 
 

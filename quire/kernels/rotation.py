@@ -39,4 +39,4 @@ class DeviceRotation:
 
 
 RotationTable: TypeAlias = Union[Rotation, DeviceRotation, "Buffer"]
-"""What `Operations.rotation` returns, for the operations of an AttentionStep."""
+"""The result of `Operations.rotation`, for the operations of an AttentionStep."""

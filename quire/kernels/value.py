@@ -1,4 +1,4 @@
-"""What flows between layers: tensors when a model computes, placeholders while its kernels are recorded.
+"""Values that flow between layers: tensors when a model computes, placeholders while its kernels are recorded.
 
 Layers pass these values on and never look inside them: what they want computed, the operations of their context offer.
 """

@@ -51,6 +51,7 @@ class KVCacheLayout:
     """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
 
     block_size: tokens, the option: of the kernels' blocks, and every group's block size is a multiple of it.
+    layers_per_group: pages of a block, of the largest stage where layers are dealt to the stages of a pipeline.
     num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests. 0: none.
     """
 

@@ -21,15 +21,15 @@ class ForwardBatch(NamedTuple):
     """One step's T tokens, flat: no batch dimension. Tensors, or placeholders while a model is recorded.
 
     token_ids, slot_positions: [T]; a token's position in its sequence decides its slot in the KV cache and what it
-    attends to. attention: what the attention back end planned for the step. logits_rows: [R] distinct, ascending; the
+    attends to. attention: the step that the attention back end planned. logits_rows: [R] distinct, ascending; the
     tokens whose hidden states are read, the only ones that the last layer computes behind its attention (None: all).
-    states: where layers that keep a state find it (None: no layer does). columns: [T] each, those that the model reads,
-    by name (quire/worker/columns.py). version: of the memory that all of these lie in: batches of one version, but 0,
-    are the same tensors at the same addresses; 0: may lie anywhere.
+    states: the pages of layers that keep a state (None: no layer does). columns: [T] each, the columns that the model
+    reads, by name (quire/worker/columns.py). version: number of the memory that all of these lie in: batches of one
+    version, but 0, are the same tensors at the same addresses; 0: may lie anywhere.
 
     Optional records, each of which a model records and captures a pass of its own for. A batch with one has version 0.
-    hidden: [T, size], what the first of the layers takes (None: the tokens' embeddings): of a stage behind the first,
-    or of a head for drafts. overlay: None: there is none. taps: numbers of layers whose results `forward` returns too.
+    hidden: [T, size], input of the first layer in a stage behind the first, or in a head for drafts (None: the tokens'
+    embeddings). overlay: None: there is none. taps: numbers of layers whose results `forward` returns too.
     """
 
     token_ids: Indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,13 +15,12 @@ from quire.kv_cache.spec import LayerSpec, StateSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.layers.interleaved import shared_slot
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.moe import unquantized
 from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """Sizes of a layer. width: taps of the convolution. num_spare: as that of ConvolutionWeights."""
+    """Sizes of a layer. width: taps of the convolution. num_spare: `ConvolutionWeights.num_spare`."""
 
     hidden_size: int
     num_key_heads: int
@@ -35,9 +34,10 @@ class DeltaNetShape:
 class GatedDeltaNet:
     """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))).
 
-    layer: of the cache. epsilon: of the norm. activation: behind the convolution. projections_by_head, gates_by_head: a
-    checkpoint has one matrix with the rows of each key head together (Qwen3-Next), else two. Raises ConfigError for
-    more than one rank.
+    layer: number in the cache. epsilon: the norm's. activation: the one that follows the convolution.
+    projections_by_head, gates_by_head: a checkpoint has one matrix with the rows of each key head together
+    (Qwen3-Next), else two. Ranks share out key heads, each with its value heads. Raises ConfigError for ranks
+    that do not divide them.
     """
 
     def __init__(
@@ -51,31 +51,42 @@ class GatedDeltaNet:
         gates_by_head: bool,
         context: LayerContext,
     ) -> None:
-        if context.group.size > 1:
+        rank, ranks = context.group.rank, context.group.size
+        if shape.num_key_heads % ranks:
             raise ConfigError(
-                f"tensor_parallel_size={context.group.size} is not possible for this model yet: the layers that keep a "
-                "state are not shared out",
+                f"tensor_parallel_size={ranks} is not possible for this model: it does not divide the "
+                f"{shape.num_key_heads} key heads of the layers that keep a state",
                 param="tensor_parallel_size",
             )
         self._operations, self._shape = context.operations, shape
         self._projections_by_head, self._gates_by_head = projections_by_head, gates_by_head
         size, heads = shape.hidden_size, shape.num_value_heads
-        wide, channels = heads * shape.value_dim, 2 * shape.num_key_heads * shape.key_dim + heads * shape.value_dim
-        self._qkv = ColumnParallelLinear(size, (channels,), bias=False, context=context)
+        keys, wide = shape.num_key_heads * shape.key_dim, heads * shape.value_dim
+        self._qkv = ColumnParallelLinear(size, (keys, keys, wide), bias=False, context=context)
         self._z = ColumnParallelLinear(size, (wide,), bias=False, context=context)
-        self._gates = ColumnParallelLinear(size, (heads, heads), bias=False, context=unquantized(context))
+        self._gates = ColumnParallelLinear(
+            size, (heads, heads), bias=False, context=replace(context, linear=context.positions)
+        )
         floats = partial(torch.empty, dtype=torch.float32, device=context.device)
-        sizes = (shape.num_key_heads, heads, shape.key_dim, shape.value_dim)
-        self._rule = DeltaRule(*sizes, floats(heads), floats(heads), layer, offset=0)
+        local = heads // ranks
+        self._first_head = rank * local
+        """Of this rank's value heads."""
+        sizes = (shape.num_key_heads // ranks, local, shape.key_dim, shape.value_dim)
+        self._rule = DeltaRule(*sizes, floats(local), floats(local), layer, offset=0)
         self._convolution = ConvolutionWeights(
-            floats(shape.width, channels), None, activation, layer, self._rule.end, shape.num_spare
+            floats(shape.width, sum(self._qkv.local_parts)),
+            None,
+            activation,
+            layer,
+            self._rule.end_offset,
+            shape.num_spare,
         )
         weight = torch.empty(shape.value_dim, dtype=context.dtype, device=context.device)
         self._norm = GatedNormWeights(shape.value_dim, weight, epsilon)
         self._output = RowParallelLinear(wide, size, bias=False, context=context)
 
     def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: of the step. rows: [R],
+        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: the step's. rows: [R],
         the tokens whose results are read (None: all); then [R, hidden_size]."""
         operations = self._operations
         qkv = operations.short_convolution(self._convolution, self._qkv(x), states)
@@ -85,17 +96,19 @@ class GatedDeltaNet:
         return self._output(operations.gated_norm(self._norm, result, self._z(x)), residual)
 
     def cache_spec(self) -> LayerSpec:
-        return StateSpec(self._convolution.inputs.end)
+        return StateSpec(self._convolution.inputs.end_offset)
 
     def slots(self) -> WeightSlots:
-        kernel = self._convolution.kernel
-        width, channels = kernel.shape
+        kernel, shape = self._convolution.kernel, self._shape
+        channels = 2 * shape.num_key_heads * shape.key_dim + shape.num_value_heads * shape.value_dim
         return {
             **self._projection_slots(),
             **self._gate_slots(),
-            "conv1d.weight": WeightSlot((channels, 1, width), self._load_kernel, kernel.nbytes),
-            "A_log": WeightSlot(tuple(self._rule.rate.shape), self._load_rate, self._rule.rate.nbytes),
-            "dt_bias": _vector_slot(self._rule.time_bias, 0.0),
+            "conv1d.weight": WeightSlot((channels, 1, shape.width), self._load_kernel, kernel.nbytes),
+            "A_log": WeightSlot((shape.num_value_heads,), self._load_rate, self._rule.rate.nbytes),
+            "dt_bias": WeightSlot(
+                (shape.num_value_heads,), self._load_time_bias, self._rule.time_bias.nbytes, 0.0, 0.0
+            ),
             "norm.weight": _vector_slot(self._norm.weight, 1.0),
             **self._output.slots("out_proj"),
         }
@@ -124,14 +137,19 @@ class GatedDeltaNet:
         return self._shape.num_value_heads // self._shape.num_key_heads
 
     def _load_kernel(self, source: WeightSource) -> None:
-        width, channels = self._convolution.kernel.shape
-        whole = torch.empty(channels, 1, width, device=self._convolution.kernel.device)
+        kernel, first, done = self._convolution.kernel, 0, 0
+        whole = torch.empty(tuple(source.shape), device=kernel.device)
         copy_into(whole, source)
-        self._convolution.kernel.copy_(whole[:, 0].t())
+        for part, start, own in zip(self._qkv.parts, self._qkv.local_starts, self._qkv.local_parts, strict=True):
+            kernel[:, done : done + own].copy_(whole[first + start : first + start + own, 0].t())
+            first, done = first + part, done + own
 
     def _load_rate(self, source: WeightSource) -> None:
-        copy_into(self._rule.rate, source)
+        copy_into(self._rule.rate, source.narrow(0, self._first_head, len(self._rule.rate)))
         self._rule.rate.exp_()
+
+    def _load_time_bias(self, source: WeightSource) -> None:
+        copy_into(self._rule.time_bias, source.narrow(0, self._first_head, len(self._rule.time_bias)))
 
 
 def _vector_slot(vector: torch.Tensor, mean: float) -> WeightSlot:

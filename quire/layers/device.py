@@ -28,7 +28,7 @@ from quire.layers.operations import SharedOperations, require_equal_widths
 class DeviceLayers:
     """The choice of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products
     whose rows have the same bits whatever else is in the batch, at some cost in speed. converts_e4m3,
-    rounds_activations: as PackedDeviceLinear has them."""
+    rounds_activations: options of PackedDeviceLinear."""
 
     device: torch.device
     batch_invariant: bool = False

@@ -11,8 +11,8 @@ from quire.kernels.arguments import RowCounts
 
 @dataclass
 class ExpertCounters:
-    """Where mixtures of experts put their counters, one after the other. num_rows: as RowCounts has it; set before
-    each pass."""
+    """Counters of the mixtures of experts, one mixture after the other. num_rows: `RowCounts.num_rows`; set before each
+    pass."""
 
     by_layer: list[torch.Tensor] = field(default_factory=list)
     num_rows: torch.Tensor | None = None

@@ -20,7 +20,8 @@ from quire.quantization.integer_weight import WeightSource
 def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     """The slot of a query or key matrix, or of its bias, for a checkpoint whose rotated pairs are side by side.
 
-    head_dim: rows of a head; rotary_dim: of them, the first ones, which are rotated."""
+    head_dim: rows of a head; rotary_dim: number of its first rows, which are rotated.
+    """
     inside = torch.cat(
         (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim))
     )
@@ -30,7 +31,7 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     def load(source: WeightSource) -> None:
         slot.load((source.read() if isinstance(source, FileTensor) else source)[order])
 
-    return replace(slot, load=load)
+    return replace(slot, load=load, adapter=None if slot.adapter is None else slot.adapter.ordered(order))
 
 
 def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
@@ -42,4 +43,5 @@ def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> 
             slot.load(rows[order])
 
     rows = sum(slot.shape[0] for slot in slots)
-    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=sum(slot.nbytes for slot in slots))
+    nbytes = sum(slot.nbytes for slot in slots)
+    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=nbytes, adapter=None)

@@ -30,7 +30,7 @@ from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearShape
 
 NORM_EPSILON = 1e-6
-"""Of the norms over compressed vectors, whatever the model's other norms have."""
+"""Epsilon of the norms over compressed vectors, whatever the model's other norms have."""
 EXPANDED_HEADS = 16
 """Heads of a part: what is expanded at a time is bounded by it."""
 
@@ -39,11 +39,12 @@ EXPANDED_HEADS = 16
 class LatentHeads:
     """The heads of a layer of latent attention, all ranks' together.
 
-    rank: of the compressed keys and values; nope_dim, rope_dim: elements of a head's query that are not rotated, and
-    that are; value_dim: of a head's result. query_rank: of compressed queries (None: they are not). scale: of scores.
-    bias: of the projections from and to the hidden size, but not of queries that are not compressed. interleaved: a
-    checkpoint has the two elements of each rotated pair side by side. expansion_apart: it has the matrices that expand
-    keys and values by head, those for keys transposed (GGUF), not all in one.
+    rank: elements of the compressed keys and values. nope_dim, rope_dim: elements of a head's query that are not
+    rotated, and that are. value_dim: elements of a head's result. query_rank: elements of compressed queries (None:
+    they are not compressed). scale: multiplies scores. bias: the projections from and to the hidden size have one, but
+    not the queries' if these are not compressed. interleaved: a checkpoint has the two elements of each rotated pair
+    side by side. expansion_apart: it has the matrices that expand keys and values by head, those for keys transposed
+    (GGUF), not all in one.
     """
 
     num_heads: int
@@ -122,7 +123,7 @@ class LatentAttention:
         step: AttentionStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """As `Attention`: [T, hidden_size] each -> [T, hidden_size], or the rows that are read; the residual is used
+        """x, residual: [T, hidden_size] each -> [T, hidden_size], or the rows that are read; the residual is used
         up."""
         operations = self._context.operations
         queries = x
@@ -142,7 +143,7 @@ class LatentAttention:
         return self._output(self._expand(attended) if self._expanded is None else attended, residual)
 
     def cache_spec(self) -> LatentSpec:
-        """What the layer keeps in the KV cache, on every rank."""
+        """The spec of the layer in the KV cache, on every rank."""
         dtype = self._context.cache_dtype
         sizes = self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0)
         return (
@@ -233,7 +234,7 @@ class LatentAttention:
                 self._expanded.load_values(head, values)
 
     def _load_head(self, name: str, head: int, tensor: WeightSource) -> None:
-        """Of a checkpoint that has the matrices by head. name: k_b_proj, transposed, or v_b_proj."""
+        """Load one head's matrix from a checkpoint that has them by head. name: k_b_proj, transposed, or v_b_proj."""
         whole = tensor.read() if isinstance(tensor, FileTensor) else tensor
         (self._absorb if name == "k_b_proj" else self._expand).load(head, whole)
         if self._expanded is None:
@@ -246,7 +247,7 @@ class LatentAttention:
 
     @property
     def _kept_bytes(self) -> int:
-        """Of a head's matrices as they are kept besides to expand prompts."""
+        """Bytes of a head's matrices that are kept besides to expand prompts."""
         return 0 if self._expanded is None else self._expanded.head_bytes
 
     @property
@@ -279,8 +280,8 @@ class _HeadMatrices:
 
 
 class ExpandedHeads:
-    """The matrices that expand latents, kept as a checkpoint has them beside the absorbed ones, for prompts:
-    Keys and values of `num_heads` heads, `EXPANDED_HEADS` in a part. rank: of compressed vectors."""
+    """The matrices that expand latents, kept as a checkpoint has them beside the absorbed ones, for prompts: keys and
+    values of `num_heads` heads, `EXPANDED_HEADS` in a part. rank: elements of compressed vectors."""
 
     def __init__(self, rank: int, nope_dim: int, value_dim: int, num_heads: int, context: LayerContext) -> None:
         self._nope_dim, self._value_dim = nope_dim, value_dim

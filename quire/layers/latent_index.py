@@ -21,8 +21,8 @@ KEY_NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class IndexHeads:
-    """num_heads, dim: of the indexer's queries; its keys are one head. rope_dim: of their first elements, which are
-    rotated, pairs half of it apart. top: keys that a token reads."""
+    """The heads of an indexer. num_heads, dim: the queries'; its keys are one head. rope_dim: number of their first
+    elements, which are rotated, pairs half of it apart. top: keys that a token reads."""
 
     num_heads: int
     dim: int
@@ -31,8 +31,9 @@ class IndexHeads:
 
 
 class LatentIndexer:
-    """Chooses the keys of each token that sees more than `heads.top`. query_size: of compressed queries. latent_width:
-    of the vectors that keys are kept beside. Raises ConfigError for an indexer that the context does not compute."""
+    """Chooses the keys of each token that sees more than `heads.top`. query_size: elements of compressed queries.
+    latent_width: elements of the vectors that keys are kept beside. Raises ConfigError for an indexer that the context
+    does not compute."""
 
     def __init__(
         self, hidden_size: int, query_size: int, layer: int, latent_width: int, heads: IndexHeads, context: LayerContext

@@ -7,10 +7,11 @@ from functools import partial
 
 from quire.errors import ConfigError
 from quire.kernels.value import Value
+from quire.layers.adapters import AdapterPlace, AdapterStack, Part
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.parallel.interface import ProcessGroup
 from quire.quantization.integer_weight import LoadWeight, WeightSource, WeightTensor
-from quire.quantization.interface import LinearShape
+from quire.quantization.interface import LinearShape, Parameters
 from quire.quantization.quantized_weight import QuantizedWeight
 
 
@@ -35,7 +36,7 @@ class ColumnParallelLinear:
     ) -> None:
         self._context = context
         self._in_features = in_features
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._bias = bias
         group = context.group
         counts = num_shares or [group.size] * len(parts)
@@ -45,25 +46,29 @@ class ColumnParallelLinear:
         self._parameters = context.linear.create(
             LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device, activation, gated)
         )
+        shared = [Part(part, *share) for part, share in zip(parts, shares, strict=True)]
+        self._product = AdaptedProduct(context, self._parameters, AdapterStack(in_features, 0, in_features, shared))
 
     def __call__(self, x: Value) -> Value:
         """[T, in_features] -> [T, sum(local_parts)], half as wide if gated."""
-        return self._context.linear.apply(self._parameters, x)
+        return self._product(x)
 
     def slots(self, names: Sequence[str], *, transposed: bool = False) -> WeightSlots:
         """One name per part, or a single name when the checkpoint keeps all parts in one tensor. transposed: the
         checkpoint keeps [in, out]."""
         slots: WeightSlots = {}
-        groups = [range(len(self._parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
+        groups = [range(len(self.parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
         for name, parts in zip(names, groups, strict=True):
-            rows = sum(self._parts[part] for part in parts)
+            rows = sum(self.parts[part] for part in parts)
+            place = self._product.place(parts)
             for suffix in ("weight", "bias") if self._bias else ("weight",):
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
                 turned = transposed and len(shape) == 2
                 local_rows = sum(self.local_parts[part] for part in parts)
                 nbytes = self._context.linear.stored_bytes((local_rows, *([self._in_features] * (len(shape) - 1))))
                 load = self._loader(suffix, parts, turned)
-                slots[f"{name}.{suffix}"] = WeightSlot(shape, load, nbytes, transposed=turned)
+                adapter = place if suffix == "weight" else None
+                slots[f"{name}.{suffix}"] = WeightSlot(shape, load, nbytes, transposed=turned, adapter=adapter)
         return slots
 
     def _loader(self, suffix: str, parts: range, transposed: bool) -> LoadWeight:
@@ -75,9 +80,36 @@ class ColumnParallelLinear:
                 share = tensor.narrow(0, start + self.local_starts[part], local)
                 first_row = sum(self.local_parts[:part])
                 self._context.linear.load_rows(self._parameters, suffix, share, first_row, local)
-                start += self._parts[part]
+                start += self.parts[part]
 
         return load
+
+
+class AdaptedProduct:
+    """The product of a linear layer's weights, with what the adapters of the step's tokens add to it."""
+
+    def __init__(self, context: LayerContext, parameters: Parameters, stack: AdapterStack) -> None:
+        self._linear, self._operations, self._parameters = context.linear, context.operations, parameters
+        self._adapters = context.adapters
+        self._stack = stack
+        if self._adapters is not None:
+            self._adapters.add(stack, partial(self._linear.is_interleaved, parameters))
+
+    def __call__(self, x: Value, residual: Value | None = None) -> Value:
+        """As `LinearMethod.apply`, of the weights."""
+        slots = None if self._adapters is None else self._adapters.step
+        if slots is None:
+            return self._linear.apply(self._parameters, x, residual)
+        products = self._linear.products(self._parameters, x, residual)
+        return self._linear.activate(self._parameters, self._operations.add_adapted(self._stack, x, products, slots))
+
+    def place(self, parts: range) -> AdapterPlace | None:
+        """Where adapters of the checkpoint's matrix that holds these parts go (None: the model takes none)."""
+        if self._adapters is None:
+            return None
+        if parts not in self._stack.pieces:
+            self._stack.pieces.append(parts)
+        return AdapterPlace(self._stack, self._stack.pieces.index(parts))
 
 
 class RowParallelLinear:
@@ -93,14 +125,16 @@ class RowParallelLinear:
         self._parameters = context.linear.create(
             LinearShape(self._local_in, out_features, self._holds_bias, context.dtype, context.device)
         )
+        stack = AdapterStack(self._local_in, self._local_start, in_features, [Part(out_features, 0, out_features)])
+        self._product = AdaptedProduct(context, self._parameters, stack)
 
     def __call__(self, x: Value, residual: Value | None) -> Value:
         """[T, in_features / ranks] -> [T, out_features], the same on every rank; the residual, if any, is used up."""
-        linear, group = self._context.linear, self._context.group
+        group = self._context.group
         if group.size == 1:
-            return linear.apply(self._parameters, x, residual)
+            return self._product(x, residual)
         operations = self._context.operations
-        total = operations.all_reduce(group, linear.apply(self._parameters, x))
+        total = operations.all_reduce(group, self._product(x))
         return total if residual is None else operations.add(residual, total)
 
     def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
@@ -109,7 +143,8 @@ class RowParallelLinear:
         shape = _weight_shape("weight", out_features, in_features, transposed)
         load = partial(self._load_weight, transposed=transposed)
         nbytes = stored_bytes((out_features, self._local_in))
-        slots = {f"{name}.weight": WeightSlot(shape, load, nbytes, transposed=transposed)}
+        place = self._product.place(range(1))
+        slots = {f"{name}.weight": WeightSlot(shape, load, nbytes, transposed=transposed, adapter=place)}
         if self._bias:
             size = (out_features,)
             slots[f"{name}.bias"] = WeightSlot(size, self._load_bias, stored_bytes(size) if self._holds_bias else 0)

@@ -22,6 +22,8 @@ from quire.kernels.arguments import (
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import check_index, check_latent
 from quire.kernels.cpu.recorder import TOKEN_IDS, Buffer, RecordedIndices, RecordedRows, address_of
+from quire.layers.adapters import AdapterStack
+from quire.layers.native_adapters import record_adapted
 from quire.layers.operations import gather_columns, norm_shares, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
@@ -187,6 +189,9 @@ class NativeOperations:
         if group.native is None:
             return x.recorder.call_torch(partial(gather_columns, group, width), width, [x])
         return x.recorder.call("all_gather", width, buffers={"x": x}, ranks=group.native, width=width)
+
+    def add_adapted(self, stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
+        return record_adapted(stack, x, y, slots)
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: Buffer) -> Buffer:
         return x.recorder.call_torch(partial(norm_shares, group, norms), x.width, [x])

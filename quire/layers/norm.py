@@ -16,7 +16,7 @@ class RMSNorm:
     """x / rms(x) * weight, the statistics in float32."""
 
     offset = 0.0
-    """What is added to a checkpoint's weights."""
+    """Number that is added to a checkpoint's weights."""
 
     def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
         weight = torch.empty(size, dtype=torch.float32 if self.offset else context.dtype, device=context.device)

@@ -4,7 +4,7 @@ torch, or recorded for native kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from quire.kernels.arguments import (
 )
 from quire.kernels.rotation import Rotation, RotationTable
 from quire.kernels.value import AnyValue, Value
+from quire.layers.adapters import AdapterStack, StepSlots, add_adapted
 from quire.layers.states import gated_delta_rule, gated_norm, short_convolution
 from quire.parallel.interface import ProcessGroup
 
@@ -107,13 +108,14 @@ class Operations(Protocol):
         ...
 
     def short_convolution(self, weights: ConvolutionWeights, x: AnyValue, states: StepStates | None) -> Value:
-        """[T, channels] -> [T, channels], causal in each sequence. states: those of the step (None while recording)."""
+        """A convolution over successive tokens of each sequence, causal: [T, channels] -> [T, channels]. states: the
+        step's (None while recording)."""
         ...
 
     def gated_delta_rule(self, rule: DeltaRule, qkv: AnyValue, gates: AnyValue, states: StepStates | None) -> Value:
         """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
-        * num_value_heads], for the updates and for the decay. states: those of the step (None while recording). Returns
-        [T, num_value_heads * value_dim]."""
+        * num_value_heads], for the updates and for the decay. states: the step's (None while recording). Returns [T,
+        num_value_heads * value_dim]."""
         ...
 
     def gated_norm(self, weights: GatedNormWeights, x: AnyValue, gate: AnyValue) -> Value:
@@ -134,6 +136,11 @@ class Operations(Protocol):
         of their means is that of the whole. x is used up."""
         ...
 
+    def add_adapted(self, stack: AdapterStack, x: AnyValue, y: AnyValue, slots: Any) -> Value:
+        """y + what the adapters in the slots of x's rows add to the products y of x. slots: `Adapters.step`. y is used
+        up."""
+        ...
+
     def upcast_logits(self, x: AnyValue) -> Value:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
@@ -143,7 +150,7 @@ class SharedOperations:
     """The operations that torch computes in the same way on every device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
-        """As Operations.norm."""
+        """The norm of a back end: Operations.norm."""
         raise NotImplementedError
 
     def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -189,6 +196,9 @@ class SharedOperations:
 
     def norm_shares(self, group: ProcessGroup, norms: Sequence[NormWeights], x: torch.Tensor) -> torch.Tensor:
         return norm_shares(group, norms, x)
+
+    def add_adapted(self, stack: AdapterStack, x: torch.Tensor, y: torch.Tensor, slots: StepSlots) -> torch.Tensor:
+        return add_adapted(stack, x, y, slots)
 
 
 def gather_columns(group: ProcessGroup, width: int, x: torch.Tensor) -> torch.Tensor:

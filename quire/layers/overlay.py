@@ -27,7 +27,7 @@ class Overlay(Protocol[ValueT]):
         """x, [T, size], the tokens' embeddings, with the rows in their places. x is used up."""
         ...
 
-    def add(self, layer: int, x: ValueT) -> ValueT:
+    def add_behind(self, layer: int, x: ValueT) -> ValueT:
         """x, [T, size], the result of `layer`, with the rows added. x is used up."""
         ...
 
@@ -47,6 +47,6 @@ class RowOverlay(NamedTuple):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return x.index_copy_(0, self.rows, self.embeddings.to(x.dtype))
 
-    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+    def add_behind(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         summed = x.index_select(0, self.rows) + self.behind[layer].to(x.dtype)
         return x.index_copy_(0, self.rows, summed)

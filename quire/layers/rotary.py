@@ -119,8 +119,8 @@ def _yarn_magnitude(config: RopeConfig, factor: float) -> float:
 
 
 def yarn_factor(factor: float, weight: float) -> float:
-    """What YaRN multiplies queries and keys with in a context `factor` times the trained one. weight: the model's own
-    (`mscale`, `mscale_all_dim`)."""
+    """The factor by which YaRN multiplies queries and keys in a context `factor` times the trained one. weight: the
+    model's own (`mscale`, `mscale_all_dim`)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -22,7 +22,7 @@ from quire.kernels.arguments import NORM_EPSILON, TILE, ConvolutionWeights, Delt
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """As `Operations.short_convolution`."""
+    """The meaning of `Operations.short_convolution`, in torch."""
     width, channels = weights.kernel.shape
     kept, num_kept = weights.inputs.blocks(states)[..., :channels], max(1, weights.num_kept)
     behind = torch.arange(-weights.num_kept, 0, device=states.starts.device)
@@ -66,16 +66,16 @@ def _windows(states: StateStep, width: int, weights: ConvolutionWeights) -> tupl
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `Operations.gated_norm`."""
+    """The meaning of `Operations.gated_norm`, in torch."""
     heads = x.float().unflatten(1, (-1, weights.size))
     scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
     return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
 
 
 def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StateStep) -> torch.Tensor:
-    """As `Operations.gated_delta_rule`. For each token n and value head, with S the state that the tokens before
-    it left, S = exp(g) S; S = S + k (beta (v - S' k))'; the result is S' q. q and k have unit length, q is divided by
-    sqrt(key_dim) besides.
+    """The meaning of `Operations.gated_delta_rule`, in torch. For each token n and value head, with S the state that
+    the tokens before it left, S = exp(g) S; S = S + k (beta (v - S' k))'; the result is S' q. q and k have unit length,
+    q is divided by sqrt(key_dim) besides.
 
     Computed from the state C at the last border, with G the sum of g since then:
     u_n = beta_n (v_n - exp(G_n) C' k_n - sum over i < n of exp(G_n - G_i) (k_n k_i) u_i),
@@ -144,9 +144,9 @@ def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
 
 @dataclass(slots=True)
 class _Frames:
-    """What the S sequences of a step keep while it is computed, float32. state: [S, value heads, key_dim, value_dim].
-    keys, updates, decays: of the STATE_BORDER tokens behind the border, [S, heads, STATE_BORDER, dim] and without the
-    dim; rows of later tokens are zeros."""
+    """The states of a step's S sequences while it is computed, float32. state: [S, value heads, key_dim, value_dim].
+    keys, updates, decays: one for each of the STATE_BORDER tokens behind the border, [S, heads, STATE_BORDER, dim] and
+    without the dim; rows of later tokens are zeros."""
 
     state: torch.Tensor
     keys: torch.Tensor
@@ -155,7 +155,7 @@ class _Frames:
 
     @classmethod
     def load(cls, rule: DeltaRule, states: StateStep) -> _Frames:
-        """As they were before the step."""
+        """The frames as they were before the step."""
         blocks = _read_blocks(states, rule.layer)
         is_kept = torch.arange(STATE_BORDER, device=blocks.device) < (states.starts % STATE_BORDER)[:, None]
         is_kept = is_kept.to(blocks.device)[:, None]

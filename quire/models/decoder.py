@@ -7,12 +7,11 @@ from copy import copy
 from functools import partial
 from typing import Protocol, Self
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.config.rope import RopeConfig, read_rope
-from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.arguments import LayerAttention
+from quire.config.rope import RopeConfig
 from quire.kernels.rotation import RotationTable
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
@@ -24,7 +23,9 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.models.config_values import layer_attention, read_activation, usual_rope
 from quire.models.head import OutputHead
+from quire.models.staged import make_layers
 from quire.quantization.integer_weight import WeightSource
 
 
@@ -70,14 +71,18 @@ class Decoder:
         which share one where they rotate alike (empty: no layer is rotated)."""
         self._layers = list(layers)
         self._rotaries = rotaries or [None] * len(layers)
-        self._numbers = range(len(layers))
+        self._stage = stage = context.stage
+        self._numbers = range(len(layers)) if stage.count == 1 else stage.layers
         """Of the layers that `forward` runs."""
-        self._is_end = True
+        self._is_end = stage.is_last
         """Whether its last layer is the model's."""
         self._operations = context.operations
+        self._adapters = context.adapters
+        if context.adapters is not None:
+            self.columns = (*self.columns, ADAPTER_SLOTS)
         self._head: OutputHead = head
         self._names = names
-        self.slots: WeightSlots = prefixed("lm_head", head.slots())
+        self.slots: WeightSlots = self._stage.at_exit(prefixed("lm_head", head.slots()))
         """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""
         for index, layer in enumerate(layers):
             self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
@@ -85,7 +90,7 @@ class Decoder:
     def project_vectors(self, head: OutputHead) -> None:
         """Have `compute_logits` project what was pooled, by tensors that are called as `head` says."""
         self._head = head
-        self.slots |= head.slots()
+        self.slots |= self._stage.at_exit(head.slots())
 
     def cache_specs(self) -> list[LayerSpec]:
         return [layer.cache_spec() for layer in self._layers]
@@ -111,6 +116,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> ForwardResult[Value]:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+        if self._adapters is not None:
+            self._adapters.begin(batch.columns.get(ADAPTER_SLOTS), batch.logits_rows)
         x, numbers, overlay = self.first_rows(batch), self._numbers, batch.overlay
         used = {self._rotaries[number]: None for number in numbers}
         positions = batch.rotary_positions, batch.grid_positions
@@ -123,7 +130,7 @@ class Decoder:
             rotation, rows = rotations[self._rotaries[number]], batch.logits_rows if number == last else None
             x = self._layers[number](x, rotation, batch, rows)
             if overlay is not None and number in overlaid:
-                x = overlay.add(number, x)
+                x = overlay.add_behind(number, x)
             if number in batch.taps:
                 tapped[number] = self._copied(x)
         return ForwardResult(x if last is None else self.leave(x), tapped)
@@ -174,7 +181,7 @@ class TextDecoder(Decoder):
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         made = {rope: None if rope is None else RotaryEmbedding(rope, config.max_model_len, context) for rope in ropes}
         super().__init__(
-            [make_layer(number) for number in range(len(ropes))],
+            make_layers(config, context, make_layer),
             "model.layers",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
@@ -182,30 +189,13 @@ class TextDecoder(Decoder):
             [made[rope] for rope in ropes],
         )
         self._norm = norm(config.hidden_size, model_fields(config).number("rms_norm_eps", 1e-6), context)
-        self.slots |= prefixed("model.embed_tokens", self._tokens.slots())
-        self.slots |= prefixed("model.norm", self._norm.slots())
-
-
-def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
-    """The constants of one layer's attention; scale defaults to 1 / sqrt(head_dim)."""
-    return LayerAttention(
-        layer=layer,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5 if scale is None else scale,
-        window=config.sliding_windows[layer],
-        is_chunked=config.shape.layers[layer].attention.kind == "chunked",
-    )
+        tokens = prefixed("model.embed_tokens", self._tokens.slots())
+        self.slots |= self._stage.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self._stage.at_exit(prefixed("model.norm", self._norm.slots()))
 
 
 FeedForward = Callable[[Value, Value], Value]
 """[T, size] and a residual [T, size], which is used up -> [T, size]."""
-
-
-def read_activation(config: ModelConfig) -> str:
-    """The name of the activation between an MLP's products."""
-    return model_fields(config).choice("hidden_act", list(ACTIVATIONS), "silu")
 
 
 class LlamaLayer:
@@ -261,8 +251,3 @@ class LlamaLike(TextDecoder):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         ropes = [usual_rope(config)] * config.num_layers
         super().__init__(config, context, partial(self.layer_class, config, context), ropes)
-
-
-def usual_rope(config: ModelConfig) -> RopeConfig:
-    """The rotation of all layers of a family that rotates whole heads alike."""
-    return read_rope(model_fields(config), config.head_dim, ARCHITECTURES[config.architecture].rope)

@@ -25,7 +25,8 @@ from quire.layers.interleaved import pairs_apart
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.whole_norm import WholeNormAttention
-from quire.models.decoder import FeedForward, TextDecoder, layer_attention
+from quire.models.config_values import layer_attention
+from quire.models.decoder import FeedForward, TextDecoder
 
 QKV, GATE_UP = ("qkv_proj",), "gate_up_proj"
 """Tensors that some families keep in one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
@@ -15,7 +17,9 @@ from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention
+from quire.models.config_values import layer_attention
+from quire.models.decoder import Decoder
+from quire.models.staged import make_layers
 
 
 class GPT2Layer:
@@ -62,16 +66,17 @@ class GPT2LMHeadModel(Decoder):
         num_positions, whole = fields.integer("n_positions"), context.replicated()
         self._positions = Embedding(num_positions, config.hidden_size, context.positions, whole)
         super().__init__(
-            [GPT2Layer(config, context, layer) for layer in range(config.num_layers)],
+            make_layers(config, context, partial(GPT2Layer, config, context)),
             "transformer.h",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
             context,
         )
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
-        self.slots |= prefixed("transformer.wte", self._tokens.slots())
-        self.slots |= prefixed("transformer.wpe", self._positions.slots())
-        self.slots |= prefixed("transformer.ln_f", self._norm.slots())
+        tokens = prefixed("transformer.wte", self._tokens.slots())
+        self.slots |= self._stage.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self._stage.at_entrance(prefixed("transformer.wpe", self._positions.slots()))
+        self.slots |= self._stage.at_exit(prefixed("transformer.ln_f", self._norm.slots()))
 
     def enter(self, x: Value, batch: ForwardBatch) -> Value:
         return self._positions(batch.slot_positions, onto=x)

@@ -8,7 +8,8 @@ from quire.kernels.arguments import LengthScale
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnweightedRMSNorm
-from quire.models.decoder import FeedForward, read_activation, usual_rope
+from quire.models.config_values import read_activation, usual_rope
+from quire.models.decoder import FeedForward
 from quire.models.dense import DenseDecoder, DenseStyle
 from quire.models.mixture import mixture_block
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -20,18 +20,21 @@ from quire.kernels.arguments import CacheScale
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.experts import ExpertCounters
 from quire.layers.operations import TorchOperations
+from quire.models.adapters import ModelAdapters
 from quire.models.cache_scales import load_cache_scales
-from quire.models.checkpoint_names import language_tensors, vision_tensors
+from quire.models.checkpoint_names import CheckpointNames, language_tensors, vision_tensors
 from quire.models.claims import excess, outline
 from quire.models.gguf.sizes import packed_weight_bytes
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM, LoadableModel
 from quire.models.registry import build_model
+from quire.models.staged import StagedModel
 from quire.models.tied_head import as_embedding, with_head_of
 from quire.models.vision import TorchVision, VisionEncoder, VisionTower
 from quire.models.weight_files import Progress, Tensors, WeightFiles, find_weights, whole_tensors
 from quire.multimodal.inputs import VISION_TOWERS
 from quire.parallel.interface import ProcessGroup
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.quantization.weight_format import weight_formats
@@ -48,22 +51,32 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Extras(NamedTuple):
+    """expert_counts: where layers with experts count the rows that they compute (None: they do not). adapters: of the
+    model's layers (None: it takes none)."""
+
+    expert_counts: ExpertCounters | None = None
+    adapters: ModelAdapters | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 def load_model(
     config: ModelConfig,
     load: LoadConfig,
     group: ProcessGroup,
-    device_type: str = "cpu",
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
-    expert_counts: ExpertCounters | None = None,
+    extras: Extras = NO_EXTRAS,
+    stage: Stage = WHOLE_MODEL,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. group: the ranks that share each layer, of which this process loads one's share. runtime: the
     native CPU kernels to compute with. device_layers: Triton kernels on a device, in `config.dtype` throughout. With
-    neither: plain torch operators on `device_type`. expert_counts: where layers with experts count the rows that they
-    compute.
+    neither: plain torch operators. extras: what layers have besides. stage: the layers that this process loads.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -79,13 +92,15 @@ def load_model(
             files = files.with_folders([module.folder for module in config.pooling.dense], load.load_format)
         config, files.head_holds = with_head_of(config, files)
         elsewhere = frozenset(_check_room(config, files).slots)
-    elif files is not None and group.size > 1:
-        raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
+    elif files is not None and stage.count > 1:
+        elsewhere = frozenset(outline(config).slots)
     if device_layers is not None:
         context = _device_context(config, device_layers, group)
     else:
-        context = _torch_context(config, device_type, group) if runtime is None else _native_context(config, group)
-    context = replace(context, expert_counts=expert_counts)
+        context = _torch_context(config, group) if runtime is None else _native_context(config, group)
+    adapters = extras.adapters
+    of_layers = None if adapters is None else adapters.layers
+    context = replace(context, expert_counts=extras.expert_counts, adapters=of_layers, stage=stage)
     model = build_model(config, context, _native_calls(config, runtime))
     report = progress or _silent
     if files is None:
@@ -93,8 +108,10 @@ def load_model(
     else:
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere, context.cache_scales)
+    if adapters is not None:
+        adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
-        return cast("CausalLM", model)  # which computes tensors
+        return _staged(cast("CausalLM", model), config, context)  # which computes tensors
     from quire.models.deepseek import expansion_rule
     from quire.models.native import NativeModel
     from quire.quantization.packed import PackedLinear
@@ -102,12 +119,28 @@ def load_model(
     for method in (context.linear, context.vocabulary, context.positions):
         cast("PackedLinear", method).trim()
     give_back_memory()
-    return NativeModel(
+    native = NativeModel(
         cast("Decoder", model),
         runtime,
         expansion_rule(config) if config.expands_prompts else None,
-        packed_weight_bytes(files.directory, config) if isinstance(files, GGUFWeights) else None,
+        _packed_share(files, config, model, context) if isinstance(files, GGUFWeights) else None,
     )
+    return _staged(native, config, context)
+
+
+def _packed_share(files: GGUFWeights, config: ModelConfig, model: LoadableModel, context: LayerContext) -> int:
+    """Bytes of this rank's weights: of the file's as much as the rank has of all elements, where it has not all."""
+    total = packed_weight_bytes(files.directory, config)
+    if context.group.size == context.stage.count == 1:
+        return total
+    own, whole = (sum(slot.nbytes for slot in each.slots.values()) for each in (model, outline(config)))
+    return round(total * (own / config.dtype_bytes) / (whole / torch.float32.itemsize))
+
+
+def _staged(model: CausalLM, config: ModelConfig, context: LayerContext) -> CausalLM:
+    """The model with the links of its stage; itself, where it is whole."""
+    stage = context.stage
+    return model if stage.count == 1 else StagedModel(model, stage, config.hidden_size, context.dtype)
 
 
 def load_vision(
@@ -120,7 +153,7 @@ def load_vision(
     if config.vision is None or config.architecture not in VISION_TOWERS:
         raise ModelLoadError(f"{config.path}: no vision tower of {config.architecture} is known")
     vision = read_vision(config.vision, config.hidden_size, str(config.path / CONFIG_FILE))
-    context = _torch_context(config, "cpu", group) if runtime is None else _native_context(config, group)
+    context = _torch_context(config, group) if runtime is None else _native_context(config, group)
     if len(vision.deepstack_layers) >= config.num_layers:
         raise ModelLoadError(
             f"{config.path}: {len(vision.deepstack_layers)} deep-stack layers add features behind as many layers, and "
@@ -153,12 +186,12 @@ def _native_calls(config: ModelConfig, runtime: NativeRuntime | None) -> EagerCa
     return NativeCalls(runtime)
 
 
-def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
+def _torch_context(config: ModelConfig, group: ProcessGroup) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
     return LayerContext(
         dtype=dtype,
-        device=torch.device(device_type),
+        device=torch.device("cpu"),
         cache_dtype=config.kv_cache_dtype,
         group=group,
         operations=TorchOperations(),
@@ -240,7 +273,7 @@ def _load_from(
     quantization = config.quantization
     with _named_errors(files):
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
-            model.load_weights(files.stream(report))
+            model.load_weights(files.stream(report), elsewhere)
             return
         tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:

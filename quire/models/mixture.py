@@ -13,7 +13,8 @@ from quire.config.model import ModelConfig
 from quire.kernels.arguments import Gating, Routing
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
-from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike, read_activation
+from quire.models.config_values import read_activation
+from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
 
 
 @dataclass(frozen=True, slots=True)

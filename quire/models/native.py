@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionStep, StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.attention.native_expanded import ExpandingAttention
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.kernels.arguments import ExpansionRule
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
@@ -55,11 +56,12 @@ class BoundHead(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What bodies of one model differ in: the optional records of a ForwardBatch. expands: prompts are expanded. width:
-    of the hidden states that come in (0: tokens do). overlaid: layers behind which an overlay adds rows (None: there is
-    none). taps: as those of ForwardBatch."""
+    """What bodies of one model differ in: the optional records of a ForwardBatch. expands: prompts are expanded.
+    adapts: some tokens have adapters. width: of the hidden states that come in (0: tokens do). overlaid: layers behind
+    which an overlay adds rows (None: there is none). taps: as those of ForwardBatch."""
 
     expands: bool = False
+    adapts: bool = False
     width: int = 0
     overlaid: tuple[int, ...] | None = None
     taps: tuple[int, ...] = ()
@@ -87,8 +89,8 @@ class RecordedOverlay:
     def put(self, x: Buffer) -> Buffer:
         return x.recorder.call_torch(lambda rows: self._overlay.put(rows), x.width, [x])
 
-    def add(self, layer: int, x: Buffer) -> Buffer:
-        return x.recorder.call_torch(lambda rows: self._overlay.add(layer, rows), x.width, [x])
+    def add_behind(self, layer: int, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(lambda rows: self._overlay.add_behind(layer, rows), x.width, [x])
 
     @property
     def _overlay(self) -> Overlay[torch.Tensor]:
@@ -217,11 +219,13 @@ class NativeModel:
             if self._expanding is None:
                 self._expanding = ExpandingAttention(step.backend, self._runtime, self._rule)
             expands = self._expanding.plan(step.batch)
-        if batch.hidden is None and batch.overlay is None and not batch.taps:
+        slots = batch.columns.get(ADAPTER_SLOTS)
+        adapts = slots is not None and bool(cast("torch.Tensor", slots).any())
+        if batch.hidden is None and batch.overlay is None and not batch.taps and not adapts:
             return EXPANDED if expands else PLAIN
         width = 0 if batch.hidden is None else cast("torch.Tensor", batch.hidden).shape[1]
         overlaid = None if batch.overlay is None else tuple(batch.overlay.layers)
-        return Variant(expands, width, overlaid, batch.taps)
+        return Variant(expands, adapts, width, overlaid, batch.taps)
 
     def _body_for(self, variant: Variant, step: NativeAttentionStep | NativeEncoderStep, num_rows: int) -> Body:
         body = self._bodies.get(variant)
@@ -240,12 +244,15 @@ class NativeModel:
         token_ids, slot_positions, *others = (
             RecordedIndices(recorder, number) for number in range(2 + len(self._model.columns))
         )
+        columns = dict(zip(self._model.columns, others, strict=True))
+        if not variant.adapts:
+            columns.pop(ADAPTER_SLOTS, None)
         batch = ForwardBatch(
             token_ids,
             slot_positions,
             attention,
             RecordedRows(recorder),
-            columns=dict(zip(self._model.columns, others, strict=True)),
+            columns=columns,
             hidden=recorder.external(variant.width, variant.width) if variant.width else None,
             overlay=overlay,
             taps=variant.taps,

@@ -45,11 +45,11 @@ class NativeCalls:
             return [between, *(cast("Buffer", layer(between)) for layer in layers)]
 
         call = self._call(record)
-        return lambda x: call.run([x])
+        return lambda x: call.compute([x])
 
     def lookup(self, method: LinearMethod, parameters: Any) -> Lookup:
         call = self._call(lambda indices: [cast("Buffer", method.lookup(parameters, indices))])
-        return call.run_indices
+        return call.compute_rows
 
     def attention(self, heads: HeadWeights, behind: Sequence[Layer]) -> Attend:
         recorded: RecordedAttention | None = None
@@ -70,7 +70,7 @@ class NativeCalls:
             call = calls.get(rotation is not None)
             if call is None:
                 call = calls[rotation is not None] = self._call(record)
-            return call.run([qkv] if rotation is None else [qkv, rotation], step.plans)
+            return call.compute([qkv] if rotation is None else [qkv, rotation], step.plans)
 
         return compute
 
@@ -95,7 +95,7 @@ class _RecordedCall:
         self._program: RecordedProgram | None = None
         self._widths: list[int] = []
 
-    def run(self, inputs: Sequence[torch.Tensor], plans: Any = ()) -> list[torch.Tensor]:
+    def compute(self, inputs: Sequence[torch.Tensor], plans: Any = ()) -> list[torch.Tensor]:
         """inputs: [T, width] float32 each. The results' rows begin at cache lines."""
         num_rows = len(inputs[0])
         program = self._program
@@ -107,7 +107,7 @@ class _RecordedCall:
         program.run(num_rows, plans=plans, externals=[*map(_aligned_rows, inputs), *outs])
         return outs
 
-    def run_indices(self, indices: torch.Tensor) -> torch.Tensor:
+    def compute_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """indices: [T] int64."""
         num_rows = len(indices)
         program = self._program

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
@@ -16,7 +18,9 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention
+from quire.models.config_values import layer_attention
+from quire.models.decoder import Decoder
+from quire.models.staged import make_layers
 
 POSITION_OFFSET = 2
 NORM_EPSILON = 1e-5
@@ -71,7 +75,7 @@ class OPTForCausalLM(Decoder):
         whole = context.replicated()
         self._positions = Embedding(num_positions, size, context.positions, whole)
         super().__init__(
-            [OPTLayer(config, context, layer) for layer in range(config.num_layers)],
+            make_layers(config, context, partial(OPTLayer, config, context)),
             "model.decoder.layers",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
@@ -79,15 +83,16 @@ class OPTForCausalLM(Decoder):
         )
         self._norm = self._final_norm(config, context)
         self._project_in = self._project_out = None
-        self.slots |= prefixed("model.decoder.embed_tokens", self._tokens.slots())
-        self.slots |= prefixed("model.decoder.embed_positions", self._positions.slots())
+        tokens = prefixed("model.decoder.embed_tokens", self._tokens.slots())
+        self.slots |= self._stage.at_entrance(tokens, is_head=config.shape.is_tied)
+        self.slots |= self._stage.at_entrance(prefixed("model.decoder.embed_positions", self._positions.slots()))
         if self._norm is not None:
-            self.slots |= prefixed("model.decoder.final_layer_norm", self._norm.slots())
+            self.slots |= self._stage.at_exit(prefixed("model.decoder.final_layer_norm", self._norm.slots()))
         if embedding_size != size:
             self._project_in = ColumnParallelLinear(embedding_size, (size,), bias=False, context=whole)
             self._project_out = ColumnParallelLinear(size, (embedding_size,), bias=False, context=whole)
-            self.slots |= self._project_in.slots(("model.decoder.project_in",))
-            self.slots |= self._project_out.slots(("model.decoder.project_out",))
+            self.slots |= self._stage.at_entrance(self._project_in.slots(("model.decoder.project_in",)))
+            self.slots |= self._stage.at_exit(self._project_out.slots(("model.decoder.project_out",)))
 
     @staticmethod
     def _final_norm(config: ModelConfig, context: LayerContext) -> LayerNorm | None:

@@ -31,4 +31,4 @@ class LlamaLikeClassifier(LlamaLike):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self._head = ScoreHead(config, context)
-        self.slots |= self._head.slots()
+        self.slots |= self._stage.at_exit(self._head.slots())

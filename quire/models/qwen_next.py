@@ -26,7 +26,8 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.logging import get_logger
-from quire.models.decoder import FeedForward, TextDecoder, layer_attention, read_activation, usual_rope
+from quire.models.config_values import layer_attention, read_activation, usual_rope
+from quire.models.decoder import FeedForward, TextDecoder
 from quire.models.draft_head import DraftHead
 from quire.models.mixture import mixture_block
 from quire.quantization.integer_weight import WeightSource
@@ -152,7 +153,7 @@ class HybridDecoder(TextDecoder):
         ropes = [usual_rope(config)] * config.num_layers
         super().__init__(config, context, partial(HybridLayer, config, context), ropes, UnitOffsetRMSNorm)
         self.draft_head: DraftHead | None = None
-        if config.shape.draft_layers:
+        if config.shape.draft_layers and context.stage.count == 1:
             layers = _draft_layers(config, replace(context, expert_counts=None))
             self.draft_head = DraftHead(config, layers, self._tokens, self._rotaries[0], self._head, context)
             self.slots |= prefixed("mtp", self.draft_head.slots)

@@ -35,7 +35,7 @@ class SharedInput:
         self._columns: list[Columns] = []
         self._left: set[int] = set()
 
-    def add(self, columns: Columns) -> int:
+    def add_columns(self, columns: Columns) -> int:
         """Returns the place to take them from."""
         self._columns.append(columns)
         return len(self._columns) - 1
@@ -45,7 +45,7 @@ class SharedInput:
         self._x, self._results, self._parts = x, results, []
         self._left = set(range(len(self._columns)))
 
-    def take(self, place: int, x: torch.Tensor) -> torch.Tensor:
+    def take_result(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """[..., width], as x is [..., features]."""
         kept = self._x
         if kept is None or place not in self._left or not (x is kept or _are_same(x, kept)):
@@ -86,10 +86,10 @@ class Taker(nn.Module):
     def __init__(self, shared: SharedInput, columns: Columns) -> None:
         super().__init__()
         self._shared = shared
-        self._place = shared.add(columns)
+        self._place = shared.add_columns(columns)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shared.take(self._place, x)
+        return self._shared.take_result(self._place, x)
 
 
 class Producer(nn.Module):

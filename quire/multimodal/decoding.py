@@ -6,17 +6,16 @@ picture. Limits hold before anything is decoded: a few bytes may describe a pict
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.config.media import WHITE, Color
 from quire.errors import UserError
+from quire.multimodal.sources import DEFAULT_LIMITS, ImageLimits, too_many_bytes
 from quire.utils.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -35,44 +34,17 @@ MOST_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 _JPEGS = ("JPEG", "MPO")
 """MPO: files of several JPEGs, as telephones write them; Pillow's opener of JPEG finds these."""
-_WHITE = (255, 255, 255, 255)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
-    """max_bytes: of one encoded picture. max_pixels: of one picture, before it is resized."""
-
-    max_bytes: int = 32 * 2**20
-    max_pixels: int = 2**26
-
-
-DEFAULT_LIMITS = ImageLimits()
-
-
-def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The bytes that a data: URL holds in base64. where: the field's path, for errors. Raises UserError."""
-    head, comma, body = url.partition(",")
-    kind, *options = head.removeprefix("data:").split(";")
-    if not head.startswith("data:") or not comma or "base64" not in options:
-        raise UserError(f"{where}: a data URL of an image must be data:image/...;base64,...", param=where)
-    if kind and not kind.lower().startswith("image/"):
-        raise UserError(f"{where}: a data URL of type {kind!r:.100} holds no image", param=where)
-    if len(body) // 4 * 3 > limits.max_bytes + 3:
-        raise _too_many_bytes(where, len(body) // 4 * 3, limits)
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError):
-        raise UserError(f"{where}: the data URL is not valid base64", param=where) from None
-
-
-def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
     """The pixels of an encoded picture, turned as its EXIF orientation says; of an animation the first frame.
 
-    where: the field's path, for errors. Raises UserError for a picture that is larger than the limits, damaged, cut
-    off, or of a format or a mode that is not supported. Errors have no text of the decoder's, which may hold addresses.
+    where: the field's path, for errors. background: what a transparent picture is laid over. Raises UserError for a
+    picture that is larger than the limits, damaged, cut off, or of a format or a mode that is not supported. Errors
+    have no text of the decoder's, which may hold addresses.
     """
     if len(data) > limits.max_bytes:
-        raise _too_many_bytes(where, len(data), limits)
+        raise too_many_bytes(where, len(data), limits)
     open_image, transpose, bomb = _pillow()
     try:
         image = open_image(io.BytesIO(data), formats=tuple(FORMATS))
@@ -92,12 +64,12 @@ def decode_image(data: bytes, where: str, limits: ImageLimits = DEFAULT_LIMITS) 
         _check_mode(image.mode, where)
         try:
             image.load()
-            return _rgb(transpose(image))
+            return _rgb(transpose(image), background)
         except Exception:
             raise UserError(f"{where}: the image is damaged or cut off", param=where) from None
 
 
-def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS, *, background: Color = WHITE) -> Pixels:
     """The pixels of a picture that a program holds: Pillow's, or an array (or what makes one, such as a tensor) of
     uint8, [height, width, channels] or [channels, height, width] with 1, 3 or 4 channels. A Pillow image is not turned
     by its EXIF orientation, as Transformers' processors do not turn it. Raises UserError."""
@@ -105,16 +77,16 @@ def read_pixels(image: Any, where: str, limits: ImageLimits = DEFAULT_LIMITS) ->
         _check_size(image.width, image.height, where, limits)
         _check_mode(image.mode, where)
         try:
-            return _rgb(image)
+            return _rgb(image, background)
         except Exception:
             raise UserError(f"{where}: the image is damaged or cut off", param=where) from None
     if not hasattr(image, "__array__"):
         kind = type(image).__name__
         raise UserError(f"{where}: an image must be a Pillow image or an array, not {kind}", param=where)
-    return _array_pixels(np.asarray(image), where, limits)
+    return _array_pixels(np.asarray(image), where, limits, background)
 
 
-def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits) -> Pixels:
+def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits, background: Color) -> Pixels:
     if values.dtype != np.uint8:
         raise UserError(f"{where}: an array of an image must hold uint8, not {values.dtype}", param=where)
     if values.ndim != 3 or not ({values.shape[0], values.shape[2]} & {1, 3, 4}):
@@ -128,19 +100,19 @@ def _array_pixels(values: npt.NDArray[Any], where: str, limits: ImageLimits) -> 
     _check_size(values.shape[1], values.shape[0], where, limits)
     if values.shape[2] == 4:
         alpha = values[..., 3:4] / 255
-        values = np.round(alpha * values[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+        values = np.round(alpha * values[..., :3] + (1 - alpha) * np.array(background)).astype(np.uint8)
     elif values.shape[2] == 1:
         values = np.repeat(values, 3, axis=-1)
     return np.ascontiguousarray(values)
 
 
-def _rgb(image: Image.Image) -> Pixels:
-    """Red, green and blue, over white where the picture is transparent."""
+def _rgb(image: Image.Image, background: Color) -> Pixels:
+    """Red, green and blue, over the background where the picture is transparent."""
     from PIL import Image
 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        background = Image.new("RGBA", image.size, _WHITE)
-        image = Image.alpha_composite(background, image.convert("RGBA"))
+        whole = Image.new("RGBA", image.size, (*background, 255))
+        image = Image.alpha_composite(whole, image.convert("RGBA"))
     return np.array(image.convert("RGB"))
 
 
@@ -158,10 +130,6 @@ def _check_mode(mode: str, where: str) -> None:
         raise UserError(
             f"{where}: an image of mode {mode!r:.20}, whose values have more than 8 bits, is not supported", param=where
         )
-
-
-def _too_many_bytes(where: str, num_bytes: int, limits: ImageLimits) -> UserError:
-    return UserError(f"{where}: an image of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where)
 
 
 def _is_pillow(image: Any) -> bool:

@@ -6,16 +6,19 @@ What decodes and resizes them is imported where a model takes images: a server's
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import CONFIG_FILE
+from quire.config.media import OF_FILES, TEXT_DEFAULTS, Color, MediaConfig, ProcessorOptions
 from quire.config.vision import VisionConfig, read_vision
 from quire.errors import UserError
-from quire.prompt_image import PromptImage
+from quire.multimodal.sources import LOW_DETAIL_PIXELS, Picture, is_data_url
+from quire.prompt_image import PromptImage, ReadyImage
 
 if TYPE_CHECKING:
+    from quire.multimodal.preparing import Preparation
     from quire.multimodal.processors import QwenProcessor
 
 VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
@@ -23,6 +26,17 @@ VISION_TOWERS = ("Qwen3VLForCausalLM", "Qwen3VLMoeForCausalLM")
 TEXT_ALONE = "prompts are text, without images, sound or video"
 IMAGES = "multi_modal_data.image"
 """Path of a prompt's images, for errors."""
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """What one request says of its images. background: None: as the engine lays transparent ones over."""
+
+    processor: ProcessorOptions = OF_FILES
+    background: Color | None = None
+
+
+NO_OPTIONS = MediaOptions()
 
 
 @dataclass(frozen=True)
@@ -39,27 +53,57 @@ class ImageInputs:
     processor: QwenProcessor
     vision: VisionConfig
     token_id: int
+    media: MediaConfig = TEXT_DEFAULTS
 
-    def place(self, token_ids: list[int], images: Sequence[Any], where: str) -> tuple[list[int], list[PromptImage]]:
+    def check_number(self, number: int, where: str) -> None:
+        """Raise UserError for more images than one prompt may have."""
+        limit = self.media.max_images
+        if number > limit:
+            raise UserError(
+                f"{where}: at most {limit} images may be given in one prompt (limit_mm_per_prompt), not {number}",
+                param=where,
+            )
+
+    def preparation(self, detail: str = "auto", options: MediaOptions = NO_OPTIONS) -> Preparation:
+        """How images become what the model takes. detail: one of DETAILS. options: of one request."""
+        from quire.multimodal.preparing import Preparation
+
+        processor, most = self.processor, self.processor.max_pixels
+        least, asked = processor.min_pixels, options.processor
+        if asked.max_pixels is not None:
+            most = min(most, asked.max_pixels)  # what a request asks for must not take more than the server allows
+        if asked.min_pixels is not None:
+            least = asked.min_pixels
+        if detail == "low":
+            most = min(most, LOW_DETAIL_PIXELS)
+        processor = replace(processor, min_pixels=min(least, most), max_pixels=most)
+        return Preparation(processor, options.background or self.media.background)
+
+    def prepare(self, picture: Picture, options: MediaOptions = NO_OPTIONS) -> ReadyImage:
+        """An image as the model takes it, fetched and decoded in this process. Raises UserError."""
+        image = picture.image
+        if isinstance(image, ReadyImage):
+            return image
+        if isinstance(image, str) and not is_data_url(image):
+            from quire.multimodal.fetching import fetch_image
+
+            image = fetch_image(image, picture.where, self.media)
+        return self.preparation(picture.detail, options).prepare(image, picture.where)
+
+    def place(
+        self, token_ids: list[int], images: Sequence[ReadyImage], where: str
+    ) -> tuple[list[int], list[PromptImage]]:
         """The prompt with a placeholder for each token of each image, and the images in their places. token_ids: with
-        one placeholder for each image, or with all of them. images: Pillow images, arrays, bytes of files or data URLs.
-
-        Raises UserError for images that cannot be taken, naming them by their path, and for placeholders that do not
-        match."""
-        processed = [
-            self.processor.process(self._pixels(image, f"{where}[{index}]"), f"{where}[{index}]")
-            for index, image in enumerate(images)
-        ]
+        one placeholder for each image, or with all of them. Raises UserError for placeholders that do not match."""
         runs = self._runs(token_ids)
-        counts = [each.num_tokens for each in processed]
-        found: list[PromptImage] = []
+        counts = [each.num_tokens for each in images]
         if [end - start for start, end in runs] == counts:
             starts, placed = [start for start, _ in runs], token_ids
         else:
             places = [place for start, end in runs for place in range(start, end)]
-            if len(places) != len(processed):
+            if len(places) != len(images):
                 raise UserError(
-                    f"{where}: the prompt has {len(places)} placeholders (token {self.token_id}), and {len(processed)} "
+                    f"{where}: the prompt has {len(places)} placeholders (token {self.token_id}), and {len(images)} "
                     f"images are given",
                     param=where,
                 )
@@ -70,21 +114,11 @@ class ImageInputs:
                 placed += [self.token_id] * count
                 last = place + 1
             placed += token_ids[last:]
-        merge = self.processor.merge_size
-        for start, each in zip(starts, processed, strict=True):
-            frames, rows, columns = each.grid
-            grid = frames, rows // merge, columns // merge
-            found.append(PromptImage(start, grid, each.key, each.pixels.tobytes(), each.pixels.shape[:2]))
+        found = [
+            PromptImage(each.grid, each.key, each.pixels, each.size, start)
+            for start, each in zip(starts, images, strict=True)
+        ]
         return placed, found
-
-    def _pixels(self, image: Any, where: str) -> Any:
-        from quire.multimodal.decoding import decode_image, read_data_url, read_pixels
-
-        if isinstance(image, str):
-            image = read_data_url(image, where)
-        if isinstance(image, bytes):
-            return decode_image(image, where)
-        return read_pixels(image, where)
 
     def _runs(self, token_ids: list[int]) -> list[tuple[int, int]]:
         """Where placeholders follow one another, [start, end) each."""
@@ -104,9 +138,11 @@ class ImageInputs:
 def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
     """How the engine's model takes images; NoImages where it does not. Raises ModelLoadError for a checkpoint whose
     files about images are wrong."""
-    model = config.model
+    model, media = config.model, config.media
     if model.vision is None or model.image_token_id is None or model.architecture not in VISION_TOWERS:
         return NoImages()
+    if media.language_model_only:
+        return NoImages("the engine was started with its language model alone")
     if config.device.device != "cpu":
         return NoImages(f"images are computed on a CPU alone so far, and this engine runs on {config.device.device}")
     if config.parallel.devices_per_replica > 1:
@@ -116,7 +152,14 @@ def image_inputs(config: EngineConfig) -> ImageInputs | NoImages:
     if not has_settings(model.path):
         return NoImages(f"{model.path} has no preprocessor_config.json, which says how the model takes images")
     vision = read_vision(model.vision, model.hidden_size, str(model.path / CONFIG_FILE))
-    return ImageInputs(read_qwen_processor(model.path), vision, model.image_token_id)
+    processor = read_qwen_processor(model.path)
+    least, most = media.processor.min_pixels, media.processor.max_pixels
+    processor = replace(
+        processor,
+        min_pixels=least or min(processor.min_pixels, most or processor.min_pixels),
+        max_pixels=most or max(processor.max_pixels, least or 0),
+    )
+    return ImageInputs(processor, vision, model.image_token_id, media)
 
 
 def images_of(data: object) -> list[Any]:

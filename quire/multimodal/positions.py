@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.prompt_image import PromptImage
 from quire.step import TokenValues
 
@@ -61,11 +62,14 @@ class Placed(Protocol):
     images: list[PromptImage]
     columns: dict[str, int]
     token_columns: dict[str, TokenValues]
+    adapter_slot: int
 
 
 def row_fields(request: Placed) -> dict[str, Any]:
     """The fields of NewSequence with the images and the values of step columns that a sequence's row has."""
     columns, token_columns = with_positions(request.images, request.columns, request.token_columns)
+    if request.adapter_slot:
+        columns[ADAPTER_SLOTS] = request.adapter_slot
     return {"columns": columns, "token_columns": token_columns, "images": request.images}
 
 

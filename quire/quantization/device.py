@@ -29,11 +29,19 @@ class DeviceLinear(UnquantizedLinear):
         self.batch_invariant = batch_invariant
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        shape, weight, bias = parameters.shape, parameters.weight, parameters.bias
-        if shape.activation is not None:
-            assert residual is None, "what an activation gives is not added to a residual"
-            return activation(self._product(x, weight, bias, None), shape.activation, gated=shape.gated)
-        return self._product(x, weight, bias, residual)
+        has_activation = parameters.shape.activation is not None
+        assert not has_activation or residual is None, "what an activation gives is not added to a residual"
+        products = self.products(parameters, x, residual)
+        return self.activate(parameters, products) if has_activation else products
+
+    def products(
+        self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._product(x, parameters.weight, parameters.bias, residual)
+
+    def activate(self, parameters: PlainParameters, products: torch.Tensor) -> torch.Tensor:
+        shape = parameters.shape
+        return products if shape.activation is None else activation(products, shape.activation, gated=shape.gated)
 
     def lookup(
         self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None

@@ -62,6 +62,19 @@ class LinearMethod(Protocol):
         result depends on that row alone. The residual is used up: the result may be written over it."""
         ...
 
+    def products(self, parameters: Parameters, x: AnyValue, residual: AnyValue | None = None) -> Value:
+        """As `apply` before the activation: residual + x W^T + bias, [T, out_features]. Where `is_interleaved` says so,
+        gate and up take turns of 16 columns, and there may be more columns than the two have."""
+        ...
+
+    def is_interleaved(self, parameters: Parameters) -> bool:
+        """How `products` of these weights, which are loaded, lay out gate and up."""
+        ...
+
+    def activate(self, parameters: Parameters, products: AnyValue) -> Value:
+        """What `apply` makes of its products: [T, shape.width]. They are used up."""
+        ...
+
     def lookup(self, parameters: Parameters, indices: AnyValue, onto: AnyValue | None = None) -> Value:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
         ...

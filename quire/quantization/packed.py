@@ -41,6 +41,8 @@ FLOAT_TYPES = {
     "float16": _native.WeightType.F16,
 }
 GATED_PARTS = 2
+PANEL = 16
+"""Columns of gate and up that take turns in a gated matrix."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,22 +107,42 @@ class PackedLinear:
         matrices = _native_matrices(parameters)
         if shape.gated and len(matrices) == GATED_PARTS:
             return _apply_gated(shape, matrices, x)
-        out, row = residual, 0
-        for matrix, bias in matrices:
-            out = x.recorder.call(
+        return _stacked(shape.width, matrices, x, residual, ACTIVATIONS[shape.activation])
+
+    def products(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
+        shape = parameters.shape
+        x.recorder.keep.append(parameters)
+        matrices = _native_matrices(parameters)
+        if self.is_interleaved(parameters):
+            ((matrix, bias),) = matrices
+            weight = matrix.as_native(interleaved=True)
+            return x.recorder.call(
                 "linear",
-                shape.width,
-                over=out,
-                in_place=row > 0,
-                out_column=row,
-                buffers={"x": x, "residual": residual},
-                weight=matrix.as_native(),
+                matrix.padded_columns,
+                buffers={"x": x, "residual": None},
+                weight=weight,
                 bias=bias,
-                activation=ACTIVATIONS[shape.activation],
+                activation=ACTIVATIONS[None],
             )
-            row += matrix.out_features
-        assert out is not None, "a linear layer has a matrix"
-        return out
+        return _stacked(shape.out_features, matrices, x, residual, ACTIVATIONS[None])
+
+    def is_interleaved(self, parameters: PackedParameters) -> bool:
+        return parameters.shape.gated and len(_native_matrices(parameters)) == 1
+
+    def activate(self, parameters: PackedParameters, products: Buffer) -> Buffer:
+        shape = parameters.shape
+        if shape.activation is None:
+            return products
+        turns = self.is_interleaved(parameters)
+        return products.recorder.call(
+            "activate",
+            shape.width,
+            buffers={"x": products},
+            activation=ACTIVATIONS[shape.activation],
+            width=shape.width,
+            step=2 * PANEL if turns else PANEL,
+            up=0 if not shape.gated else PANEL if turns else shape.width,
+        )
 
     def lookup(self, parameters: PackedParameters, indices: RecordedIndices, onto: Buffer | None = None) -> Buffer:
         return _embed(parameters, indices, onto)
@@ -210,6 +232,32 @@ class PackedLinear:
             for row, part in parameters.pending.items():
                 matrix.load_dense(part.dequantize(), row)
         parameters.pending.clear()
+
+
+def _stacked(
+    width: int,
+    matrices: Sequence[tuple[PackedMatrix, int]],
+    x: Buffer,
+    residual: Buffer | None,
+    activation: _native.Activation,
+) -> Buffer:
+    """The products of matrices that lie one below the other."""
+    out, row = residual, 0
+    for matrix, bias in matrices:
+        out = x.recorder.call(
+            "linear",
+            width,
+            over=out,
+            in_place=row > 0,
+            out_column=row,
+            buffers={"x": x, "residual": residual},
+            weight=matrix.as_native(),
+            bias=bias,
+            activation=activation,
+        )
+        row += matrix.out_features
+    assert out is not None, "a linear layer has a matrix"
+    return out
 
 
 def _apply_gated(shape: LinearShape, matrices: Sequence[tuple[PackedMatrix, int]], x: Buffer) -> Buffer:

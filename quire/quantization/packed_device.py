@@ -136,17 +136,27 @@ class PackedDeviceLinear:
             del stack.pending[index]
 
     def apply(self, parameters: DevicePart, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        has_activation = parameters.stack.shape.activation is not None
+        assert not has_activation or residual is None, "what an activation gives is not added to a residual"
+        products = self.products(parameters, x, residual)
+        return self.activate(parameters, products) if has_activation else products
+
+    def is_interleaved(self, parameters: DevicePart) -> bool:
+        return False
+
+    def activate(self, parameters: DevicePart, products: torch.Tensor) -> torch.Tensor:
+        shape = parameters.stack.shape
+        return products if shape.activation is None else activation(products, shape.activation, gated=shape.gated)
+
+    def products(self, parameters: DevicePart, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         stack = parameters.stack
         if stack.is_plain:
-            return self._plain.apply(_plain_stack(stack)[0], x, residual)
+            return self._plain.products(_plain_stack(stack)[0], x, residual)
         if stack.column_order is not None:
             x = x.index_select(1, stack.column_order)
-        shape, rounds = stack.shape, self._rounds_for(stack)
         bias = None if stack.biases is None else stack.biases[0]
-        assert shape.activation is None or residual is None, "what an activation gives is not added to a residual"
         product = matmul if self._plain.batch_invariant else quantized_matmul
-        out = product(x, stack.loaded, bias, residual, rounds_activations=rounds)
-        return out if shape.activation is None else activation(out, shape.activation, gated=shape.gated)
+        return product(x, stack.loaded, bias, residual, rounds_activations=self._rounds_for(stack))
 
     def lookup(self, parameters: DevicePart, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("the matrices of vocabularies and positions are floating point on a device")

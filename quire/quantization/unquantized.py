@@ -15,7 +15,7 @@ from quire.kernels.arguments import ExpertWeights
 from quire.kernels.experts import experts
 from quire.kernels.matmul import row_head_linear, row_linear
 from quire.quantization.integer_weight import WeightTensor, copy_into
-from quire.quantization.interface import LinearShape
+from quire.quantization.interface import LinearShape, Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,25 @@ class UnquantizedLinear:
         copy_into(target[first_row : first_row + num_rows], tensor)
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        shape = parameters.shape
+        out = self.activate(parameters, row_linear(x, parameters.weight, parameters.bias))
+        return out if residual is None else residual + out
+
+    def products(
+        self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = row_linear(x, parameters.weight, parameters.bias)
+        return out if residual is None else residual + out
+
+    def is_interleaved(self, parameters: Parameters) -> bool:
+        return False
+
+    def activate(self, parameters: PlainParameters, products: torch.Tensor) -> torch.Tensor:
+        shape = parameters.shape
         if shape.gated:
             assert shape.activation is not None, "a gate has an activation"
-            gate, up = out.chunk(2, dim=-1)
-            out = ACTIVATIONS[shape.activation](gate) * up
-        elif shape.activation is not None:
-            out = ACTIVATIONS[shape.activation](out)
-        return out if residual is None else residual + out
+            gate, up = products.chunk(2, dim=-1)
+            return ACTIVATIONS[shape.activation](gate) * up
+        return products if shape.activation is None else ACTIVATIONS[shape.activation](products)
 
     def lookup(
         self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None

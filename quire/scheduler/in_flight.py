@@ -45,6 +45,7 @@ class InFlight(msgspec.Struct, frozen=True):
         """The masks that the plan expects, and the sequences that cannot go on under their constraints. The results of
         all earlier plans are known. Samples whose masks are still to come are `discarded`, and pending no more."""
         masks: dict[int, bytes] = {}
+        draft_masks: dict[int, list[bytes]] = {}
         failed, discarded = [], []
         for index in self.plan.expects_sampling_inputs:
             sequence = self.samples[index]
@@ -62,7 +63,10 @@ class InFlight(msgspec.Struct, frozen=True):
                 continue
             if mask is not None:
                 masks[index] = mask
-        return SamplingInputs(self.plan.step_id, masks, discarded), failed
+            drafts = self.plan.drafts.get(sequence.seq_id)
+            if drafts and drafts == sequence.draft_token_ids[: len(drafts)]:
+                draft_masks[index] = matcher_of(sequence).draft_masks()[: len(drafts)]
+        return SamplingInputs(self.plan.step_id, masks, discarded, draft_masks), failed
 
     def commit(self, kv: KVCacheManager) -> None:
         """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are

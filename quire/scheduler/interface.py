@@ -167,4 +167,5 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
         make_connector=no_connector if config.cache.offload_dir is None else OffloadConnector,
     )
     max_drafts = config.speculation.max_drafts
-    return Scheduler(config.scheduler, kv, costs, drafter=WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER)
+    drafter = WorkerDrafts(max_drafts) if max_drafts else NO_DRAFTER
+    return Scheduler(config.scheduler, kv, costs, drafter=drafter, adapters=config.adapters)

@@ -6,12 +6,19 @@ the scheduler neither reports that token nor plans the next one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
+from quire.decoding.drafts import take_accepted
 from quire.decoding.masks import ConstraintSpec, Matcher, num_forceable
 from quire.decoding.sequence import Request, RequestStatus, Sequence
 from quire.errors import UserError
+from quire.kv_cache.manager import KVCacheManager
 from quire.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from quire.scheduler.ends import Ends
+    from quire.scheduler.in_flight import InFlight, Sampled
 
 
 class Asked(NamedTuple):
@@ -48,7 +55,31 @@ class Matching:
         self._starting.append(request)
         self._new += first_matchers(request)
 
-    def ask(
+    def take_samples(
+        self, sampled: Iterable[Sampled], in_flight: InFlight, ends: Ends, kv: KVCacheManager, may_go_ahead: bool
+    ) -> list[Sampled]:
+        """Append the sampled tokens of sequences under a constraint and ask their matchers about them;
+        `Scheduler.settle` goes on when they answer. Returns the other samples."""
+        others, discarded, has_drafts = [], in_flight.discarded, bool(in_flight.plan.num_drafts)
+        for sample in sampled:
+            sequence, new_ids, token_logprobs = sample
+            if discarded and sequence in discarded:
+                continue
+            if sequence.foreseen is not None:
+                ends.take_foreseen(sequence, new_ids)
+            elif sequence.matcher is None or not new_ids:
+                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
+            else:
+                sequence.num_pending_tokens -= 1
+                if has_drafts:
+                    new_ids = take_accepted(sequence, new_ids, kv)
+                    token_logprobs = token_logprobs and token_logprobs[: len(new_ids)]
+                else:
+                    sequence.token_ids += new_ids
+                self._ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
+        return others
+
+    def _ask(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None, *, may_go_ahead: bool
     ) -> None:
         """Ask a sequence's matcher about its new last tokens. may_go_ahead: the next step may compute them meanwhile,
@@ -56,6 +87,8 @@ class Matching:
         matcher, request = sequence.matcher, sequence.request
         assert matcher is not None
         sequence.awaits_matcher = True
+        if matcher.is_slow:
+            sequence.draft_token_ids = []
         sequence.goes_ahead = (
             may_go_ahead
             and request.max_pending_tokens > 0
@@ -64,7 +97,8 @@ class Matching:
             and matcher.goes_on_behind(token_ids[-1])
             and token_ids[-1] not in request.end_token_ids
         )
-        matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead)
+        drafts = sequence.draft_token_ids
+        matcher.advance(token_ids, num_forceable(sequence), with_mask=sequence.goes_ahead, drafts=drafts)
         self._asked.append(Asked(sequence, token_ids, logprobs))
 
     def note_late(self, sequence: Sequence) -> None:

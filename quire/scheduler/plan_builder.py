@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.adapter_orders import AdapterOrders
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
 from quire.decoding.sequence import Request, Sequence
@@ -63,6 +64,7 @@ class PlanBuilder:
         """Sequences that are swapped in, with their blocks, and how many of their tokens are computed."""
         self.transfers: Transfers | None = None
         """The KV connector's."""
+        self.adapters: AdapterOrders | None = None
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -267,6 +269,7 @@ class PlanBuilder:
             token_overrides=token_overrides,
             appended=self.appended,
             transfers=transfers,
+            adapters=self.adapters,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed,

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterable
 from itertools import count, repeat
 
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import (
@@ -23,6 +24,7 @@ from quire.decoding.drafts import (
     take_accepted,
     take_back_rejected,
     take_back_token,
+    take_masked_drafts,
 )
 from quire.decoding.masks import Constraint, Matcher, take_forced
 from quire.decoding.parallel import create_sequences
@@ -32,6 +34,7 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats, Load
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
+from quire.scheduler.adapters import AdapterGate, AdapterSlots
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.ends import Collections, Ends
@@ -68,14 +71,16 @@ class Scheduler:
         preemption_costs: PreemptionCosts | None = None,
         gates: list[Gate] | None = None,
         drafter: Drafter = NO_DRAFTER,
+        adapters: AdaptersConfig = NO_ADAPTERS,
     ) -> None:
         """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
-        drafter: only for workers that verify drafts."""
+        drafter: only for workers that verify drafts. adapters: how many the workers hold."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
         self._priority_seconds = config.priority_seconds
+        self._num_stages = config.num_stages
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         self._running = RunningSet()
@@ -93,7 +98,8 @@ class Scheduler:
         self._step_ids = count()
         self.matching = Matching()
         self._stats = first_stats(kv)
-        self._gates = Gates(default_gates(kv) if gates is None else gates)
+        self._adapters = AdapterSlots(self._running, adapters)
+        self._gates = Gates([*(default_gates(kv) if gates is None else gates), AdapterGate(self._adapters)])
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
         self._changes = PlanChanges()
         collections = Collections(self._requests, self._waiting, self._running, self._deadlines)
@@ -117,6 +123,8 @@ class Scheduler:
             priority_seconds=self._priority_seconds,
             constraint=constraint,
         )
+        if self._num_stages > 1:
+            request.max_pending_tokens = 0  # a token must be known to be sent to the first stage
         reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.check_registration(request, self._requests.values())
@@ -228,7 +236,8 @@ class Scheduler:
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
         builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
-        if is_idle and builder.transfers is None:
+        builder.adapters = self._adapters.take_orders(may_wait=may_wait and builder.transfers is None)
+        if is_idle and builder.transfers is None and builder.adapters is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
         for parent, children in builder.forked:  # they run from the next step on
@@ -277,6 +286,8 @@ class Scheduler:
         in_flight.commit(self.kv)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
+        if result.adapters:
+            self._adapters.update(result.adapters, self._requests.values())
         logprobs = map(result.logprobs.get, count()) if result.logprobs else repeat(None)
         sampled: Iterable[Sampled] = zip(samples, result.token_ids, logprobs, strict=False)  # logprobs end never
         # Samples of other kinds than tokens leave the others to `_take_tokens`: most steps have none.
@@ -288,14 +299,14 @@ class Scheduler:
                 self._stats.accepted_draft_tokens_total += accepted
         if result.found_drafts or self._has_found_drafts:
             self._has_found_drafts = bool(result.found_drafts)
-            note_found_drafts(samples, result.found_drafts)
+            note_found_drafts(samples, result)
         if result.pooled:
             updates += ends.end_pooled(samples, result.pooled, now)
         if result.candidates:
             updates += ends.update_beams(samples, result, now)
             sampled = [entry for entry in sampled if entry[0].request.beam_search is None]
         if plan.expects_sampling_inputs:
-            sampled = self._ask_matchers(sampled, in_flight.discarded, may_go_ahead=may_go_ahead and self.can_discard)
+            sampled = self.matching.take_samples(sampled, in_flight, ends, self.kv, may_go_ahead and self.can_discard)
         self._take_tokens(sampled, updates, now, has_drafts=bool(plan.num_drafts))
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, in_flight.sequences, updates)
@@ -338,26 +349,6 @@ class Scheduler:
         if any_finished:
             self._running.drop_finished()
 
-    def _ask_matchers(
-        self, sampled: Iterable[Sampled], discarded: list[Sequence], *, may_go_ahead: bool
-    ) -> list[Sampled]:
-        """Append the sampled tokens of sequences under a constraint and ask their matchers about them; `settle` goes on
-        when they answer. Returns the other samples. Sequences under a constraint have no drafts."""
-        others = []
-        for sample in sampled:
-            sequence, new_ids, token_logprobs = sample
-            if discarded and sequence in discarded:
-                continue
-            if sequence.foreseen is not None:
-                self._ends.take_foreseen(sequence, new_ids)
-            elif sequence.matcher is None or not new_ids:
-                others.append(sample)  # no constraint, the sequence has ended, or the workers have discarded the sample
-            else:
-                sequence.num_pending_tokens -= 1
-                sequence.token_ids += new_ids
-                self.matching.ask(sequence, new_ids, token_logprobs, may_go_ahead=may_go_ahead)
-        return others
-
     @property
     def awaits_answers(self) -> bool:
         """Matchers have yet to answer; `settle` is due when they have."""
@@ -365,8 +356,8 @@ class Scheduler:
 
     @property
     def awaits_others(self) -> bool:
-        """Matchers have yet to answer for sequences that do not go ahead."""
-        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited)
+        """Matchers have yet to answer for sequences that do not go ahead, or requests are refused: `settle` is due."""
+        return self.matching.is_held_up or bool(self._changes.beam_reorder.awaited) or self._adapters.has_refused
 
     def awaited(self) -> list[Matcher]:
         """The matchers whose answers a step waits for, briefly."""
@@ -390,6 +381,8 @@ class Scheduler:
                 continue
             num_sampled = len(sequence.token_ids)
             new_ids = new_ids + take_forced(sequence)
+            if sequence.draft_token_ids:
+                take_masked_drafts(sequence)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if token_logprobs:
                 update.logprobs = token_logprobs
@@ -401,7 +394,7 @@ class Scheduler:
             updates.append(update)
             num_tokens += len(new_ids)
         self._stats.generation_tokens_total += num_tokens
-        refused = self.matching.take_refused()
+        refused = self.matching.take_refused() + self._adapters.take_refused()
         for request, _ in refused:
             self._ends.end(request, request.live_sequences, FinishReason.ERROR)
         if updates:
@@ -428,11 +421,14 @@ class Scheduler:
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         max_drafts, asks_always = self._drafter.max_drafts, self._drafter.asks_always
         preempted = False
+        most = -(-len(running) // self._num_stages)
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
             index += 1  # a preemption removes only entries behind this index
             request = sequence.request
+            if len(builder.sequences) >= most and builder.sequences[-1].request is not request:
+                break  # the rest is for the other stages' plans
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
@@ -441,6 +437,8 @@ class Scheduler:
                 continue
             if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
+            if num_pending and sequence.draft_token_ids:
+                continue  # there are masks behind drafts when all tokens before them are known
             if num_tokens > 1:
                 # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
                 num_free = builder.budget - (len(running) - index)

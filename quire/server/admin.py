@@ -12,6 +12,7 @@ from msgspec import Meta
 from quire.config.engine import EngineConfig
 from quire.engine.front_end import check_mode
 from quire.errors import UserError
+from quire.server.adapters import add_adapter_routes
 from quire.server.auth import admin
 from quire.server.context import ServerContext
 from quire.server.disconnect import run_until_disconnect
@@ -94,7 +95,14 @@ def add_admin_routes(app: FastAPI, context: ServerContext) -> None:
         (
             settings.enable_admin_routes,
             "--enable-admin-routes",
-            (_add_pause_routes, _add_cache_routes, _add_abort_route, _add_replica_routes, _add_info_routes),
+            (
+                _add_pause_routes,
+                _add_cache_routes,
+                _add_abort_route,
+                _add_replica_routes,
+                _add_info_routes,
+                add_adapter_routes,
+            ),
         ),
         (settings.enable_sleep_mode, "--enable-sleep-mode", (_add_sleep_routes,)),
         (settings.enable_tokenizer_info_endpoint, "--enable-tokenizer-info-endpoint", (_add_tokenizer_route,)),
@@ -136,10 +144,17 @@ def _add_cache_routes(app: FastAPI, context: ServerContext) -> None:
     engine = context.engine
 
     @app.post("/reset_mm_cache")
+    @admin
+    async def reset_mm_cache() -> Response:
+        """The cache of images that were made ready, of this process."""
+        context.check_alive()
+        engine.texts.pictures.kept.clear()
+        return Response()
+
     @app.post("/reset_encoder_cache")
     @admin
     async def reset_nothing() -> Response:
-        """vLLM's caches of images and of what encoders make of them. Text models have neither, so both are empty."""
+        """vLLM's cache of what encoders make of images. Entries here are known by content and settings alone."""
         context.check_alive()
         return Response()
 

@@ -70,6 +70,7 @@ class Answer(ABC, Generic[Body]):
         self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
+        self._adapter = context.adapters.find(self._model)
         self._params = body.to_sampling_params()
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, header_id or body.request_id)

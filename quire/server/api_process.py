@@ -141,6 +141,7 @@ def serve(launch: ApiLaunch, control: socket.socket) -> None:
         app.state.context.start_seconds = report.seconds
         server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
             if launch.preloads:
                 runner.run(preload(engine, read_prefixes(settings)))
             runner.run(_Process(engine, app.state.context, server, control, state).serve_connections())

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from quire.errors import ModelLoadError
 from quire.metrics.families import MetricNames
 from quire.metrics.prometheus import EngineMetrics, ProcessMetrics
+from quire.server.adapters import ServedAdapters
 from quire.server.admin import add_admin_routes
 from quire.server.answer_format import AnswerFormats
 from quire.server.anthropic import add_message_routes
@@ -102,9 +103,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, common: Common | None
     )
     if settings.reasoning_parser is not None:  # else a budget for thoughts takes the marks of the chat template
         engine.input_processor.reasoning = formats.reasoning
-    context = ServerContext(
-        engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes, formats, common.responses
-    )
+    size = settings.max_body_bytes_of(takes_images=engine.takes_images)
+    served = ServedAdapters(engine, settings.lora_dir, names)
+    context = ServerContext(engine, engine.tokenizer, settings, metrics, names, size, formats, common.responses, served)
 
     app = FastAPI(
         title="Quire",

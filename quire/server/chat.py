@@ -12,7 +12,6 @@ import msgspec
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
-from quire.engine.input_processor import TokensPrompt
 from quire.errors import UserError
 from quire.logging import get_logger
 from quire.metrics.families import ToolReading
@@ -21,7 +20,7 @@ from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.answer_format import ChoiceText, to_delta
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, render_chat, spaced
+from quire.server.generation import Terms, generate, render_chat, spaced
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -185,15 +184,13 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._ends_with_context and limit is not None and limit > room:
             self._params = msgspec.structs.replace(self._params, max_tokens=None)
         self._weigh(len(rendered.token_ids))
-        prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         outputs = generate(
             self._context,
-            [prompt],
+            [rendered.prompt()],
             self._params,
             self.engine_id,
             answer_id=self.answer_id,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
+            terms=Terms(body.cache_salt, body.priority, self._adapter),
             names={
                 **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
                 "structured_outputs": self._names.get(self._format.constraint_field, self._format.constraint_field),

@@ -16,7 +16,7 @@ from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.parsers.output import OutputDelta
 from quire.server.answer import Answer, Begin, Piece, add_answer_route
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
-from quire.server.generation import generate, spaced
+from quire.server.generation import Terms, generate, spaced
 from quire.server.logprobs import CompletionColumns, chat_logprobs, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
@@ -159,8 +159,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             self._params,
             self.engine_id,
             answer_id=self.answer_id,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
+            terms=Terms(body.cache_salt, body.priority, self._adapter),
             names={"prompt_token_ids": "prompt", "structured_outputs": body.constraint_field},
         )
         return spaced(outputs, body.stream_interval if body.stream else None)

@@ -23,6 +23,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
     from quire.metrics.prometheus import EngineMetrics
+    from quire.server.adapters import ServedAdapters
 
 LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1, 60
 """Bounds of Retry-After."""
@@ -45,6 +46,7 @@ class ServerContext:
     max_body_bytes: int
     formats: AnswerFormats
     responses: Responses
+    adapters: ServedAdapters
     running: RunningAnswers = field(default_factory=RunningAnswers)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -79,13 +81,14 @@ class ServerContext:
         Ollama's API call `m` also `m:latest`, on all routes."""
         if model is None:
             return self.model_names[0]
-        if model not in self.model_names:
+        if model not in self.model_names and self.adapters.find(model) is None:
             if OLLAMA in self.settings.doors:
                 for name in (model.removesuffix(OLLAMA_TAG), model + OLLAMA_TAG):
                     if name in self.model_names:
                         return name
-            nearest = nearest_name(model, self.model_names)
-            served = ", ".join(self.model_names)
+            names = [*self.model_names, *self.adapters.names]
+            nearest = nearest_name(model, names)
+            served = ", ".join(names)
             raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
         return model
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
 
+from quire.config.media import ProcessorOptions, background_of
 from quire.engine.output_stream import MergedOutput
 from quire.engine.request_part import EACH_STEP
 from quire.errors import UserError
 from quire.logging import REQUEST_ID
+from quire.lora_request import LoRARequest
+from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
 from quire.outputs import RequestMetrics, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.limits import CHARGE, Charge, client_salt
@@ -60,9 +64,11 @@ async def render_chat(
             "chat_template is not taken from requests: the server needs --trust-request-chat-template",
             param="chat_template",
         )
+    messages = found_messages(body.messages)
     return await context.engine.texts.render(
         Conversation(
-            messages=found_messages(body.messages),
+            messages=messages,
+            media=_media_options(context, inputs) if messages.pictures else NO_OPTIONS,
             tools=tools,
             add_generation_prompt=body.generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -79,6 +85,26 @@ async def render_chat(
     )
 
 
+class Terms(NamedTuple):
+    """On which terms the prompts of a request run: those of its fields, and the adapter that its model is."""
+
+    cache_salt: str | None
+    priority: int
+    adapter: LoRARequest | None
+
+
+def _media_options(context: ServerContext, inputs: TemplateInputs) -> MediaOptions:
+    """How a request's pictures are taken. Raises UserError where requests may not say it, and for what is wrong."""
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if getattr(inputs, name) and not context.settings.trust_request_mm_kwargs:
+            raise UserError(
+                f"{name} is not taken from requests: the server needs --trust-request-mm-kwargs", param=name
+            )
+    given = inputs.media_io_kwargs
+    background = background_of(given) if given else None
+    return MediaOptions(ProcessorOptions.of(inputs.mm_processor_kwargs or {}), background)
+
+
 async def generate(
     context: ServerContext,
     prompts: list[Prompt],
@@ -86,8 +112,7 @@ async def generate(
     request_id: str,
     *,
     answer_id: str,
-    cache_salt: str | None,
-    priority: int,
+    terms: Terms,
     names: Mapping[str, str],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
@@ -109,7 +134,7 @@ async def generate(
     size = params.num_sequences
     parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
     per_prompt = len(parts) // len(prompts)
-    salt = client_salt(cache_salt)
+    salt = client_salt(terms.cache_salt)
     ids = _part_ids(request_id, len(prompts), per_prompt)
 
     def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -121,9 +146,8 @@ async def generate(
             settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
         if len(prompts) * size > share:
             part = parts[number]
-        return context.engine.generate(
-            prompts[index], settings, ids[number], delta=True, cache_salt=salt, priority=priority, part=part
-        )
+        run = partial(context.engine.generate, cache_salt=salt, priority=terms.priority, lora_request=terms.adapter)
+        return run(prompts[index], settings, ids[number], delta=True, part=part)
 
     context.admit()
     charge = CHARGE.get() or Charge(context.metrics)

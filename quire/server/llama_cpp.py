@@ -103,7 +103,7 @@ def _add_state_routes(app: FastAPI, context: ServerContext) -> None:
                 total_slots=engine.max_num_seqs,
                 model_alias=context.model_names[0],
                 chat_template=(context.tokenizer.chat_template or "") if shows_template else "",
-                modalities={"vision": False, "audio": False},
+                modalities={"vision": engine.takes_images, "audio": False},
                 bos_token=special.get("bos_token", ""),
                 eos_token=special.get("eos_token", ""),
                 build_info=SYSTEM_FINGERPRINT,

@@ -20,10 +20,12 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     created_at = datetime.datetime.fromtimestamp(context.created, datetime.UTC).isoformat()
 
     def card(name: str) -> ModelCard:
+        adapter = context.adapters.find(name)
         return ModelCard(
             id=name,
             created=context.created,
-            root=context.engine.model_config.name,
+            root=context.engine.model_config.name if adapter is None else adapter.path,
+            parent=None if adapter is None else adapter.base_model_name or context.model_names[0],
             max_model_len=context.engine.ready.max_model_len,
             permission=[ModelPermission(id=f"modelperm-{name}", created=context.created)],
         )
@@ -40,7 +42,7 @@ def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     ) -> Response:
         """At most `limit` models behind `after_id`, or the last ones before `before_id`."""
         most = whole_number("limit", limit, 1, 1000)
-        names = list(context.model_names)
+        names = [*context.model_names, *context.adapters.names]
         if after_id is not None:
             names = names[_place(names, after_id, "after_id") + 1 :]
         if before_id is not None:

@@ -124,7 +124,7 @@ def _add_generate_route(app: FastAPI, context: ServerContext) -> None:
             turn = _completion(context, request, body, name)
         else:
             _check_thinking(context, body)
-            messages = await context.engine.texts.off_loop(len(body.prompt), lambda: messages_of(body.chat_messages))
+            messages = await context.engine.texts.off_loop(body.size, lambda: messages_of(body.chat_messages))
             turn = _turn(context, request, body, name, messages)
         return await _answer(request, body, turn, _PromptForm(body.model))
 

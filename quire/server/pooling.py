@@ -215,6 +215,7 @@ async def run_texts(
     """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
     all of them. names: what the request calls each text, for its error."""
     charge, salt = Charge(context.metrics), client_salt(body.cache_salt)
+    adapter = context.adapters.find(context.served_name(body.model))
     share = share_of(context.engine.max_num_seqs)
     turns = Turns(share) if len(texts) > share else None
     priority = body.priority if context.engine.takes_priorities else 0
@@ -223,7 +224,13 @@ async def run_texts(
         part = None if turns is None else Part(turns, 0, 1)
         try:
             output = await context.engine.pool(
-                prompt, params, second=second, priority=priority, part=part, cache_salt=salt
+                prompt,
+                params,
+                second=second,
+                priority=priority,
+                part=part,
+                cache_salt=salt,
+                lora_request=adapter,
             )
         except UserError as error:
             raise error.named(dict.fromkeys(("prompt", "prompt_token_ids"), names[index])) from None

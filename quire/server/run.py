@@ -15,6 +15,7 @@ import msgspec
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.engine_process import EngineProcess
 from quire.errors import ConfigError, EngineDeadError
 from quire.logging import set_log_format, tell
 from quire.server.keys import KeyRing
@@ -42,13 +43,20 @@ if TYPE_CHECKING:
 DEATH_POLL_SECONDS = 0.1
 
 
-def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = DEFAULT_EXECUTOR) -> int:
+def serve(
+    options: EngineOptions,
+    settings: ServerSettings,
+    *,
+    executor: str = DEFAULT_EXECUTOR,
+    process: EngineProcess | None = None,
+) -> int:
     """Serve until a signal comes or the engine dies; the return value is the exit status of the process.
 
     SIGTERM, SIGINT or SIGHUP drains: /health turns 503, new requests are refused with 503, running ones finish within
     `shutdown_timeout` seconds or end with the finish reason "abort"; then 0 is returned. A second signal cuts that
     short (128 + its number). 1 means that the engine died; why is on standard error.
-    Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
+    process: as of AsyncLLM.from_options. Must run on the main thread. Raises ConfigError, ModelLoadError or
+    InsufficientMemoryError when it cannot start.
     """
     report = StartReport()
     guard_streams("stdout", "stderr")
@@ -68,6 +76,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             restart_engine=settings.restart_engine,
             hung_engine_timeout=settings.hung_engine_timeout,
             executor=executor,
+            process=process,
         )
         report.phase("load tokenizer, launch engine process")
         try:
@@ -86,6 +95,9 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             url = listener.url
             try:
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                    if settings.lora_modules:
+                        runner.run(app.state.context.adapters.load_modules(settings.lora_modules))
+                        report.phase("load adapters")
                     if prefixes:
                         runner.run(preload(engine, prefixes))
                         report.phase("compute prefixes")

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.engine.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.envs import LOG_FORMATS
 from quire.errors import ConfigError, nearest_name
 from quire.request import MAX_PRIORITY
 from quire.tokenization.conversation import ContentFormat
 from quire.tokenization.jobs import RESERVED_OPTIONS
+from quire.utils.heartbeat import HUNG_ENGINE_TIMEOUT, SILENCE_LIMIT
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
@@ -29,6 +29,8 @@ OLLAMA_TAG = ":latest"
 DETAILED_TRACES = ("model", "worker", "all")
 MAX_NUM_HEADERS = 4096
 MAX_HEAD_BYTES = 16 * 2**20
+BODY_BYTES, BODY_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
+"""Bytes of a request body, of models of text and of those that take images."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
 
@@ -37,7 +39,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of one server. Wrong values raise ConfigError with `param` set. `HELP` holds one line for each field.
 
     served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
-    max_body_size: bytes of a request body, as a number or "8MiB".
+    max_body_size: bytes of a request body, as a number or "8MiB"; None: 8 MiB, or 64 MiB of a model that takes
+    images.
     api_key, api_key_file: the keys that clients may send (quire/server/keys.py); with neither, no key is asked for.
     priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier). The
         file of keys may name another one for a key.
@@ -66,6 +69,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     otlp_traces_endpoint, collect_detailed_traces: where spans of requests go, and whether each phase has a span of its
         own; any of vLLM's values asks for that (quire/server/tracing.py).
     trust_request_chat_template: whether requests may bring chat templates.
+    trust_request_mm_kwargs: whether requests may bring mm_processor_kwargs and media_io_kwargs.
     strict_fields: whether an unknown field of a request is an error, and not only reported (docs/http-api.md).
     chat_template_content_format: how templates get the content of messages: as a "string", as a list of parts
         ("openai"), or as the template asks for it ("auto").
@@ -93,6 +97,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dialect: whose API is followed where OpenAI's and vLLM's differ, "openai" or "vllm": the code of an error is a word
         or the HTTP status, and a logit_bias beyond 100 is an error or 100 (docs/http-api.md).
     api: the APIs of other servers that are spoken besides, separated by commas, or "none" (docs/doors.md).
+    lora_modules: adapters that are loaded at the start, NAME=PATH each, or a JSON object with name, path and
+        base_model_name. lora_dir: a directory of adapters that are loaded when a request names them.
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -101,7 +107,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: list[str] = []
     api_key: list[str] = []
     api_key_file: str | None = None
-    max_body_size: int | str = "8MiB"
+    max_body_size: int | str | None = None
     max_num_queued: int | None = 4096
     max_num_queued_tokens: int | None = None
     priority_range: str = "0,100"
@@ -110,6 +116,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
+    lora_modules: list[str] = []
+    lora_dir: str | None = None
     cors_allowed_origins: list[str] = []
     allowed_hosts: list[str] = []
     keep_alive_timeout: float = 30.0
@@ -145,6 +153,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     collect_detailed_traces: list[str] = []
     strict_fields: bool = False
     trust_request_chat_template: bool = False
+    trust_request_mm_kwargs: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -189,7 +198,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"max_connections must be at least 1, not {self.max_connections}", param="max_connections"
             )
-        for name in ("served_model_name", "preload_prefix", "cors_allowed_origins", "allowed_hosts"):
+        for name in ("served_model_name", "preload_prefix", "lora_modules", "cors_allowed_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
         self._check_tls()
@@ -299,7 +308,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def max_body_bytes(self) -> int:
-        return parse_bytes(self.max_body_size, param="max_body_size")
+        return BODY_BYTES if self.max_body_size is None else parse_bytes(self.max_body_size, param="max_body_size")
+
+    def max_body_bytes_of(self, *, takes_images: bool) -> int:
+        """Bytes of a request body of a model that takes images, or takes text alone."""
+        if self.max_body_size is None and takes_images:
+            return min(BODY_BYTES_WITH_IMAGES, self.max_total_body_bytes)
+        return self.max_body_bytes
 
     @property
     def scheme(self) -> str:
@@ -373,7 +388,7 @@ HELP: dict[str, str] = {
     "served_model_name": "name of the model in the API; may be given several times (default: the model as given)",
     "api_key": "key that clients must send as 'Authorization: Bearer KEY'; may be given several times",
     "api_key_file": "TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range",
-    "max_body_size": "largest request body, such as 8MiB",
+    "max_body_size": "largest request body, such as 8MiB (default: 8MiB; 64MiB of models that take images)",
     "max_num_queued_tokens": "most prompt tokens that may wait before new requests are refused with 429",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
@@ -401,6 +416,8 @@ HELP: dict[str, str] = {
     "max_num_headers": "most headers of a request",
     "uds": "Unix socket to listen on, in place of host and port",
     "root_path": "path that a proxy in front of the server takes off, such as /llm",
+    "lora_modules": "adapters to load at the start: NAME=PATH, or a JSON object with name, path and base_model_name",
+    "lora_dir": "directory of adapters: a request whose model is the name of one of its folders gets that adapter",
     "response_role": "role of the answers in chats",
     "enable_force_include_usage": "put the usage so far in every chunk of every stream, asked for or not",
     "return_tokens_as_token_ids": "log-probabilities name tokens token_id:N, unless a request says otherwise",
@@ -420,6 +437,7 @@ HELP: dict[str, str] = {
     "collect_detailed_traces": "model, worker or all: a span for each phase of a request; may be given several times",
     "metrics_names": "names of the metrics that vLLM has too: vllm (vllm:...), quire (quire_...) or both",
     "trust_request_chat_template": "take chat templates from requests (chat_template)",
+    "trust_request_mm_kwargs": "take mm_processor_kwargs and media_io_kwargs from requests",
     "dialect": "openai or vllm: whose error codes and bounds the API has where the two differ",
     "api": "APIs of other servers that are spoken too: ollama,llama.cpp (default), one of them, or none",
     "strict_fields": "refuse requests with unknown fields (without it they are accepted, and reported in a header)",

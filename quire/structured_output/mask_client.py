@@ -299,14 +299,19 @@ class MaskClient:
         return list(found.values())
 
     def _give_slot(self, matcher: RemoteMatcher) -> None:
+        matcher.slot = self.take_slot(matcher)
+
+    def take_slot(self, matcher: RemoteMatcher) -> int:
+        """A slot for one more mask of a matcher, which frees it at its end."""
         if not self._free_slots:
             more = max(MIN_SLOTS, self._num_slots)
             self._free_slots = list(range(self._num_slots, self._num_slots + more))
             self._num_slots += more
             if self._memory is not None:
                 self._memory.hold(self._num_slots)
-        matcher.slot = heapq.heappop(self._free_slots)
-        self._matchers[matcher.slot] = weakref.ref(matcher)
+        slot = heapq.heappop(self._free_slots)
+        self._matchers[slot] = weakref.ref(matcher)
+        return slot
 
     def _take_ended(self) -> list[int]:
         """Free the slots of matchers that are gone; returns those that the process knows."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.decoding.masks import drafts_behind
 from quire.errors import UserError
 from quire.structured_output.forks import limit_memory
 from quire.structured_output.mask_memory import MaskMemory
@@ -83,6 +84,8 @@ class Slot:
         self.mask_seconds = seconds
         """Processor time of its last mask."""
         self.num_slow = SLOW_TOKENS if seconds > SLOW_SECONDS else 0
+        self.drafts: list[tuple[int, int]] = []
+        """Tokens that are guessed to come next, and the slots of the masks behind them."""
 
     @property
     def is_slow(self) -> bool:
@@ -344,12 +347,15 @@ class MaskProcess:
                     self._masked += [masked] if masked is not None else []
                 return
             answer = self._answer(task, work)
-            needs_mask = not (answer.error or answer.is_masked or answer.is_free or answer.only != NO_TOKEN)
+            is_told = bool(answer.error) or answer.is_masked
+            needs_mask = not is_told and (bool(slot.drafts) or not (answer.is_free or answer.only != NO_TOKEN))
+            answer.num_draft_masks = -1 if needs_mask else 0
             if task.with_mask and needs_mask:
                 masked = self._masked_of(slot, scratch)
                 answer.seconds += masked.seconds
                 answer.is_slow, answer.is_masked = slot.is_slow, True
                 answer.mask_error, answer.mask_param = masked.error, masked.param
+                answer.num_draft_masks = masked.num_draft_masks
         with self._lock:
             (self._whole if task.with_mask and not task.is_slow else self._answers).append(answer)
             if needs_mask and not task.with_mask:
@@ -359,6 +365,7 @@ class MaskProcess:
         """Follow the tokens."""
         slot, compiled = task.slot, task.compiled
         slot.serial = work.serial
+        slot.drafts = []
         consume = self._consume_apart if task.is_slow else consume_here
         clock = self._consume_apart.seconds if task.is_slow else no_seconds
         started = time.thread_time() + clock()
@@ -380,6 +387,8 @@ class MaskProcess:
             else:
                 if isinstance(work, Advance):
                     answer.forced = state.take_forced(work.num_forced, consume)
+                    left = [] if task.is_slow else drafts_behind(answer.forced, work.drafts)
+                    slot.drafts = list(zip(left, work.draft_slots, strict=False))
                 answer.is_free = state.is_free
                 certain = state.certain_token()
                 answer.only = certain if certain != NO_TOKEN and state.may_take(certain) else NO_TOKEN
@@ -410,7 +419,28 @@ class MaskProcess:
             masked.error = in_one_line(explain(error))
         masked.seconds = time.thread_time() - started
         slot.note_mask(masked.seconds)
+        if slot.drafts and not masked.error:
+            masked.num_draft_masks = self._make_draft_masks(slot, scratch)
         return masked
+
+    def _make_draft_masks(self, slot: Slot, scratch: Scratch) -> int:
+        """Make the masks behind drafts up to one that does not follow or ends the text, or until they take long.
+        Returns how many. The request is not charged for them, and does not end where one is not made."""
+        assert slot.state is not None
+        state, started = slot.state.copy(), time.thread_time()
+        for number, (token_id, place) in enumerate(slot.drafts):
+            is_late = time.thread_time() - started > SLOW_SECONDS
+            if is_late or not state.accept([token_id], consume_here) or state.is_finished:
+                return number
+            try:
+                state.write_mask(scratch.view, scratch.address)
+            except UserError:
+                slot.compiled.check()
+                return number
+            with self._lock:
+                if not slot.is_ended:
+                    self._memory.write(place, scratch.view)
+        return len(slot.drafts)
 
     def _send_what_is_done(self) -> None:
         """Answers go together, once no quick one is missing; so do masks."""

@@ -116,13 +116,15 @@ class Copy(msgspec.Struct, array_like=True):
 
 class Advance(msgspec.Struct, array_like=True):
     """Go on by these tokens, and at most `num_forced` that alone may follow them. serial: of the answer. with_mask: the
-    answer may wait for the mask."""
+    answer may wait for the mask. drafts: guesses of what follows `tokens`, and the slots for the masks behind each."""
 
     slot: int
     serial: int
     tokens: Sequence[int]
     num_forced: int
     with_mask: bool
+    drafts: Sequence[int] = ()
+    draft_slots: Sequence[int] = ()
 
 
 class Grammar(msgspec.Struct, array_like=True):
@@ -151,6 +153,7 @@ class Answer(msgspec.Struct, array_like=True):
 
     only: the one token that may come next; -1: the mask tells. is_free: all may. is_masked: the mask is there already,
     or `mask_error` says why there is none. seconds: of processor time. error: why the matcher cannot go on.
+    num_draft_masks: masks behind drafts that are there; -1: they come with `Masked`.
     """
 
     slot: int
@@ -167,16 +170,19 @@ class Answer(msgspec.Struct, array_like=True):
     error: str = ""
     mask_error: str = ""
     mask_param: str = ""
+    num_draft_masks: int = 0
 
 
 class Masked(msgspec.Struct, array_like=True):
-    """The mask of a slot is there. error: why there is none; param: the field that it is about."""
+    """The mask of a slot is there, and `num_draft_masks` behind drafts. error: why there is none; param: the field that
+    it is about."""
 
     slot: int
     serial: int
     seconds: float
     error: str = ""
     param: str = ""
+    num_draft_masks: int = 0
 
 
 class Done(msgspec.Struct, array_like=True):

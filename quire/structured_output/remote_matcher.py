@@ -93,7 +93,7 @@ class RemoteMatcher:
         """The mask process does not know it yet."""
         self.tokens = list(token_ids)
         """All tokens that it has followed, as far as it has answered."""
-        self.unanswered: tuple[Sequence[int], int, bool] | None = None
+        self.unanswered: tuple[Sequence[int], int, bool, Sequence[int], Sequence[int]] | None = None
         """Arguments of the last `advance`, until they are answered."""
         self._is_answered = False
         self._is_masked = self._is_free = False
@@ -101,6 +101,10 @@ class RemoteMatcher:
         self._mask_error: UserError | None = None
         self._own_mask: bytes | None = None
         """The mask of a copy whose original had one."""
+        self._draft_slots: list[int] = []
+        """Slots for the masks behind drafts."""
+        self._num_draft_masks = 0
+        """Masks there; -1: they are to come."""
         self.is_ready = self.is_slow = False
         self.error: UserError | None = None
         self.num_accepted = 0
@@ -110,12 +114,18 @@ class RemoteMatcher:
     def __del__(self) -> None:
         if self.slot != NO_SLOT:
             self._masks.ended_slots.append(self.slot)
+        self._masks.ended_slots.extend(self._draft_slots)
 
-    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
+    def advance(
+        self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False, drafts: Sequence[int] = ()
+    ) -> None:
         self.serial = self._masks.next_serial()
-        self.unanswered = (token_ids, num_forced, with_mask)
+        while len(self._draft_slots) < len(drafts):
+            self._draft_slots.append(self._masks.take_slot(self))
+        self.unanswered = (token_ids, num_forced, with_mask, drafts, self._draft_slots[: len(drafts)])
         self.is_ready = self._is_answered = False
         self._forget_mask()
+        self._num_draft_masks = -1 if drafts else 0
         self._masks.advance(self)
 
     def goes_on_behind(self, token_id: int) -> bool:
@@ -132,6 +142,9 @@ class RemoteMatcher:
         if self._only != NO_TOKEN:
             return self.mask_of(self._only)
         return self._own_mask or self._masks.read(self.slot)
+
+    def draft_masks(self) -> list[bytes]:
+        return [self._masks.read(slot) for slot in self._draft_slots[: self._num_draft_masks]]
 
     def mask_of(self, *token_ids: int) -> bytes:
         return mask_of(token_ids, self._masks.num_mask_bytes)
@@ -151,13 +164,9 @@ class RemoteMatcher:
 
     @property
     def has_mask(self) -> bool:
-        return (
-            self._is_masked
-            or self._is_free
-            or self._only != NO_TOKEN
-            or self.error is not None
-            or self._mask_error is not None
-        )
+        if self.error is not None or self._mask_error is not None:
+            return True
+        return self._num_draft_masks >= 0 and (self._is_masked or self._is_free or self._only != NO_TOKEN)
 
     @property
     def has_all(self) -> bool:
@@ -185,6 +194,7 @@ class RemoteMatcher:
     def start_again(self, *, is_suspect: bool) -> None:
         """Its mask process is gone. is_suspect: it may be the reason."""
         self.is_held = True
+        self._num_draft_masks = 0  # those drafts are not accepted
         if self._own_mask is None:
             self._forget_mask()
         if is_suspect:
@@ -203,6 +213,7 @@ class RemoteMatcher:
                 stops = bool(answer.forced) or answer.is_finished or bool(answer.error)
                 self.constraint.text.note(asked[-1], stops=stops)
         self._is_free, self._only = answer.is_free, answer.only
+        self._num_draft_masks = answer.num_draft_masks
         self.is_slow = answer.is_slow
         self.constraint.note_work(answer.seconds, answer.num_accepted + len(answer.forced))
         if answer.error:
@@ -212,6 +223,7 @@ class RemoteMatcher:
 
     def take_mask(self, masked: Masked) -> None:
         self.constraint.note_work(masked.seconds, 0)
+        self._num_draft_masks = masked.num_draft_masks
         self._note_mask(masked.error, masked.param)
 
     def _note_mask(self, error: str, param: str) -> None:
@@ -220,6 +232,7 @@ class RemoteMatcher:
 
     def _forget_mask(self) -> None:
         self._is_masked = False
+        self._num_draft_masks = 0
         self._is_free, self._only = False, NO_TOKEN
         self._mask_error = self._own_mask = None
 

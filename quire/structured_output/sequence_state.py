@@ -110,6 +110,9 @@ class SequenceState:
     def write_mask(self, memory: memoryview, address: int) -> None:
         """Write the mask of the next token at `address`, which is that of `memory`. Raises UserError."""
         state, shape = self._state, self._shape
+        if self.is_free:
+            memory[: shape.num_bytes] = b"\xff" * shape.num_bytes
+            return
         if (token_id := self.certain_token()) != NO_TOKEN:
             memory[: shape.num_bytes] = self._narrowed(1 << token_id).to_bytes(shape.num_bytes, "little")
             return

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from quire.errors import UserError
+from quire.multimodal.inputs import NO_OPTIONS, MediaOptions
+from quire.multimodal.sources import Picture, picture_of
 from quire.utils.frames import encode
 
 ROLES_WITHOUT_CONTENT = ("assistant", "tool", "function")
@@ -34,8 +36,6 @@ T = TypeVar("T")
 
 IMAGE = "image"
 """Type of a Part that stands for an image."""
-IMAGE_OF_PART = {"image": "image", "image_pil": "image_pil", "image_url": "image_url"}
-"""Type of a content part -> the field with its image."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -54,23 +54,24 @@ class Message(msgspec.Struct):
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """The messages of one conversation, `number` of them, each as msgpack of a Message."""
+    """The messages of one conversation, `number` of them, each as msgpack of a Message. pictures: those that parts
+    stand for, in their order."""
 
     encoded: memoryview
     number: int
+    pictures: list[Picture] = []
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to be written by a chat template.
 
-    images: those that its parts stand for, in their order, as ImageInputs takes them (quire/multimodal/inputs.py).
     add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last message
     instead, so that it is continued. documents, variables: for templates that know them. source: of a template to take
-    instead of the model's. add_special_tokens: the tokenizer adds what it puts around a text.
+    instead of the model's. add_special_tokens: the tokenizer adds what it puts around a text. media: how
+    its images are taken.
     """
 
     messages: Messages
-    images: Sequence[Any] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -79,34 +80,39 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     source: str | None = None
     content_format: ContentFormat = "auto"
     add_special_tokens: bool = False
+    media: MediaOptions = NO_OPTIONS
 
 
 def conversation_of(
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    takes_images: bool = False,
-    **options: Any,
+    messages: Sequence[Mapping[str, Any]], *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Conversation:
-    """A conversation of messages as `messages_of` takes them. takes_images: they may have images. options: the other
-    fields of a Conversation."""
-    images: list[Any] = []
-    found = messages_of(messages, images=images if takes_images else None)
-    return Conversation(messages=found, images=images, variables=chat_template_kwargs or {}, **options)
+    """A conversation of messages as `messages_of` takes them from a program. options: the other fields of a
+    Conversation."""
+    found = messages_of(messages, takes_objects=True)
+    return Conversation(messages=found, variables=chat_template_kwargs or {}, **options)
 
 
 def messages_of(
-    given: Sequence[Mapping[str, Any]], where: str = "messages", images: list[Any] | None = None
+    given: Sequence[Mapping[str, Any]], where: str = "messages", *, takes_objects: bool = False
 ) -> Messages:
     """The messages of a conversation. Each is an object with a role, a content (a string, a list of parts or None) and
-    whatever else the template knows. where: the list's path in the request, for errors. images: gets the images of
-    parts (None: there may be none).
+    whatever else the template knows. where: the list's path in the request, for errors. takes_objects: parts may hold
+    images as a program has them.
 
     Raises UserError with the path of the field that is wrong."""
-    messages = [_message(message, f"{where}[{index}]", images) for index, message in enumerate(given)]
+    pictures: list[Picture] = []
+
+    def part_of(part: Any, path: str) -> Part:
+        picture = picture_of(part, path, takes_objects=takes_objects)
+        if picture is None:
+            return Part("text", text_of_part(part, path))
+        pictures.append(picture)
+        return Part(IMAGE, "")
+
+    messages = [_message(message, f"{where}[{index}]", part_of) for index, message in enumerate(given)]
     if not messages:
         raise UserError(f"{where} must hold at least one message", param=where)
-    return Messages(memoryview(written(encode, messages, where)), len(messages))
+    return Messages(memoryview(written(encode, messages, where)), len(messages), pictures)
 
 
 def text_of_part(part: Any, where: str) -> str:
@@ -160,7 +166,7 @@ def written(write: Callable[[Any], T], value: Any, where: str = "messages") -> T
         raise UserError(f"{where} hold what a chat template cannot be given: {error}", param=where) from None
 
 
-def _message(message: Any, where: str, images: list[Any] | None) -> Message:
+def _message(message: Any, where: str, part_of: Callable[[Any, str], Part]) -> Message:
     """Calls of tools have their arguments decoded, and what the assistant thought stands under both of its names."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content", param=where)
@@ -176,38 +182,20 @@ def _message(message: Any, where: str, images: list[Any] | None) -> Message:
         reasoning = fields.get("reasoning_content") if reasoning is None else reasoning
         if reasoning is not None:
             fields["reasoning"] = fields["reasoning_content"] = reasoning
-    return Message(role, _content(message.get("content"), role, where, images), fields)
+    return Message(role, _content(message.get("content"), role, where, part_of), fields)
 
 
-def _content(content: Any, role: str, where: str, images: list[Any] | None) -> list[Part] | None:
+def _content(content: Any, role: str, where: str, part_of: Callable[[Any, str], Part]) -> list[Part] | None:
     if isinstance(content, str):
         return [Part("text", content)]
     if isinstance(content, list | tuple):
         path = f"{where}.content"
-        return [_part(part, f"{path}[{index}]", images) for index, part in enumerate(content)]
+        return [part_of(part, f"{path}[{index}]") for index, part in enumerate(content)]
     if content is not None:
         raise UserError(f"{where}: content must be a string or a list of parts", param=f"{where}.content")
     if role not in ROLES_WITHOUT_CONTENT:
         raise UserError(f"{where} needs content", param=f"{where}.content")
     return None
-
-
-def _part(part: Any, where: str, images: list[Any] | None) -> Part:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if images is None or not isinstance(kind, str) or kind not in IMAGE_OF_PART:
-        return Part("text", text_of_part(part, where))
-    name = IMAGE_OF_PART[kind]
-    image = part.get(name)
-    if name == "image_url" and isinstance(image, Mapping):
-        if unknown := image.keys() - {"url"}:
-            raise UserError(
-                f"{where}.image_url: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}"
-            )
-        image = image.get("url")
-    if image is None:
-        raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
-    images.append(image)
-    return Part(IMAGE, "")
 
 
 def _decoded_call(call: Any, where: str) -> dict[str, Any]:

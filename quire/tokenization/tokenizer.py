@@ -43,6 +43,7 @@ from quire.tokenization.sentencepiece import (
 )
 from quire.tokenization.special_tokens import SPECIAL_NAMES, SPECIAL_TOKENS_FILE
 from quire.tokenization.vocabulary_limits import check_num_values, max_values
+from quire.utils.garbage import without_collections
 from quire.utils.gguf import GGUFFile, find_gguf
 from quire.utils.model_files import read_model_file
 
@@ -264,7 +265,8 @@ def load_tokenizer(
         backend, own, pieces = _read_other(path / name, config, limit)
         found, config = _with_flags(path, backend, own, config)
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
-        with GGUFFile(gguf) as opened, refusing(gguf, "holds a tokenizer that cannot be used"):
+        refused = refusing(gguf, "holds a tokenizer that cannot be used")
+        with GGUFFile(gguf) as opened, refused, without_collections():
             backend, own, pieces = read_gguf_tokenizer(opened, limit)
         found, config = _with_flags(path, backend, own, config)
     else:

@@ -36,13 +36,16 @@ def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int])
         pass_fds=tuple(fds),
         process_group=0,
     )
+    write_line(process, line)
+    return process
+
+
+def write_line(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Write one more line to the standard input of a process, which may have ended."""
     assert process.stdin is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it ended already: the caller notices by what it waits for
         process.stdin.write(line + b"\n")
         process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it ended already: the caller notices by what it waits for
-    return process
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -22,6 +22,12 @@ from quire.clock import Clock, SystemClock
 
 BEAT_SECONDS = 0.5
 """Time between two beats."""
+SILENCE_LIMIT = 4.0
+"""Seconds without a sign of life after which a process counts as unresponsive: eight beats, so that a busy machine is
+not taken for a stopped process. A dead-lock or a stopped rank is seen a beat or two later."""
+HUNG_ENGINE_TIMEOUT = 60.0
+"""Seconds of silence after which an engine hangs, and `restart_engine` ends it, where its user says nothing else: time
+for a process that is looked at with a debugger, or that was swapped out, to come back."""
 MAX_GAP = 2 * BEAT_SECONDS
 """Longest time between two looks that counts as silence. A longer one means that the observer itself did not run."""
 MIN_CPU_SHARE = 0.01

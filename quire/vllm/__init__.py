@@ -75,7 +75,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "logger": ("init_logger",),
     "logprobs": ("Logprob",),
     "lora": (),
-    "lora.request": (),
+    "lora.request": ("LoRARequest",),
     "model_executor": (),
     "multimodal": (),
     "outputs": _OUTPUTS,
@@ -97,7 +97,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 
 _NO_CONFIG = "Quire's options are the keywords of LLM and AsyncLLM, and `LLM.model_config` holds the model's facts"
 REASONS: Mapping[str, str] = {
-    "LoRARequest": "no adapters are loaded so far",
     "GuidedDecodingParams": "it is StructuredOutputsParams since vLLM 0.12",
     "VllmConfig": _NO_CONFIG,
     "ModelConfig": _NO_CONFIG,

@@ -15,8 +15,8 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
 
 class TableShape(NamedTuple):
-    """The table of one KV group. block_size: tokens of an entry. kernel_blocks: entries of a block. has_slots: whether
-    each token has a slot in an entry; otherwise it is a state."""
+    """The table of one KV group. block_size: tokens of an entry. kernel_blocks: entries of a block. has_slots: each
+    token has a slot in an entry; otherwise an entry is a state."""
 
     block_size: int
     kernel_blocks: int = 1
@@ -35,7 +35,7 @@ class TableShape(NamedTuple):
 
 
 def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
-    """Of the tables of a layout's groups, in their order."""
+    """The shapes of the tables of a layout's groups, in their order."""
     return [
         TableShape(layout.block_size, layout.kernel_blocks(group))
         if group.spec.token_bytes
@@ -45,7 +45,8 @@ def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
 
 
 class BlockTables:
-    """Per KV group [num_rows, max entries of the group] int32: blocks in logical order, then NULL_BLOCK."""
+    """The block tables of all rows on the host: for each KV group [num_rows, max entries of the group] int32, blocks in
+    logical order, then NULL_BLOCK."""
 
     def __init__(self, shapes: Sequence[TableShape], num_rows: int, max_model_len: int) -> None:
         self.shapes = tuple(shapes)

@@ -20,6 +20,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from quire.config.adapters import ADAPTER_SLOTS
 from quire.layers.batch import NO_COLUMNS
 from quire.multimodal.positions import ROTARY_COLUMNS
 from quire.step import TokenValues
@@ -30,8 +31,8 @@ NO_LISTS: Mapping[str, TokenValues] = MappingProxyType({})
 
 
 class Rule(IntEnum):
-    """How a token's value follows from its row's value and its position. csrc/step_inputs.h and kernels/triton/rows.py
-    have the same numbers."""
+    """The rule by which a token's value follows from its row's value and its position. csrc/step_inputs.h and
+    kernels/triton/rows.py have the same numbers."""
 
     ROW = 0
     """The row's value."""
@@ -49,15 +50,20 @@ class Column:
     rule: Rule
 
 
-STEP_COLUMNS = (Column("segments", Rule.REACHED), *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS))
+STEP_COLUMNS = (
+    Column("segments", Rule.REACHED),
+    *(Column(name, Rule.SHIFTED) for name in ROTARY_COLUMNS),
+    Column(ADAPTER_SLOTS, Rule.ROW),
+)
 """`segments`: which text of a pair a token is in; a request brings the position of the second text's first token.
-ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots."""
+ROTARY_COLUMNS: positions for rotations alone, where they differ from those of the KV cache's slots. ADAPTER_SLOTS: the
+scheduler gives it, with the request's row."""
 
 
 class ColumnValues:
-    """The columns that one model reads, C of them, and what rows hold of them.
+    """The columns that one model reads, C of them, and the rows' values.
 
-    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: what no rule gives.
+    names: in the order of the model. rules: [C] int32. rows: [num_rows, C] int64. listed: values that no rule gives.
     """
 
     def __init__(self, table: Sequence[Column], names: Sequence[str], num_rows: int) -> None:
@@ -69,7 +75,7 @@ class ColumnValues:
         self.listed = ListedValues(num_rows)
 
     def set(self, row: int, values: Mapping[str, int], lists: Mapping[str, TokenValues] = NO_LISTS) -> None:
-        """Set the values of a row; 0 for a column that `values` does not name. lists: as `token_columns` of
+        """Set the values of a row; 0 for a column that `values` does not name. lists: `token_columns` of
         NewSequence."""
         if not self.names:
             return
@@ -92,7 +98,7 @@ class ColumnValues:
         return dict(zip(self.names, torch.from_numpy(values), strict=True))
 
     def _ruled(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """values: of their rows, [T, C]; positions: [T]. Returns the tokens', [C, T]."""
+        """Values of tokens by the rules, [C, T]. values: those of the tokens' rows, [T, C]; positions: [T]."""
         found = np.ascontiguousarray(values.T)
         found[self.rules == Rule.SHIFTED] += positions
         reached = self.rules == Rule.REACHED

@@ -33,12 +33,12 @@ class DeviceBackend(Protocol):
     def plan(self, batch: DeviceBatch) -> AttentionStep: ...
 
     def lengths_to_compile(self, longest: int) -> tuple[tuple[int, int], ...]:
-        """As that of TritonAttention."""
+        """The lengths of TritonAttention.lengths_to_compile."""
         ...
 
 
 class DeviceBackends(NamedTuple):
-    """What knows where layers find what they keep: tokens, and states."""
+    """The back ends that find what layers keep: tokens, and states."""
 
     attention: DeviceBackend
     states: StateBackend
@@ -49,7 +49,7 @@ class DeviceBackends(NamedTuple):
         batch: DeviceBatch,
         logits_rows: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """The input of a forward pass. logits_rows: as those of ForwardBatch."""
+        """The input of a forward pass. logits_rows: the rows that ForwardBatch has."""
         attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
         token_ids, others, hidden = columns
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, others, hidden=hidden)
@@ -62,8 +62,8 @@ PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
 @dataclass(frozen=True)
 class PassShape:
     """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
-    be. num_rows: [1] int32, gets how many tokens of a pass are no padding (None: nothing asks). taps: as those of
-    ForwardBatch, of every pass."""
+    be. num_rows: [1] int32, gets the number of a pass's tokens that are no padding (None: nothing asks). taps: those of
+    ForwardBatch, in every pass."""
 
     attention_size: int
     longest: int
@@ -98,7 +98,7 @@ class CudaGraphRunner:
         self._capture_of = capture
         self._largest = largest
         self._results: list[torch.Tensor] = []
-        """Of captured passes: [largest, size] each, the hidden states and what is tapped."""
+        """Results of captured passes, [largest, size] each: the hidden states and what is tapped."""
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
         self._captured: dict[Execution, _CapturedPass] = {}
         pieces = [each for each in self._all if each.kind == "piecewise"]
@@ -115,7 +115,7 @@ class CudaGraphRunner:
 
     @property
     def has_uncaptured(self) -> bool:
-        """Whether `capture_next` has anything to do."""
+        """True where `capture_next` has anything to do."""
         return bool(self._wanted)
 
     def run(
@@ -126,9 +126,9 @@ class CudaGraphRunner:
         rows: torch.Tensor | None = None,
         overlay: RowOverlay | None = None,
     ) -> ForwardResult[torch.Tensor]:
-        """One forward pass over `batch` and its columns, prepared at the execution's sizes. rows: [R], those that are
-        read (None: all). Captured passes compute all rows, since R differs from step to step. overlay: of a step that
-        is not run as a full graph.
+        """One forward pass over `batch` and its columns, prepared at the execution's sizes. rows: [R], the rows that
+        are read (None: all). Captured passes compute all rows, since R differs from step to step. overlay: the step's
+        (None: there is none); such a step is not run as a full graph.
 
         Returns the hidden states [R, hidden] and what is tapped; the next call may overwrite them. Padded rows are
         undefined.
@@ -279,7 +279,7 @@ class _PiecewisePass:
     def replay(self, batch: DeviceBatch, columns: TokenColumns, overlay: RowOverlay | None) -> None:
         assert _token_addresses(batch, columns) == self.inputs, "a graph's inputs must keep their addresses"
         step, states = self.backends.attention.plan(batch), self.backends.states.plan_on_device(batch)
-        others = {"compute_states": states, "put": overlay, "add": overlay}
+        others = {"compute_states": states, "put": overlay, "add_behind": overlay}
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
             getattr(others.get(call.method, step), call.method)(*call.args)
@@ -292,7 +292,7 @@ class _Pieces(AttentionStep):
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor, layers: tuple[int, ...]) -> None:
         """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
-        next call overwrites it. layers: as those of an Overlay."""
+        next call overwrites it. layers: numbers of the layers behind which an overlay adds rows."""
         self.layers = layers
         self._capture = capture
         self._attended = attended
@@ -332,8 +332,8 @@ class _Pieces(AttentionStep):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return self._between("put", (), x)
 
-    def add(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self._between("add", (layer,), x)
+    def add_behind(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self._between("add_behind", (layer,), x)
 
     def _part(self, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """[T, width] of the shared output, contiguous: layers differ in their widths."""

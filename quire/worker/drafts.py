@@ -19,6 +19,7 @@ from quire.config.model_shape import STATE_BORDER
 from quire.config.speculation import SpeculationConfig
 from quire.sampling.results import Deferred, SampledTokens
 from quire.step import StepPlan, StepResult
+from quire.worker.pooling import generated_samples
 
 if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
@@ -42,11 +43,13 @@ class Placed(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Of N samples in result order. counts: tokens that each gets (None: one each). found: drafts for the next step
-    of each (None: there are none)."""
+    """The drafts of N samples in result order. counts: tokens that each gets (None: one each). found: how many drafts
+    each has for its next step (None: there are none). token_ids: these drafts, [N, most drafts], in a step that expects
+    masks (else None)."""
 
     counts: Deferred[list[int]] | None = None
     found: Deferred[list[int]] | None = None
+    token_ids: Deferred[list[list[int]]] | None = None
 
 
 NOTHING_ACCEPTED = Accepted()
@@ -129,6 +132,11 @@ class HostDrafts:
             found.append(count)
         return found
 
+    def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
+        """What the last look-up found for rows, [R, most drafts]."""
+        tokens: list[list[int]] = self._drafts[rows].tolist()
+        return tokens
+
     def look_up(self, rows: np.ndarray, ends: np.ndarray, table: np.ndarray) -> list[int] | None:
         """Find drafts for rows of `ends` + 1 tokens; how many each has, None where no row has any, or none was looked
         for (`PATIENCE`)."""
@@ -141,6 +149,17 @@ class HostDrafts:
         self._num_fruitless = 0
         found: list[int] = self._counts[rows].tolist()
         return found
+
+
+def note_found(result: StepResult, plan: StepPlan, counts: Sequence[int], tokens: Sequence[list[int]]) -> None:
+    """Add what was found for the next step to a result. counts, tokens (those of a step that expects masks): of the
+    samples that are not pooled, as Accepted has them."""
+    expected = set(plan.expects_sampling_inputs)
+    for place, (index, count) in enumerate(zip(generated_samples(plan), counts, strict=True)):
+        if count:
+            result.found_drafts[index] = count
+            if index in expected:
+                result.draft_token_ids[index] = tokens[place][:count]
 
 
 def add_accepted(result: StepResult, found: SampledTokens, firsts: Sequence[int], counts: Sequence[int]) -> list[int]:

@@ -1,4 +1,5 @@
-"""How a step's forward pass is run: kernel by kernel, as graphs between the layers' attention, or as one graph.
+"""The way in which a step's forward pass is run: kernel by kernel, as graphs between the layers' attention, or as one
+graph.
 
 A pure function of numbers that the host knows before it prepares the step's inputs; `quire doctor` prints it.
 """
@@ -66,8 +67,8 @@ class Execution:
 
 
 def execution_settings(device: DeviceConfig, max_num_seqs: int, max_drafts: int) -> ExecutionSettings:
-    """What the configuration allows. Decode batches larger than the largest full graph are not decode batches here:
-    they may have piecewise graphs. max_drafts: most drafts of a sequence in a step."""
+    """The ways to run a forward pass that the configuration allows. Decode batches larger than the largest full graph
+    are not decode batches here: they may have piecewise graphs. max_drafts: most drafts of a sequence in a step."""
     sizes = device.cuda_graph_sizes
     return ExecutionSettings(
         full_sizes=tuple(size for size in sizes if size <= max_num_seqs) if device.has_full_graphs else (),
@@ -79,8 +80,8 @@ def execution_settings(device: DeviceConfig, max_num_seqs: int, max_drafts: int)
 def choose_execution(
     num_tokens: int, num_seqs: int, max_query_len: int, settings: ExecutionSettings, *, is_decode: bool = False
 ) -> Execution:
-    """num_tokens, num_seqs: of the step, without padding. max_query_len: most new tokens of one sequence. is_decode:
-    all new tokens of a sequence but the first are drafts.
+    """The way to run a step's forward pass. num_tokens, num_seqs: the step's, without padding. max_query_len: most new
+    tokens of one sequence. is_decode: all new tokens of a sequence but the first are drafts.
 
     Every sequence has one new token, or one and drafts: a full graph of the next size, with as many padded sequences.
     Else piecewise graphs of the next size: tokens are padded, sequences are not, since attention is run for the step as

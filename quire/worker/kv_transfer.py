@@ -23,7 +23,7 @@ class BlockTransfers(Protocol):
         ...
 
     def is_reading(self, blocks: Iterable[int]) -> bool:
-        """Whether one of these device blocks is still to be saved; the caller must not write it before `wait`."""
+        """True where one of these device blocks is still to be saved; the caller must not write it before `wait`."""
         ...
 
     def wait(self) -> None:
@@ -47,7 +47,7 @@ class NoTransfers:
         return False
 
     def wait(self) -> None:
-        """Nothing is ever started."""
+        """Return at once: no transfer is ever started."""
 
     def synchronize(self) -> None:
-        """Nothing is ever started."""
+        """Return at once: no transfer is ever started."""

@@ -14,8 +14,8 @@ from quire.worker.input_batch import InputBatch
 
 
 class ListedValues:
-    """By row, the values of its tokens up to the last that a request lists, [C, tokens] int64, in all C columns of the
-    model."""
+    """Values that requests list for their tokens: for each row up to the last listed one, [C, tokens] int64, in all C
+    columns of the model."""
 
     def __init__(self, num_rows: int) -> None:
         self._of_rows: dict[int, np.ndarray] = {}
@@ -29,8 +29,8 @@ class ListedValues:
         ruled: Callable[[np.ndarray], np.ndarray],
         values: np.ndarray,
     ) -> None:
-        """lists: of the columns (None: a column has none). ruled: from the row's values at the first tokens, [tokens,
-        C], the tokens', [C, tokens]. values: the row's, [C], which hold behind the lists."""
+        """lists: one for each column (None: a column has none). ruled: from the row's values at the first tokens,
+        [tokens, C], the tokens', [C, tokens]. values: the row's, [C], which hold behind the lists."""
         count = max((own.end for own in lists if own is not None), default=0)
         self._put(row, None)
         if count:

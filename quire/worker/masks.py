@@ -10,17 +10,40 @@ from quire.step import SamplingInputs, StepPlan
 from quire.worker.pooling import generated_samples
 
 
-def read_masks(inputs: SamplingInputs, plan: StepPlan, vocab_size: int) -> TokenMasks | None:
-    """None: no sample has one. Raises QuireError for inputs that do not fit the plan or the vocabulary."""
+def read_masks(
+    inputs: SamplingInputs, plan: StepPlan, vocab_size: int, firsts: np.ndarray | None = None
+) -> TokenMasks | None:
+    """The masks of sampled rows. firsts: as that of SampleRows. None: no row has one. Raises QuireError for inputs that
+    do not fit the plan or the vocabulary."""
     num_words = -(-vocab_size // 32)
-    unexpected = inputs.masks.keys() - set(plan.expects_sampling_inputs)
-    if inputs.step_id != plan.step_id or unexpected:
+    expected = set(plan.expects_sampling_inputs)
+    if inputs.step_id != plan.step_id or not inputs.masks.keys() | inputs.draft_masks.keys() <= expected:
         raise QuireError(f"the sampling inputs of step {inputs.step_id} are not those that step {plan.step_id} expects")
-    if any(len(mask) != 4 * num_words for mask in inputs.masks.values()):
-        raise QuireError(f"a mask over {vocab_size} tokens has {4 * num_words} bytes")
-    if not inputs.masks:
-        return None
     places = {index: place for place, index in enumerate(generated_samples(plan))}
-    indices = np.array([places[index] for index in inputs.masks], np.int64)
-    words = np.frombuffer(b"".join(inputs.masks.values()), "<u4").reshape(len(indices), num_words)
-    return TokenMasks(indices, words)
+    if firsts is None:
+        masks = {places[index]: mask for index, mask in inputs.masks.items()}
+    else:
+        masks = _with_drafts(inputs, {index: places[index] for index in expected}, firsts, 4 * num_words)
+    if any(len(mask) != 4 * num_words for mask in masks.values()):
+        raise QuireError(f"a mask over {vocab_size} tokens has {4 * num_words} bytes")
+    if not masks:
+        return None
+    words = np.frombuffer(b"".join(masks.values()), "<u4").reshape(len(masks), num_words)
+    return TokenMasks(np.array(list(masks), np.int64), words)
+
+
+def _with_drafts(
+    inputs: SamplingInputs, places: dict[int, int], firsts: np.ndarray, num_bytes: int
+) -> dict[int, bytes]:
+    """The masks of rows, by row. places: index of a sample that expects masks -> its place among those with rows. A row
+    behind a draft that has no mask allows nothing: without a finite score it ends what is accepted."""
+    masks, nothing = {}, bytes(num_bytes)
+    for index, place in places.items():
+        first, count = int(firsts[place]), int(firsts[place + 1] - firsts[place])
+        if index in inputs.masks:
+            masks[first] = inputs.masks[index]
+        known = inputs.draft_masks.get(index, [])[: count - 1]
+        for row, mask in enumerate(known + [nothing] * (count - 1 - len(known)), first + 1):
+            if mask:
+                masks[row] = mask
+    return masks

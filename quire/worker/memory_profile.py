@@ -1,4 +1,5 @@
-"""What one engine can have for its pools: measured by dummy steps before the KV cache exists, or estimated."""
+"""The memory that one engine can have for its pools: measured by dummy steps before the KV cache exists, or
+estimated."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.results import Deferred, Samples
 from quire.step import SamplingInputs, StepPlan, StepResult
-from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed, add_accepted
+from quire.worker.drafts import NOTHING_ACCEPTED, Accepted, Placed, add_accepted, note_found
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
@@ -61,7 +61,7 @@ class Launched:
         nonfinite: Sequence[int] = ()
         if samples is not None:
             found = samples.assemble(hosts)
-            accepted, drafts = self.accepted
+            accepted, drafts, draft_tokens = self.accepted
             if accepted is None:
                 token_ids, logprobs, result.candidates, nonfinite = found
                 result.token_ids = [[token_id] for token_id in token_ids]
@@ -72,7 +72,8 @@ class Launched:
                 assert self.sampled.firsts is not None, "drafts have rows"
                 nonfinite = add_accepted(result, found, self.sampled.firsts.tolist(), accepted.read(hosts))
             if drafts is not None:
-                result.found_drafts = {index: count for index, count in enumerate(drafts.read(hosts)) if count}
+                counts = drafts.read(hosts)
+                note_found(result, plan, counts, () if draft_tokens is None else draft_tokens.read(hosts))
         if self.pooled is not None:
             nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
@@ -167,7 +168,8 @@ class ModelRunner:
         assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
         try:
             plan = computed.launched.plan
-            self._finish(computed, read_masks(inputs, plan, self._vocab_size))
+            firsts = None if computed.sampled is None else computed.sampled.firsts
+            self._finish(computed, read_masks(inputs, plan, self._vocab_size, firsts))
             for index in inputs.discarded:
                 self._requests.lengths[plan.sample_seq_ids[index]] -= 1
         except BaseException as error:
@@ -178,9 +180,10 @@ class ModelRunner:
     def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
         """What follows a forward pass."""
         launched, step, hidden, batch, sampled, pooled = computed
+        if not self._compute.samples:  # a later plan brings the tokens (`StepPlan.sampled`)
+            launched.copy = self._compute.copy_out(())
+            return
         if sampled is not None:
-            if masks is not None and sampled.firsts is not None:
-                masks = masks._replace(indices=sampled.firsts[masks.indices])
             launched.samples, launched.sampled = step.sample(hidden, sampled, masks), sampled
             if self._compute.has_drafts:
                 launched.accepted = step.accept(launched.samples, sampled, self._requests)

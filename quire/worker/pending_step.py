@@ -1,4 +1,4 @@
-"""What becomes of a plan that was launched; asking for its result waits for the device."""
+"""A plan that was launched, and its result; asking for that waits for the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PendingStep:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it, or a step before it, is known to have failed."""
+        """True where it, or a step before it, is known to have failed."""
         step: PendingStep | None = self
         while step is not None:  # a loop: as many steps may be outstanding as the caller wants
             if step._error is not None:

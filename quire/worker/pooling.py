@@ -15,8 +15,8 @@ from quire.worker.input_batch import InputBatch
 
 
 class PooledRows(NamedTuple):
-    """Of P pooled samples, in result order: sample p is the mean of the batch's rows that are read, from `starts[p]` to
-    `ends[p]` - 1. [P] int64 both. are_single: one row each."""
+    """P pooled samples, in result order: sample p is the mean of the batch's rows that are read, from `starts[p]` to
+    `ends[p]` - 1. [P] int64 both. are_single: each has one row."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -40,7 +40,7 @@ def pooling_batch(batch: InputBatch, method: Method) -> InputBatch:
 
 
 def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows:
-    """Where the pooled samples' rows are among those that are read."""
+    """The places of the pooled samples' rows among those that are read."""
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
     starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
     if method == "mean":

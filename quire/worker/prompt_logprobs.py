@@ -23,7 +23,7 @@ class PromptScores:
     slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What must be copied to the host."""
+        """The tensors that must be copied to the host."""
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
@@ -45,8 +45,8 @@ class PromptScorer:
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch) -> list[PromptScores]:
-        """Of the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [R, hidden
-        size], of the rows that are read."""
+        """Score the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [R,
+        hidden size], one row for each that is read."""
         asked = self._sampling.rows_with_prompt_logprobs
         if not asked:
             return []

@@ -104,6 +104,8 @@ class RequestState:
         Forks may be copied before the forward pass although they take effect after it: a child's slot was free, and the
         pass does not change what is copied. Independent writes come first, so that a device takes them in one round.
         """
+        for seq_id, token_id in plan.sampled:
+            self.columns.write_tokens(self._row_of[seq_id], self.lengths[seq_id] - 1, [token_id])
         for seq_id in plan.released:
             self.release(seq_id)
         for seq_id, kept in plan.trimmed_tables.items():

@@ -21,7 +21,7 @@ GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
 
 
 def pooling_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
-    """As `warm_up_plans`, of a model that pools: prompts of up to two sequences."""
+    """The plans of `warm_up_plans` for a model that pools: prompts of up to two sequences."""
     num_seqs = min(2, max_num_seqs)
     length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
     if length < 1:
@@ -66,9 +66,9 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
 def warm_up_attention(
     model: CausalLM, backends: DeviceBackends, inputs: DeviceInputs, longest: int, max_tokens: int
 ) -> None:
-    """Forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
+    """Run forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
 
-    longest: tokens that a sequence may have. max_tokens: of a step.
+    longest: tokens that a sequence may have. max_tokens: most tokens of a step.
     """
     for query_len, seq_len in backends.attention.lengths_to_compile(longest):
         num_tokens = 2 * query_len + 1

@@ -43,7 +43,7 @@ class WatchingLinear(UnquantizedLinear):
         super().__init__(torch.float32)
         self.loading = ""
         self._names: dict[int, list[str]] = {}
-        """By the address of a matrix: those whose rows lie in it."""
+        """Names of the tensors that lie in a matrix, by the matrix's address."""
         self._sums: dict[int, torch.Tensor] = {}
         self._rows: Counter[int] = Counter()
 

@@ -17,11 +17,13 @@ from quire.errors import QuireError, is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.stage_layout import layout_of_stage
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.sizes import format_bytes
+from quire.worker.adapters import AdapterLoads, NoAdapterLoads, adapter_loads
 from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.columns import STEP_COLUMNS, Column, ColumnValues
 from quire.worker.images import ImageOverlays
@@ -82,6 +84,7 @@ class Worker:
         self._transfers: BlockTransfers = NoTransfers()
         self._connector: WorkerConnector = NoWorkerConnector()
         self._last: PendingStep | None = None
+        self._adapters: AdapterLoads | NoAdapterLoads = NoAdapterLoads()
 
     @_computes
     def load_model(self) -> list[LayerSpec]:
@@ -94,6 +97,7 @@ class Worker:
             require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
+        self._adapters = adapter_loads(self.platform.adapters, self._adapters.held)
         images = self.platform.load_images()
         if images is not None:
             self._overlays = self._images = images
@@ -112,6 +116,7 @@ class Worker:
             self._config.speculation.max_drafts,
         )
         profile = measure_memory(self._model, self._config.model, limits, self.platform.meter())
+        profile = replace(profile, weights=profile.weights + self._adapters.reserved_bytes())
         if self._images is None:
             return profile
         kept, weights = self._images.working_bytes(longest), self._images.weight_bytes()
@@ -122,6 +127,9 @@ class Worker:
         """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
+        stage = self.platform.stage
+        if stage.count > 1:
+            layout = layout_of_stage(layout, stage.layers)
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
@@ -155,13 +163,13 @@ class Worker:
 
     @_computes
     def expert_counts(self) -> list[list[int]]:
-        """As the Executor's."""
+        """The rows that each expert has computed, by layer: `Executor.expert_counts`."""
         self.platform.synchronize()
         counters = self.platform.expert_counts
         return [] if counters is None else [counts.tolist() for counts in counters.by_layer]
 
     def _forget_expert_counts(self) -> None:
-        """What was computed while starting is no request's."""
+        """Set the counters of experts to 0: rows that were computed while starting are no request's."""
         counters = self.platform.expert_counts
         for counts in () if counters is None else counters.by_layer:
             counts.zero_()
@@ -190,6 +198,7 @@ class Worker:
             return PendingStep(plan.step_id, None, None, refusal)
         try:
             self._connector.begin_plan(plan)
+            self._adapters.begin_plan(plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = PendingStep(plan.step_id, None, None, error)
@@ -262,6 +271,7 @@ class Worker:
         Idempotent."""
         self.platform.synchronize()
         self._connector.close()
+        self._adapters.close()
         self._last = None
         self._release_pools()
         self._drop_offloaded()
@@ -269,6 +279,7 @@ class Worker:
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
         result.transfers = self._connector.end_plan(launched.plan)
+        result.adapters = self._adapters.end_plan(launched.plan)
         return result
 
     def _drop_offloaded(self) -> None:

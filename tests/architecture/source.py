@@ -18,6 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "beam_search_params",
         "pooling_params",
         "pooling_outputs",
+        "lora_request",
+        "adapter_orders",
         "prompt_image",
         "request",
         "step",

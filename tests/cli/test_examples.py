@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -228,7 +227,8 @@ def test_options_of_servers(
     document: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each is taken, or refused in the words that the document shows. No server starts."""
-    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=lambda options, settings: 0))  # type: ignore[arg-type]
+    for module in ("serve", "vllm"):
+        monkeypatch.setattr(f"quire.cli.{module}.start", lambda options, settings: 0)
     program, *words = shlex.split(command.removeprefix("python -m "), comments=True)
     status = main(words) if program == "quire" else vllm_main(words)
     error = capsys.readouterr().err.strip()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,16 +51,37 @@ OF_FILE = (
 Calls = list[tuple[EngineOptions, ServerSettings]]
 
 
+class FakeProcess:
+    """An EngineProcess that starts nothing."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self.imports = list(imports)
+
+    def __enter__(self) -> FakeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def processes() -> list[FakeProcess | None]:
+    """What each call of the server is given, in the order of `calls`."""
+    return []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, processes: list[FakeProcess | None]) -> Calls:
     """What the server is started with; it returns the status 3."""
     found: Calls = []
 
-    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+    def serve(options: EngineOptions, settings: ServerSettings, *, process: FakeProcess | None) -> int:
         found.append((options, settings))
+        processes.append(process)
         return 3
 
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    monkeypatch.setattr("quire.cli.serve.EngineProcess", FakeProcess)
     monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     return found
 
@@ -67,6 +89,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_defaults(calls: Calls) -> None:
     assert main(["serve"]) == 3
     assert calls == [(EngineOptions(), ServerSettings())]
+
+
+def test_a_lone_engine_imports_torch_beside_the_server(calls: Calls, processes: list[FakeProcess | None]) -> None:
+    several = ["--tensor-parallel-size=2"], ["--data-parallel-size=2"], ["--api-server-count=2"], ["--restart-engine"]
+    for flags in ([], *several):
+        assert main(["serve", *flags]) == 3
+    assert [process and process.imports for process in processes] == [["quire.executors.local"], *4 * [None]]
 
 
 def test_every_kind_of_option(calls: Calls) -> None:
@@ -130,7 +159,7 @@ def test_every_server_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
             ["--num-gpu-blocks-override", "8"],
             "a flag of vLLM, whose lines `python -m quire.cli.vllm serve` takes (docs/",
         ),
-        (["--no-enable-lora"], "(docs/from-vllm.md)"),
+        (["--no-enable-elastic-ep"], "(docs/from-vllm.md)"),
         (["--ssl-keyfile", "x"], "ssl_keyfile and ssl_certfile go together"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
     ],
@@ -146,9 +175,10 @@ def test_wrong_use_starts_nothing(
 
 
 def test_a_dead_engine_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+    def serve(options: EngineOptions, settings: ServerSettings, *, process: FakeProcess | None) -> int:
         raise EngineDeadError("the engine died: out of memory")
 
+    monkeypatch.setattr("quire.cli.serve.EngineProcess", FakeProcess)
     monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     assert main(["serve"]) == 1
     assert capsys.readouterr().err == "quire: error: the engine died: out of memory\n"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,7 +261,7 @@ def test_a_file_of_flags_lies_under_the_line(tmp_path: Path) -> None:
         ("a.yaml", "a: !!bool b", "is not valid YAML"),
         ("a.yaml", "a: &a {b: *a}", "is not valid YAML: Circular reference"),
         ("a.yaml", "no-such-flag: 1", "unknown option '--no-such-flag'"),
-        ("a.yaml", "enable-lora: true", "--enable-lora is not supported: adapters"),
+        ("a.yaml", "enable-elastic-ep: true", "--enable-elastic-ep is not supported: each rank"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -280,7 +278,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, text: str, message
         ("--hf-overrides [1]", "invalid JSON object value"),
         ("--allowed-origins *", "invalid JSON list of strings value"),
         ("--hf-overrides.a", "--hf-overrides.a needs a value"),
-        ("--enable-lor", "--enable-lora is not supported"),
+        ("--enable-elastic", "--enable-elastic-ep is not supported"),
         ("--enabel-lora", "unknown option '--enabel-lora'; did you mean '--enable-lora'"),
         ("-dpr 1", "--data-parallel-start-rank is not supported: all replicas are on this machine"),
     ],
@@ -315,16 +313,16 @@ def test_notes_are_on_standard_error_and_the_server_starts(
 ) -> None:
     started: list[tuple[EngineOptions, ServerSettings]] = []
 
-    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+    def start(options: EngineOptions, settings: ServerSettings) -> int:
         started.append((options, settings))
         return 3
 
-    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
+    monkeypatch.setattr("quire.cli.vllm.start", start)
     assert main(["serve", "m", "--trust-remote-code", "--disable-fastapi-docs"]) == 3
     [(options, settings)] = started
     assert (options.model, settings.host, settings.disable_fastapi_docs) == ("m", "0.0.0.0", True)
     assert capsys.readouterr().err.startswith("quire: note: --trust-remote-code has no effect: no code of")
-    assert main(["serve", "m", "--enable-lora"]) == 2
+    assert main(["serve", "m", "--enable-elastic-ep"]) == 2
     assert main(["benhc"]) == 2
     assert "unknown command 'benhc'; did you mean 'bench'?" in capsys.readouterr().err
     assert len(started) == 1
@@ -440,6 +438,6 @@ def test_a_line_is_served_in_the_dialect_of_vllm(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], dialect: str
 ) -> None:
     served: list[ServerSettings] = []
-    monkeypatch.setattr("quire.server.run.serve", lambda options, settings: served.append(settings) or 0)
+    monkeypatch.setattr("quire.cli.vllm.start", lambda options, settings: served.append(settings) or 0)
     assert main(["serve", *arguments]) == 0
     assert [settings.dialect for settings in served] == [dialect]

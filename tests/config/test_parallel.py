@@ -76,9 +76,8 @@ def test_replicas_that_cannot_be_had_are_refused(
         ({"tensor_parallel_size": 0}, "tensor_parallel_size", "must be at least 1"),
         ({"tensor_parallel_size": 128}, "tensor_parallel_size", "must be at most 64"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "does not divide the model's 4 heads"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "=2 is not available yet: only 1 is"),
         ({"attention_backend": "torch", "quantization": "int8"}, "quantization", "needs the native CPU kernels"),
-        ({"load_format": "gguf"}, "tensor_parallel_size", "=2 does not load GGUF files yet"),
+        ({"pipeline_parallel_size": 64}, "tensor_parallel_size", "must be at most 64, not 128"),
     ],
     ids=str,
 )

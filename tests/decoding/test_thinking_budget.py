@@ -82,13 +82,19 @@ class Fixed:
     def matcher(self, spec: ConstraintSpec, token_ids: list[int]) -> Fixed:
         return self
 
-    def advance(self, token_ids: list[int], num_forced: int, *, with_mask: bool = False) -> None:
+    def advance(
+        self, token_ids: list[int], num_forced: int, *, with_mask: bool = False, drafts: list[int] | tuple[()] = ()
+    ) -> None:
+        self.num_drafts = len(drafts)
         self.asked.append([*token_ids, num_forced])
         self.num_accepted = len([token for token in token_ids if token in self.accepts])
         self.forced = self.forces[:num_forced]
 
     def mask(self) -> bytes | None:
         return None
+
+    def draft_masks(self) -> list[bytes]:
+        return [b""] * (self.num_drafts - 1)
 
 
 def test_tokens_that_the_inner_constraint_forces_count_as_thoughts_when_they_are_such() -> None:
@@ -127,3 +133,31 @@ def test_what_it_does_not_go_with() -> None:
     with pytest.raises(UserError, match="at least -1"):
         SamplingParams(thinking_token_budget=-2)
     assert not SamplingParams(thinking_token_budget=-1).has_thinking_budget
+
+
+def test_the_budget_ends_within_drafts() -> None:
+    """Two tokens of three are left: behind the second draft the mark alone may follow, which the drafts have."""
+    constraint = BudgetConstraint(None, ThinkingBudget(3, START, END, is_open=True), VOCAB_SIZE)
+    matcher = constraint.matcher(ConstraintSpec(), [])
+    matcher.advance([9], 0, drafts=[8, 7, *END, 5])
+    assert [allowed(mask or None) for mask in matcher.draft_masks()] == [allowed(None), [3], [4], *[allowed(None)] * 2]
+    matcher.advance([8], 0, drafts=[7])
+    assert [allowed(mask or None) for mask in matcher.draft_masks()] == [[3]], "the drafts before were not accepted"
+
+
+def test_drafts_are_cut_where_the_inner_constraint_has_no_mask() -> None:
+    inner = Fixed(list(range(VOCAB_SIZE)), [])
+    matcher = BudgetConstraint(inner, ThinkingBudget(2, START, END, is_open=True), VOCAB_SIZE).matcher(  # type: ignore[arg-type]
+        ConstraintSpec(), []
+    )
+    matcher.advance([9], 0, drafts=[8, *END])
+    assert [allowed(mask or None) for mask in matcher.draft_masks()] == [[3], [4]]
+
+
+def test_drafts_behind_the_mark_that_the_budget_forces() -> None:
+    constraint = BudgetConstraint(None, ThinkingBudget(1, START, END, is_open=True), VOCAB_SIZE)
+    for drafts, count in (([*END, 5, 6], 2), ([9, *END], 0)):
+        matcher = constraint.matcher(ConstraintSpec(), [])
+        matcher.advance([9], 10, drafts=drafts)
+        assert matcher.forced == END
+        assert matcher.draft_masks() == [b""] * count

@@ -4,15 +4,18 @@ drafts that were accepted and others that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.decoding.drafts import WorkerDrafts
 from quire.decoding.sequence import Sequence
 from quire.outputs import RequestOutput
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.e2e.conftest import exact
 from tests.fakes.drafts import RandomDrafts
 from tests.long import all_but_long
@@ -78,7 +81,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 VARIED: dict[str, Any] = {"temperature": 0.7, "seed": 5}
-SEEDED = params(temperature=100.0, seed=3, allowed_token_ids=[65, 66])
+SEEDED = params(temperature=100.0, seed=3, allowed_token_ids=[67, 68])
 """So hot that the seed alone chooses between two tokens: on every processor the same drafts are right and wrong."""
 
 
@@ -103,15 +106,43 @@ KINDS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
     "samples": lambda _: {"n": 3, "temperature": 0.7, "seed": 1},
     "a budget": lambda _: {"max_tokens": 17},
 }
+BEHIND_A_MARK = StructuredOutputsParams(regex="[ab]{1,60}", start_after_token_ids=[67, 68, 68])
+"""Drafts lie before the mark, across it and behind it."""
+CALLS = r"(?: *(?:print|return|add)\([a-z]{1,3}(?:, [a-z0-9]{1,2})*\)\n){1,20}"
+SCHEMA = {
+    "type": "array",
+    "minItems": 4,
+    "maxItems": 9,
+    "items": {"type": "object", "properties": {"name": {"enum": ["add", "sub"]}, "count": {"type": "integer"}}},
+}
+CONSTRAINTS: dict[str, Callable[[RequestOutput], dict[str, Any]]] = {
+    "a pattern": lambda _: {"structured_outputs": StructuredOutputsParams(regex=CALLS)},
+    "a schema, sampled": lambda _: {"structured_outputs": StructuredOutputsParams(json=SCHEMA), **VARIED},
+    # Forced tokens come without steps of their own where no logprobs are asked for.
+    "a schema that forces": lambda _: {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "logprobs": None},
+    "a pattern and penalties": lambda _: {
+        "structured_outputs": StructuredOutputsParams(regex=CALLS),
+        "repetition_penalty": 1.2,
+        "logit_bias": {40: 2.0, 41: 3.0},
+        "min_tokens": 20,
+        "bad_words": ["sub"],
+        "n": 2,
+        **VARIED,
+    },
+}
 
 
-@pytest.mark.parametrize("drafter", ["found", "random"])
-@pytest.mark.parametrize("kind", KINDS)
+CELLS = [*product(KINDS, ["found", "random"]), *product(CONSTRAINTS, ["found"])]
+
+
+@pytest.mark.parametrize(("kind", "drafter"), CELLS)
 def test_the_text_without_drafts(engines: Engines, kind: str, drafter: str) -> None:
     """Twice: the second time all prompts are in the prefix cache."""
     plain, drafting = engines
     usual = plain.generate(PROMPTS, params(**VARIED), use_tqdm=False)
-    asked = [*(params(**KINDS[kind](text)) for text in usual), SEEDED]
+    asked = [*(params(**(KINDS | CONSTRAINTS)[kind](text)) for text in usual), SEEDED]
+    if kind in CONSTRAINTS:
+        asked[-1] = msgspec.structs.replace(SEEDED, structured_outputs=BEHIND_A_MARK)
     prompts = [*PROMPTS, "print"]
     expected = plain.generate(prompts, asked, use_tqdm=False)
     scheduler: Any = drafting._client._core.scheduler  # type: ignore[attr-defined]

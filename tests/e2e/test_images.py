@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -21,13 +20,14 @@ from quire.llm import LLM
 from quire.sampling_params import SamplingParams
 from quire.worker.images import ImageOverlays
 from tests.models.harness import randomize, save
-from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl, qwen3_vl_moe
+from tests.models.vision_models import IMAGE_END as END
+from tests.models.vision_models import IMAGE_START as START
+from tests.models.vision_models import IMAGE_TOKEN, PROCESSOR, qwen3_vl, qwen3_vl_moe, save_chat
 from tests.multimodal.pictures import draw, encoded
 
 NUM_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 WIDE, TALL, SMALL = (draw(seed, size=size) for seed, size in ((1, (48, 24)), (2, (16, 40)), (3, (8, 8))))
-START, END = 80, 81
 
 
 def prompt(*parts: int | Image.Image) -> dict[str, Any]:
@@ -268,29 +268,10 @@ def test_a_model_without_settings_of_images_is_one_of_text(
             llm.register_prefix(PROMPTS[0])  # type: ignore[arg-type]
 
 
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
-    "{% endif %} {% endfor %}{% endif %} {% endfor %}w8"
-)
-
-
 @pytest.fixture(scope="module")
-def chatting(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The same model with a tokenizer, whose words are w0, w1 and so on, and a template."""
-    path = tmp_path_factory.mktemp("qwen3-vl-chat")
-    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
-        (path / name).symlink_to(directory / name)
-    words = {f"w{number}": number for number in range(97)}
-    words |= {"<s>": START, "</s>": END, "<image>": IMAGE_TOKEN}
-    numbers = {number: word for word, number in words.items()}
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in numbers.items()}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
-    )
-    with engine(path, skip_tokenizer_init=False) as llm:
+def chatting(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The same model with a tokenizer and a template."""
+    with engine(save_chat(model, tmp_path_factory.mktemp("qwen3-vl-chat")), skip_tokenizer_init=False) as llm:
         yield llm
 
 
@@ -323,17 +304,18 @@ def test_a_chat_with_pictures(chatting: LLM, model: PreTrainedModel) -> None:
     [
         (
             {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}},
-            r"image\[0\]: a data URL of an image",
+            r"content\[0\]\.image_url: images of 'example\.com' are not fetched",
         ),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, r"image\[0\]: a data URL of an image"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, r"image_url: files are not read"),
+        ({"type": "image_url", "image_url": {"url": "ftp://x/y"}}, r"image_url: a URL of an image must be data:image"),
         (
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-            r"image\[0\]: the image is damaged",
+            r"content\[0\]\.image_url: the image is damaged",
         ),
         ({"type": "image_url"}, r"messages\[0\]\.content\[0\]: .* needs a image_url"),
         (
-            {"type": "image_url", "image_url": {"url": "x", "detail": "low"}},
-            r"content\[0\]\.image_url: 'detail' is not",
+            {"type": "image_url", "image_url": {"url": "data:,", "detail": "much"}},
+            r"content\[0\]\.image_url: detail must be one of",
         ),
         ({"type": "video_url", "video_url": {"url": "x"}}, "content parts of type 'video_url' are not supported"),
     ],

@@ -21,10 +21,10 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.config.options import EngineOptions
 from quire.engine.fleet import Fleet
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
 from quire.outputs import RequestOutput
 from quire.parsers.reasoning import ThinkFormat
+from quire.utils.heartbeat import SILENCE_LIMIT
 from tests.fakes.fates import Fates
 from tests.long import all_but_long
 from tests.models.conftest import SavedModel

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from quire.clock import VirtualClock
-from quire.engine.heartbeat import SILENCE_LIMIT, EngineBeats, check_responsive
+from quire.engine.heartbeat import EngineBeats, check_responsive
 from quire.errors import EngineUnresponsiveError
 from quire.executors.interface import VitalSigns
 from quire.utils.heartbeat import (
@@ -18,6 +18,7 @@ from quire.utils.heartbeat import (
     LONGEST,
     MAX_GAP,
     MIN_CPU_SHARE,
+    SILENCE_LIMIT,
     Heartbeat,
     Progress,
     decode_beats,

@@ -20,6 +20,7 @@ import pytest
 from quire import envs
 from quire.config.options import EngineOptions
 from quire.engine import long_prompts
+from quire.engine.engine_process import EngineProcess
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort, AddRequest
 from quire.engine.output_window import MANY_SEQUENCES
@@ -258,10 +259,35 @@ def test_a_process_that_cannot_even_report_leaves_its_last_words(tmp_path: Path)
         "import quire.engine.process as process; process.main = lambda line: 1 / 0\n"
         "from quire.engine.boot import main; main()"
     )
-    line = json.dumps({"directory": str(tmp_path)}) + "\n"
+    line = "[]\n" + json.dumps({"directory": str(tmp_path)}) + "\n"
     done = subprocess.run([sys.executable, "-c", code], input=line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert (tmp_path / LAST_WORDS_FILE).read_text() == "ZeroDivisionError: division by zero"
+
+
+def test_what_it_imports_while_it_waits_may_fail(tmp_path: Path) -> None:
+    lines = '["quire.no_such_module"]\n' + json.dumps({"directory": str(tmp_path)}) + "\n"
+    command = [sys.executable, "-m", "quire.engine.boot"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "No module named 'quire.no_such_module'" in (tmp_path / LAST_WORDS_FILE).read_text()
+
+
+def test_a_process_waits_for_its_options(options: EngineOptions) -> None:
+    with EngineProcess(imports=["wave"]) as process:
+        client = ProcessClient(options, executor=FAKES + "plain", process=process)
+    assert client.pid == process.popen.pid
+    assert client.ready.num_blocks > 0
+    client.shutdown()
+    assert not is_running(client.pid)
+
+
+def test_a_process_that_is_told_nothing_ends_with_its_context() -> None:
+    with pytest.raises(ZeroDivisionError), EngineProcess() as process:
+        _ = 1 / 0
+    assert not is_running(process.popen.pid)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(process.alive_fd)
 
 
 def test_the_last_words_are_the_cause(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire.clock import VirtualClock
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.request_part import Backlog
 from quire.engine.shared_state import SharedState
+from quire.utils.heartbeat import SILENCE_LIMIT
 from quire.utils.shared_numbers import Numbers
 
 

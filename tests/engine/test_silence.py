@@ -11,9 +11,9 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
 from quire.errors import EngineDeadError, EngineUnresponsiveError
+from quire.utils.heartbeat import SILENCE_LIMIT
 from tests.engine.async_driving import begin, collect, pid_of, start, until_empty
 
 

@@ -425,10 +425,8 @@ class FakeExecutor:
             if index in plan.pooled:
                 _require(read is row, f"the vector of {seq_id} would be that of {plan.seq_ids[source]}")
                 result.pooled[index], token_ids = pooled_vector(state), []
-            elif read is row:
-                token_ids = self._accept(row, read)
             else:
-                token_ids = [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
+                token_ids = self._accept(index, row, read)
             if row.sampling.num_candidates:
                 result.candidates[index] = self._candidates(index, row.sampling, known - row.num_prompt_tokens, state)
                 token_ids = [result.candidates[index].token_ids[0]]
@@ -439,10 +437,8 @@ class FakeExecutor:
             elif row.sampling.num_candidates:
                 num_top = None
             if num_top is not None:
-                states = read.chain[known - 1 :]
-                result.logprobs[index] = [
-                    self._rule.logprobs(each, states[place], num_top) for place, each in enumerate(token_ids)
-                ]
+                states = zip(token_ids, read.chain[known - 1 :], strict=False)
+                result.logprobs[index] = [self._rule.logprobs(*each, num_top) for each in states]
             if self.nonfinite_token is not None and self.nonfinite_token in read.token_ids[:known]:
                 result.nonfinite.append(seq_id)
                 result.candidates.pop(index, None)
@@ -450,11 +446,10 @@ class FakeExecutor:
                 result.pooled.pop(index, None)
         for seq_id, token_ids in zip(plan.sample_seq_ids, result.token_ids, strict=True):
             row = self._rows[seq_id]
-            num_rejected = len(row.drafts) + 1 - len(token_ids)
             if row.drafts:
                 self.num_drafts += len(row.drafts)
                 self.num_accepted_drafts += len(token_ids) - 1
-                row.rejected.append((self.num_steps, num_rejected))
+                row.rejected.append((self.num_steps, len(row.drafts) + 1 - len(token_ids)))
                 row.num_computed = len(row.token_ids) + len(token_ids) - 1
                 del row.chain[row.num_computed :]
                 row.drafts = []
@@ -504,20 +499,25 @@ class FakeExecutor:
         """The next tokens of a sequence, one after the other."""
         row = self._row(seq_id)
         ahead = replace(row, token_ids=list(row.token_ids), chain=list(row.chain))
+        pick, known = self._rule.pick, ahead.token_ids
         for _ in range(count):
-            ahead.extend_chain(len(ahead.token_ids))
-            ahead.token_ids.append(
-                self._rule.pick(row.sampling, ahead.token_ids, row.num_prompt_tokens, ahead.chain[-1])
-            )
+            ahead.extend_chain(len(known))
+            known.append(pick(row.sampling, known, row.num_prompt_tokens, ahead.chain[-1]))
         return ahead.token_ids[len(row.token_ids) :]
 
-    def _accept(self, row: _Row, read: _Row) -> list[int]:
+    def _allowed(self, index: int, place: int, token_id: int) -> int:
+        """The token that a sample gets behind `place` drafts, where the model would choose this one; -1: none."""
+        return token_id
+
+    def _accept(self, index: int, row: _Row, read: _Row) -> list[int]:
         """Those leading drafts of a row that are what the model chooses, and the token behind them."""
-        known = len(row.token_ids)
         accepted: list[int] = []
-        for place in range(len(row.drafts) + 1):
-            state, all_ids = read.chain[known - 1 + place], row.token_ids + accepted if accepted else row.token_ids
+        for place, state in enumerate(read.chain[len(row.token_ids) - 1 :][: len(row.drafts) + 1]):
+            all_ids = row.token_ids + accepted if accepted else row.token_ids
             token_id = self._rule.pick(row.sampling, all_ids, row.num_prompt_tokens, state)
+            token_id = self._allowed(index, place, token_id)
+            if token_id < 0:
+                break
             accepted.append(token_id)
             # Behind a token with non-finite logits nothing is accepted: the next step reports them.
             if place == len(row.drafts) or token_id != row.drafts[place] or token_id == self.nonfinite_token:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from quire.clock import VirtualClock
-from quire.decoding.masks import ConstraintSpec, Matcher, mask_of
+from quire.decoding.masks import ConstraintSpec, Matcher, drafts_behind, mask_of
 from quire.errors import UserError
 from quire.step import Candidates, SamplingInputs, SequenceSampling, StepPlan, StepResult
 from tests.fakes.executor import ContractViolationError, FakeExecutor
@@ -128,6 +128,7 @@ class NumberMatcher:
         self._token_ids = token_ids
         self._num_accepted = len(token_ids)
         self._forced: list[int] = []
+        self._drafts: list[int] = []
         source.ask(self)
 
     @property
@@ -171,7 +172,9 @@ class NumberMatcher:
     def ends_in_text(self) -> bool:
         return self.is_finished
 
-    def advance(self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False) -> None:
+    def advance(
+        self, token_ids: Sequence[int], num_forced: int, *, with_mask: bool = False, drafts: Sequence[int] = ()
+    ) -> None:
         assert self.is_ready
         self._num_accepted, self._forced = 0, []
         for token_id in token_ids:
@@ -185,6 +188,7 @@ class NumberMatcher:
                 break
             self._forced.append(int(allowed[0]))
             self._token_ids.append(int(allowed[0]))
+        self._drafts = drafts_behind(self._forced, drafts)
         self.num_waits, self.num_mask_waits = next(self._source.answer_waits), next(self._source.mask_waits) - 1
         self._source.ask(self)
 
@@ -193,6 +197,18 @@ class NumberMatcher:
         if len(self._token_ids) == self._source.fails_after:
             raise UserError("no token can come next", param="structured_outputs")
         return self._source.mask(self._text, self._token_ids)
+
+    def draft_masks(self) -> list[bytes]:
+        assert self.has_mask
+        tokens, masks = list(self._token_ids), list[bytes]()
+        for token_id in self._drafts:
+            if not self._source.is_allowed(self._text, tokens)[token_id]:
+                break
+            tokens.append(token_id)
+            if len(tokens) in (self._source.max_tokens, self._source.fails_after):
+                break
+            masks.append(self._source.mask(self._text, tokens))
+        return masks
 
     def mask_of(self, *token_ids: int) -> bytes:
         return mask_of(token_ids, -(-self._source.vocab_size // 32) * 4)
@@ -212,6 +228,8 @@ class MaskingExecutor(FakeExecutor):
         self._vocab_size = vocab_size
         self._unsent: tuple[StepPlan, Future[StepResult]] | None = None
         self._masks: dict[int, bytes] = {}
+        self._draft_masks: dict[int, list[bytes]] = {}
+        self._expected: set[int] = set()
         self.num_discarded = 0
         self.ignores_masks = False
         self.num_late_masks = 0
@@ -236,14 +254,16 @@ class MaskingExecutor(FakeExecutor):
         if self._unsent is None or self._unsent[0].step_id != inputs.step_id:
             raise ContractViolationError(f"step {inputs.step_id} awaits no sampling inputs")
         (plan, future), self._unsent = self._unsent, None
-        if not inputs.masks.keys() <= set(plan.expects_sampling_inputs):
+        if not inputs.masks.keys() | inputs.draft_masks.keys() <= set(plan.expects_sampling_inputs):
             raise ContractViolationError(f"masks that step {plan.step_id} has not announced")
+        self._expected = set(plan.expects_sampling_inputs)
         self._masks = {} if self.ignores_masks else inputs.masks
+        self._draft_masks = inputs.draft_masks
         try:
             future.set_result(self._run(plan))
         except Exception as error:
             future.set_exception(error)
-        self._masks = {}
+        self._masks, self._draft_masks, self._expected = {}, {}, set()
         for index in inputs.discarded:
             row = self._row(plan.sample_seq_ids[index])
             row.token_ids.pop()
@@ -263,17 +283,16 @@ class MaskingExecutor(FakeExecutor):
         chosen = allowed[: sampling.num_candidates]
         return Candidates([token for token, _ in chosen], [score for _, score in chosen])
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> None:
-        super()._sample(plan, result)
-        for index, mask in self._masks.items():
-            if index in result.candidates:
-                continue
-            seq_id = plan.sample_seq_ids[index]
-            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-            [token_id] = result.token_ids[index]
-            while token_id >= len(bits) or not bits[token_id]:
-                token_id = (token_id + 1) % self._vocab_size
-            result.token_ids[index] = [token_id]
-            self._row(seq_id).token_ids[-1] = token_id
-            if index in result.logprobs:
-                result.logprobs[index][0].token_ids[0] = token_id
+    def _allowed(self, index: int, place: int, token_id: int) -> int:
+        mask = self._masks.get(index)
+        if place:
+            behind = self._draft_masks.get(index, [])
+            if place > len(behind) and index in self._expected:
+                return -1
+            mask = behind[place - 1] if index in self._expected else None
+        if not mask:
+            return token_id
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        while token_id >= len(bits) or not bits[token_id]:
+            token_id = (token_id + 1) % self._vocab_size
+        return token_id

@@ -71,7 +71,7 @@ def convolve(
     weights: ConvolutionWeights, inputs: list[torch.Tensor], counts: list[int], apply: Convolve = short_convolution
 ) -> list[torch.Tensor]:
     """The results of each sequence, computed in a schedule's steps by `apply`."""
-    pool, outputs = Pool(weights.inputs.end + 8), [[] for _ in LENGTHS]
+    pool, outputs = Pool(weights.inputs.end_offset + 8), [[] for _ in LENGTHS]
     for work in schedule(counts):
         x = torch.cat([inputs[sequence][first : first + count] for sequence, first, count in work])
         out = apply(weights, x, pool.step(work))
@@ -104,7 +104,7 @@ def apply_rule(
     rule: DeltaRule, inputs: list[Inputs], counts: list[int], apply: ApplyRule = gated_delta_rule
 ) -> list[torch.Tensor]:
     """The results of each sequence, computed in a schedule's steps by `apply`."""
-    pool, outputs = Pool(rule.end), [[] for _ in LENGTHS]
+    pool, outputs = Pool(rule.end_offset), [[] for _ in LENGTHS]
     for work in schedule(counts):
         qkv, gates = (
             torch.cat([inputs[sequence][part][first : first + count] for sequence, first, count in work])

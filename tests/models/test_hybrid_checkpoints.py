@@ -38,12 +38,12 @@ def test_experts_in_one_tensor(saved_model: Callable[[str], SavedModel], tmp_pat
     assert torch.equal(logits, expected)
 
 
-class TwoRanks:
-    rank, size = 0, 2
+class SixRanks:
+    rank, size = 0, 6
 
 
-def test_more_than_one_rank_is_refused(saved_model: Callable[[str], SavedModel]) -> None:
+def test_ranks_that_do_not_divide_the_heads_of_states_are_refused(saved_model: Callable[[str], SavedModel]) -> None:
     directory = str(saved_model("qwen3.5").directory)
     config = load_model_config(directory, dtype="float32", max_model_len=None, revision=None, config_only=False)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not possible for this model yet"):
-        load_model(config, LoadConfig("dummy", 0), group=TwoRanks())
+    with pytest.raises(ConfigError, match="tensor_parallel_size=6 is not possible for this model: it does not divide"):
+        load_model(config, LoadConfig("dummy", 0), group=SixRanks())

@@ -20,14 +20,25 @@ from quire.models.loader import load_model
 from quire.models.native import NativeModel
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from tests.fakes.gguf_model import MIXED, WIDE, to_gguf
 from tests.fakes.ranks import run_ranks
 from tests.models.conftest import SavedModel
-from tests.models.families import llama
+from tests.models.families import llama, qwen3
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
 
 SavedModels = Callable[[str], SavedModel]
 PROMPTS = random_prompts([20, 7], 97)
-FAMILIES = ["llama", "qwen3", "olmo2-one-kv-head", "gemma2", "mixtral", "gpt-oss", "deepseek-v3"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "olmo2-one-kv-head",
+    "gemma2",
+    "mixtral",
+    "gpt-oss",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5",
+]
 ERROR = 2**-17
 """Most that a logit differs from its value in float64, relative to the largest, on one rank or several."""
 
@@ -132,3 +143,12 @@ def test_a_vocabulary_with_fewer_rows_than_the_ranks_need(tmp_path: Path) -> Non
     directory = save(randomize(llama(**sizes)), tmp_path)
     with pytest.raises(ConfigError, match="the last rank would hold none of 9 rows"):
         run_ranks(8, lambda group: runner(directory, group))
+
+
+def test_the_ranks_of_a_gguf_file(tmp_path: Path) -> None:
+    """Matrices are cut at the borders of their blocks: the numbers are one rank's, and the sums are cut."""
+    path = to_gguf(randomize(qwen3(**WIDE)), "qwen3", MIXED)[0].write(tmp_path / "model.gguf")
+    whole = logits_of(path, SINGLE_RANK)
+    first, second = run_ranks(2, lambda group: logits_of(path, group))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, atol=1e-4 * float(whole.abs().max()), rtol=0)

@@ -80,8 +80,8 @@ class StateLayer:
         self._rule = DeltaRule(
             KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, empty(VALUE_HEADS), empty(VALUE_HEADS), STATE_LAYER, 0
         )
-        self._convolution = ConvolutionWeights(empty(TAPS, mixed), None, "silu", STATE_LAYER, self._rule.end)
-        self.state_bytes = self._convolution.inputs.end
+        self._convolution = ConvolutionWeights(empty(TAPS, mixed), None, "silu", STATE_LAYER, self._rule.end_offset)
+        self.state_bytes = self._convolution.inputs.end_offset
         self._output_norm = GatedNormWeights(VALUE_DIM, empty(VALUE_DIM).to(context.dtype), 1e-6)
         self._output = RowParallelLinear(wide, SIZE, bias=False, context=context)
         self._mixture = mixture(context)

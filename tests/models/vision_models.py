@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
@@ -15,6 +18,7 @@ from transformers import (
 
 from quire.models.vision_grid import Grid
 from tests.models.families import SMALL
+from tests.models.harness import save
 
 VISION = {
     "depth": 4,
@@ -53,6 +57,31 @@ def qwen3_vl_moe() -> PreTrainedModel:
     text |= {"num_experts_per_tok": 2, "tie_word_embeddings": False}
     config = Qwen3VLMoeConfig(text_config=text, vision_config=VISION, image_token_id=IMAGE_TOKEN)
     return Qwen3VLMoeForConditionalGeneration(config)
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<s> <image> </s>{% else %}{{ part.text }}"
+    "{% endif %} {% endfor %}{% endif %} {% endfor %}w8"
+)
+IMAGE_START, IMAGE_END = 80, 81
+"""Ids of the tokens around an image."""
+
+
+def save_chat(model: PreTrainedModel, path: Path) -> Path:
+    """A directory of the model with a tokenizer, whose words are w0, w1 and so on, and a template."""
+    save(model, path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    words = {f"w{number}": number for number in range(97)}
+    words |= {"<s>": IMAGE_START, "</s>": IMAGE_END, "<image>": IMAGE_TOKEN}
+    numbers = {number: word for word, number in words.items()}
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in numbers.items()}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+    )
+    return path
 
 
 def random_patches(grids: Sequence[Grid], seed: int = 0, values: int = PATCH_VALUES) -> torch.Tensor:

@@ -13,7 +13,8 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from quire.errors import UserError
-from quire.multimodal.decoding import DEFAULT_LIMITS, ImageLimits, decode_image, read_data_url, read_pixels
+from quire.multimodal.decoding import decode_image, read_pixels
+from quire.multimodal.sources import DEFAULT_LIMITS, ImageLimits, read_data_url
 from tests.multimodal.pictures import FORMATS, MODES, data_url, draw, encoded
 
 WHERE = "messages[0].content[1].image_url"

@@ -240,3 +240,31 @@ def test_drafts_that_the_workers_find(queue_depth: int) -> None:
     assert executor.num_accepted_drafts == 10
     assert all(steady[3:20])
     assert steady[-5]
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize(("constraint", "end"), [("5", None), ("70", None), ("5", 17)], ids=["5", "70", "5 that ends"])
+def test_drafts_under_a_constraint(queue_depth: int, constraint: str, end: int | None) -> None:
+    """Some are wrong, some lie among forced tokens, and some behind the constraint's end, where a run is cut."""
+    text = generate_alone(prompt(9), max_tokens=40, constraint=constraint)[0]
+    driver = make_driver(WorkerDrafts(4), queue_depth=queue_depth, block_size=2)
+    driver.masks.max_tokens = end
+    executor, draw = driver.executor, random.Random(3)
+    take_samples = executor._sample
+
+    def find(plan: StepPlan, result: StepResult) -> None:
+        take_samples(plan, result)
+        place = len(executor._rows[plan.sample_seq_ids[0]].token_ids) - 9 if plan.sample_seq_ids else 0
+        guesses = [token if draw.random() < 0.8 else (token + 1) % 97 for token in text[place : place + 4]]
+        if place and guesses:
+            result.found_drafts, result.draft_token_ids = {0: len(guesses)}, {0: guesses}
+
+    executor._sample = find  # type: ignore[method-assign]
+    driver.add("r", prompt(9), max_tokens=40, constraint=constraint)
+    while driver.core.has_work:
+        driver.step()
+        driver.scheduler.check()
+    assert driver.tokens["r", 0] == text[:end]
+    assert driver.finished["r", 0] is (FinishReason.LENGTH if end is None else FinishReason.STOP)
+    assert 0 < executor.num_accepted_drafts < executor.num_drafts
+    driver.assert_all_free()

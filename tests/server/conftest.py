@@ -15,13 +15,13 @@ from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.inprocess_client import InProcessClient
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_protocol import HttpServer, make_http_server
 from quire.server.listener import bind
 from quire.server.settings import ServerSettings
+from quire.utils.heartbeat import SILENCE_LIMIT
 from tests.fakes.executor import FakeExecutor
 from tests.server.model_directory import write_model
 from tests.server.serve_process import Process

@@ -145,7 +145,7 @@ async def test_errors(client: anthropic.AsyncAnthropic, fast: Served) -> None:
         await client.with_options(api_key="wrong").messages.create(model="tiny", max_tokens=1, messages=says("a"))
     assert key.value.body["error"]["type"] == "authentication_error"
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="'image' are not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="images are not supported: prompts are text"):
         await client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])
     tool: Any = {"type": "web_search_20250305", "name": "web_search"}
     with pytest.raises(anthropic.BadRequestError, match="'web_search_20250305' are not supported"):

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
 from quire.server.settings import ServerSettings
+from quire.utils.heartbeat import SILENCE_LIMIT
 from tests.server.conftest import Served, serving, serving_apart
 from tests.server.sse import events
 

@@ -233,7 +233,7 @@ class TestGenerate:
             ({"template": "{{ .Prompt }}"}, "template is not supported"),
             ({"context": [1, 2]}, "context is not supported"),
             ({"raw": True, "system": "s"}, "system is only allowed without raw"),
-            ({"images": ["iVBO"]}, "'image_url' are not supported"),
+            ({"images": ["iVBO"]}, "images are not supported: prompts are text"),
             ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
             ({"options": {"num_predict": "many"}}, "options.num_predict: expected int"),
             ({"options": {"temperatur": 1}}, "did you mean 'temperature'"),

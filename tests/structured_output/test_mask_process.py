@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 
 import msgspec
+import pytest
 
 from quire.structured_output.mask_memory import MaskMemory, make_memory
-from quire.structured_output.mask_process import MaskProcess, Scratch
-from quire.structured_output.messages import Done, Grammar, New, Work
-from quire.structured_output.sequence_state import MaskShape
+from quire.structured_output.mask_process import Compiled, MaskProcess, Scratch, consume_here
+from quire.structured_output.messages import Advance, Done, Grammar, New, Work
+from quire.structured_output.sequence_state import MaskShape, SequenceState
 from quire.structured_output.vocabulary import make_vocabulary
 from quire.tokenization.tokenizer import load_tokenizer
 from quire.utils.frames import HEADER, encode_frame
@@ -43,5 +44,48 @@ def test_a_thread_that_was_overtaken_makes_the_mask_while_the_other_one_reads() 
             found.append(decoder.decode(data[HEADER.size : size]))
             data = data[size:]
     assert [answer.error for done in found for answer in done.answers] == [""]
+    core.close()
+    end.close()
+
+
+@pytest.mark.parametrize(
+    ("mark", "drafts", "count"),
+    [
+        ([], "bca", 3),
+        ([], "bxa", 1),  # a draft that does not follow
+        ([], "bcad", 3),  # one that ends the text
+        (["a", "b"], "bbca", 4),  # the constraint begins behind the first draft
+    ],
+)
+def test_masks_behind_drafts(mark: list[str], drafts: str, count: int) -> None:
+    """They are those that the sequence gets when it has these tokens; the sequence itself stays where it is."""
+    tokenizer = load_tokenizer("bundled")
+    core, end = socket.socketpair()
+    shape, memory = MaskShape.of(VOCAB_SIZE, ENDS), MaskMemory(make_memory(), VOCAB_SIZE)
+    process = MaskProcess(end, memory, make_vocabulary(tokenizer, VOCAB_SIZE, ENDS), shape)
+    scratch = Scratch(shape.num_written)
+    ids = [tokenizer.encode(each)[-1] for each in ("a", *drafts)]
+    grammar = Grammar(0, "start: /[abc]{2,4}d?/" if mark else "start: /[abc]{4}d/", 0.0, 0.0)
+    new = New(0, 1, 0, 0, [], [tokenizer.encode(each)[-1] for each in mark], False, None)
+    advance = Advance(0, 2, ids[:1], 0, False, ids[1:], [5, 6, 7, 8][: len(drafts)])
+    core.sendall(encode_frame(Work(16, [], [], [grammar], [], [new], [advance])))
+    while not process._slots or process._firsts or process._masks:
+        process._turn(0, scratch)
+    core.settimeout(10)
+    found = list[Done]()
+    while not any(answer.serial == 2 for done in found for answer in done.answers):
+        data = core.recv(2**16)
+        while data:
+            size = HEADER.size + HEADER.unpack_from(data)[0]
+            found.append(msgspec.msgpack.decode(data[HEADER.size : size], type=Done))
+            data = data[size:]
+    [answer] = [answer for done in found for answer in done.answers if answer.serial == 2]
+    assert (answer.num_accepted, answer.num_draft_masks) == (1, count)
+    state = SequenceState(Compiled(grammar).start(process._vocabulary), shape, new.mark)
+    state.accept(ids[:1], consume_here)
+    for token_id, slot in zip(ids[1 : 1 + count], (5, 6, 7, 8), strict=False):
+        state.accept([token_id], consume_here)
+        state.write_mask(scratch.view, scratch.address)
+        assert memory.read(slot, shape.num_bytes) == bytes(scratch.view[: shape.num_bytes])
     core.close()
     end.close()

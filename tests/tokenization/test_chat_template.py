@@ -204,7 +204,7 @@ def test_strftime_now() -> None:
         ([{"role": "user", "content": 7}], "must be a string or a list of parts"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\]\.content\[0\]: content parts of type 'image_url' are not supported",
+            r"messages\[0\]\.content\[0\]\.image_url: an image needs a URL",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "needs a text"),
         ([{"role": "user", "content": [7]}], "must be a string or an object, not 7"),

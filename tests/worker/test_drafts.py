@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.speculation import SpeculationConfig
+from quire.errors import QuireError
 from quire.kernels.cpu import _native
 from quire.sampling.results import SampledTokens
-from quire.step import StepResult, TokenLogprobs
-from quire.worker.drafts import PATIENCE, STRIDE, Find, HostDrafts, add_accepted, find_drafts
+from quire.step import SamplingInputs, StepPlan, StepResult, TokenLogprobs
+from quire.worker.drafts import PATIENCE, STRIDE, Find, HostDrafts, add_accepted, find_drafts, note_found
+from quire.worker.masks import read_masks
 
 FINDERS = {"numpy": find_drafts, "native": _native.find_drafts}
 
@@ -108,3 +110,31 @@ def test_tokens_and_logprobs_of_accepted_rows() -> None:
     assert result.token_ids == [[0, 1], [3], [5, 6]]
     assert result.logprobs == {0: [entries[0], entries[1]], 2: [entries[5], entries[6]]}
     assert result.num_drafts == 5
+
+
+def test_masks_of_rows_with_drafts() -> None:
+    """Three samples of one, three and four rows. The second is free before its first draft and has one mask behind
+    drafts: what lies behind allows nothing. The third has no constraint."""
+    plan = StepPlan(7, [0, 1, 2], [0, 0, 0], [1, 3, 4], [0, 1, 2], [0, 1, 2], expects_sampling_inputs=[0, 1])
+    first, behind = (bytes([number] * 8) for number in (1, 2))
+    firsts = np.array([0, 1, 4, 8])
+    masks = read_masks(SamplingInputs(7, {0: first}, draft_masks={1: [behind]}), plan, 60, firsts)
+    assert masks is not None
+    assert masks.indices.tolist() == [0, 2, 3]
+    assert [words.tobytes() for words in masks.words] == [first, behind, bytes(8)]
+    free = read_masks(SamplingInputs(7, {0: first}, draft_masks={1: [b"", behind, behind]}), plan, 60, firsts)
+    assert free is not None
+    assert free.indices.tolist() == [0, 3], "a worker computes fewer drafts than the scheduler proposes"
+    with pytest.raises(QuireError, match="not those that step 7 expects"):
+        read_masks(SamplingInputs(7, {}, draft_masks={2: [behind]}), plan, 60, firsts)
+    with pytest.raises(QuireError, match="has 8 bytes"):
+        read_masks(SamplingInputs(7, {}, draft_masks={1: [b"abc"]}), plan, 60, firsts)
+
+
+def test_what_was_found_for_the_next_step() -> None:
+    """The second of three samples is a vector, and the third has a constraint."""
+    plan = StepPlan(0, [0, 1, 2], [0] * 3, [1] * 3, [0, 1, 2], [0, 1, 2], pooled=[1], expects_sampling_inputs=[2])
+    result = StepResult(0, [])
+    note_found(result, plan, [2, 1], [[4, 5], [6, 9]])
+    assert result.found_drafts == {0: 2, 2: 1}
+    assert result.draft_token_ids == {2: [6]}

@@ -62,7 +62,6 @@ def test_the_bar_goes_away_when_loading_fails(
         config: object,
         load: object,
         group: object,
-        device: str,
         progress: Callable[[int, int], None],
         runtime: object,
         **more: object,

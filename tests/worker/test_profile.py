@@ -17,7 +17,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.memory_profile import estimate_activations
 from quire.worker.platform import cpu_meter
 from quire.worker.platform.cpu import CpuPlatform
-from quire.worker.platform.cpu_meter import PROFILED_TOKENS, dummy_inputs
+from quire.worker.platform.cpu_meter import PROFILED_ROWS, PROFILED_TOKENS, dummy_inputs
 from quire.worker.worker import Worker
 from tests.long import one_in
 
@@ -50,22 +50,20 @@ def count_forwards(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tupl
 
 @pytest.mark.parametrize(
     ("budget", "profiled"),
-    one_in(3, [(100, 100), (PROFILED_TOKENS, PROFILED_TOKENS), (5000, PROFILED_TOKENS)]),
+    one_in(3, [(50, 50), (PROFILED_TOKENS, PROFILED_TOKENS), (5000, PROFILED_TOKENS)]),
 )
 def test_one_step_of_bounded_length(
     budget: int, profiled: int, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = loaded_worker(model_path)
     steps = count_forwards(worker, monkeypatch)
-    worker.profile(budget, 32)
-    assert steps == [(profiled, 32)]
+    worker.profile(budget, 12)
+    assert steps == [(profiled, 12)]
 
 
-def test_the_forward_pass_is_scaled_to_the_budget_and_sampling_is_not(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_scaled_to_the_budget_and_its_sequences(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = loaded_worker(model_path)
-    peaks = iter([1000, 7] * 3)
+    peaks = iter([1000, 7] * 4)
 
     def measure(work: Callable[[], object]) -> int:
         work()
@@ -74,14 +72,15 @@ def test_the_forward_pass_is_scaled_to_the_budget_and_sampling_is_not(
     monkeypatch.setattr("quire.worker.platform.cpu_meter.measure_peak", measure)
     assert worker.profile(PROFILED_TOKENS, 4).activations == 1000 + 7
     assert worker.profile(4 * PROFILED_TOKENS, 4).activations == 4 * 1000 + 7
-    assert worker.profile(4 * PROFILED_TOKENS + 1, 4).activations == 5 * 1000 + 7
+    assert worker.profile(4 * PROFILED_TOKENS + 1, PROFILED_ROWS).activations == 5 * 1000 + 7
+    assert worker.profile(PROFILED_TOKENS, PROFILED_ROWS + 1).activations == 1000 + 2 * 7
 
 
 def test_what_is_measured(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = loaded_worker(model_path)
     steps = count_forwards(worker, monkeypatch)
     found = worker.profile(600, 32)
-    assert steps == [(512, 32)]
+    assert steps == [(PROFILED_TOKENS, PROFILED_ROWS)]
     assert found.available > 0
     assert found.activations < 2**30
     num_parameters = 3 * (48 * (48 * 2 + 16 * 2) + 3 * 48 * 100 + 2 * 48) + 48 + 2 * 97 * 48

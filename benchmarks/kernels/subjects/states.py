@@ -33,7 +33,7 @@ class DeltaSubject:
         self._rule = DeltaRule(*DELTA_HEADS, torch.rand(heads), torch.randn(heads), 0, 0)
 
     def memory_bytes(self, case: Case) -> int:
-        return self._num_states(case) * self._rule.end + 8 * case.rows * 4 * self._rule.end // 1024
+        return self._num_states(case) * self._rule.end_offset + 8 * case.rows * 4 * self._rule.end_offset // 1024
 
     def prepare(self, case: Case) -> Prepared:
         rule, is_prompt = self._rule, case.shape == "delta-prompt"
@@ -42,7 +42,7 @@ class DeltaSubject:
         qkv.copy_(torch.randn(case.rows, width))
         gates.copy_(torch.randn(case.rows, 2 * rule.num_value_heads))
         num_states = self._num_states(case)
-        pages = allocate(num_states * rule.end).view(num_states, rule.end)
+        pages = allocate(num_states * rule.end_offset).view(num_states, rule.end_offset)
         pages.view(torch.float32).normal_(0.0, 0.1)
         sequences = 1 if is_prompt else case.rows
         starts = torch.full((sequences,), 0 if is_prompt else COMPUTED)
@@ -66,7 +66,7 @@ class DeltaSubject:
         return Prepared(natives={"f32": run}, twins=twins, errors={"f32": error}, tolerances={"f32": TOLERANCE})
 
     def _num_states(self, case: Case) -> int:
-        return 1 if case.shape == "delta-prompt" else max(case.rows, self._machine.num_copies(self._rule.end))
+        return 1 if case.shape == "delta-prompt" else max(case.rows, self._machine.num_copies(self._rule.end_offset))
 
     def _native(
         self, qkv: torch.Tensor, gates: torch.Tensor, steps: Sequence[StateStep]

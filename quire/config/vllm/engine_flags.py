@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.vllm.record import VllmFlag, noted, refused, so, to
+from quire.config.vllm.record import VllmFlag, noted, refused, to
 
 DTYPE_WORDS = {"half": "float16", "float": "float32"}
 TASK_WORDS = {"embed": "pooling", "embedding": "pooling", "classify": "pooling", "score": "pooling"}
@@ -17,7 +17,8 @@ FORMAT_WORDS = {
 OUR_BACKENDS = ("auto", "native", "torch", "triton")
 
 NO_CODE = "no code of a checkpoint is ever run: the model is one that Quire or Transformers knows"
-NO_MEDIA = "only text is taken: a request with images, sound or video is refused"
+NO_VIDEO = "images are taken, and no video"
+NO_TOWER_FP8 = "the tower is never quantised"
 POOLING_IN_FILES = "how a model pools is read from its own files; a request sets normalize, dimensions, use_activation"
 MAPPED = "weights are read from memory-mapped files"
 STATES = "states of recurrent layers are kept in float32, at intervals of state_snapshot_interval tokens"
@@ -35,8 +36,8 @@ MODEL: tuple[VllmFlag, ...] = (
     to("dtype", "text", values=DTYPE_WORDS),
     to("seed", "int"),
     refused("hf_config_path", "text", "config.json is read beside the weights; --hf-overrides changes keys of it"),
-    noted("allowed_local_media_path", "text", NO_MEDIA, ""),
-    noted("allowed_media_domains", "texts", NO_MEDIA, []),
+    to("allowed_local_media_path", "text"),
+    to("allowed_media_domains", "texts", why="none may be named unless they are listed; addresses if not public"),
     to("revision", "text"),
     noted("code_revision", "text", NO_CODE),
     to("tokenizer_revision", "text"),
@@ -139,35 +140,35 @@ CACHE: tuple[VllmFlag, ...] = (
 )
 
 MEDIA: tuple[VllmFlag, ...] = (
-    so("language_model_only", "flag", "the language model is all that is loaded", True, False),
-    noted("limit_mm_per_prompt", "json", NO_MEDIA, {}),
-    refused("enable_mm_embeds", "flag", NO_MEDIA, False),
-    noted("media_io_kwargs", "json", NO_MEDIA, {}),
-    noted("mm_processor_kwargs", "json", NO_MEDIA, {}),
-    noted("mm_processor_cache_gb", "float", NO_MEDIA, 4, 0),
-    noted("mm_processor_cache_type", "text", NO_MEDIA, "lru"),
-    noted("mm_hasher_algorithm", "text", NO_MEDIA),
-    noted("mm_shm_cache_max_object_size_mb", "int", NO_MEDIA),
-    refused("mm_encoder_only", "flag", NO_MEDIA, False),
-    noted("mm_encoder_tp_mode", "text", NO_MEDIA, "weights"),
-    noted("mm_encoder_attn_backend", "text", NO_MEDIA),
-    noted("mm_encoder_attn_dtype", "text", NO_MEDIA),
-    noted("mm_encoder_fp8_scale_path", "text", NO_MEDIA),
-    noted("mm_encoder_fp8_scale_save_path", "text", NO_MEDIA),
-    noted("mm_encoder_fp8_scale_save_margin", "float", NO_MEDIA),
-    noted("interleave_mm_strings", "flag", NO_MEDIA, False),
-    noted("skip_mm_profiling", "flag", NO_MEDIA, False),
-    noted("video_pruning_rate", "float", NO_MEDIA),
-    noted("video_pruning_method", "text", NO_MEDIA),
-    noted("mm_tensor_ipc", "text", NO_MEDIA),
-    noted("mm_processor_device", "text", NO_MEDIA, "auto"),
-    noted("mm_ipc_gpu_memory_gb", "float", NO_MEDIA),
-    noted("mm_device_do_normalize", "flag", NO_MEDIA, False),
+    to("language_model_only", "flag"),
+    to("limit_mm_per_prompt", "json", why="numbers alone; pixels are bounded by mm_processor_kwargs"),
+    refused("enable_mm_embeds", "flag", "images are taken, and no embeddings of them", False),
+    to("media_io_kwargs", "json", why="image.rgba_background_color"),
+    to("mm_processor_kwargs", "json", why="min_pixels, max_pixels, and size with shortest_edge and longest_edge"),
+    to("mm_processor_cache_gb", "float", why="1 where it is not given"),
+    noted("mm_processor_cache_type", "text", "each front end keeps processed pictures of its own", "lru"),
+    noted("mm_hasher_algorithm", "text", "pictures are known by SHA-256"),
+    noted("mm_shm_cache_max_object_size_mb", "int", "no processed pictures are kept in shared memory"),
+    refused("mm_encoder_only", "flag", "an engine has a language model", False),
+    noted("mm_encoder_tp_mode", "text", "one rank computes the tower", "weights"),
+    noted("mm_encoder_attn_backend", "text", "the tower computes as attention_backend says"),
+    noted("mm_encoder_attn_dtype", "text", "attention_backend decides how the tower's attention rounds"),
+    noted("mm_encoder_fp8_scale_path", "text", NO_TOWER_FP8),
+    noted("mm_encoder_fp8_scale_save_path", "text", NO_TOWER_FP8),
+    noted("mm_encoder_fp8_scale_save_margin", "float", NO_TOWER_FP8),
+    noted("interleave_mm_strings", "flag", "pictures always stand where their parts stand", False, True),
+    noted("skip_mm_profiling", "flag", "the tower's memory is computed from the model's files", False),
+    noted("video_pruning_rate", "float", NO_VIDEO),
+    noted("video_pruning_method", "text", NO_VIDEO),
+    noted("mm_tensor_ipc", "text", "pixels reach the engine in its requests"),
+    noted("mm_processor_device", "text", "pictures are processed by helper processes on CPUs", "auto", "cpu"),
+    noted("mm_ipc_gpu_memory_gb", "float", "pixels reach the engine in its requests"),
+    noted("mm_device_do_normalize", "flag", "pixels are normalised where the tower computes", False),
 )
 
 KEYWORDS: tuple[VllmFlag, ...] = (
     refused("model_weights", "text", "weights are read from where the model is", ""),
-    noted("enable_mm_processor_stats", "flag", NO_MEDIA, False),
+    noted("enable_mm_processor_stats", "flag", "/metrics counts hits of processed pictures", False),
     noted("mamba_config", "json", STATES, {}),
 )
 """Keywords of vLLM's `LLM` that are no flags."""

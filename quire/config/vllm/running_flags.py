@@ -9,7 +9,7 @@ ONE_ROUTER = "all replicas are on this machine, behind the server's own router: 
 NO_CONTEXT_RANKS = "one rank holds the whole context of a sequence"
 NO_EXPERT_RANKS = "each rank has its share of every expert: the answers are the same"
 ALL_RANKS_ALIKE = "the ranks of a host add up over shared memory"
-NO_ADAPTERS = "adapters are not supported yet"
+NO_EXPERT_ADAPTERS = "experts take no adapters yet"
 KERNELS_CHOSEN = "kernels are chosen by the device and the shape"
 BY_OBJECT = "write it in speculative_config"
 MEASURED = "/metrics always has what is measured"
@@ -18,7 +18,7 @@ LOGGED = "QUIRE_LOG_LEVEL sets what the log has, QUIRE_LOG_FORMAT its form"
 
 PARALLEL: tuple[VllmFlag, ...] = (
     noted("distributed_executor_backend", "text", "one process a rank on this machine", "mp", "uni"),
-    to("pipeline_parallel_size", "int", short=("-pp",), why="1 only, so far"),
+    to("pipeline_parallel_size", "int", short=("-pp",), why="on a CPU so far"),
     noted("master_addr", "text", ONE_MACHINE, "127.0.0.1"),
     noted("master_port", "int", ONE_MACHINE),
     refused("nnodes", "int", ONE_MACHINE, 1, short=("-n",)),
@@ -73,19 +73,19 @@ PARALLEL: tuple[VllmFlag, ...] = (
 )
 
 ADAPTERS: tuple[VllmFlag, ...] = (
-    refused("enable_lora", "flag", NO_ADAPTERS, False),
-    noted("max_loras", "int", NO_ADAPTERS, 1),
-    noted("max_lora_rank", "int", NO_ADAPTERS, 16),
-    noted("lora_dtype", "text", NO_ADAPTERS, "auto"),
-    noted("enable_tower_connector_lora", "flag", NO_ADAPTERS, False),
-    noted("max_cpu_loras", "int", NO_ADAPTERS),
-    noted("max_lora_cls_labels", "int", NO_ADAPTERS),
-    noted("fully_sharded_loras", "flag", NO_ADAPTERS, False),
-    noted("lora_target_modules", "texts", NO_ADAPTERS, []),
-    refused("default_mm_loras", "json", NO_ADAPTERS, {}),
-    noted("specialize_active_lora", "flag", NO_ADAPTERS, False),
-    noted("enable_mixed_moe_lora_format", "flag", NO_ADAPTERS, False),
-    noted("enable_moe_shared_loras", "flag", NO_ADAPTERS, False),
+    to("enable_lora", "flag", why="native and plain torch kernels, so far"),
+    to("max_loras", "int"),
+    to("max_lora_rank", "int"),
+    to("lora_dtype", "text"),
+    refused("enable_tower_connector_lora", "flag", "adapters change the language model alone", False),
+    to("max_cpu_loras", "int", why="a CPU has one level: as many adapters stay loaded"),
+    noted("max_lora_cls_labels", "int", "classifiers take no adapters yet"),
+    so("fully_sharded_loras", "flag", "each rank keeps of an adapter what its share of the layers needs", False, True),
+    to("lora_target_modules", "texts"),
+    refused("default_mm_loras", "json", "no adapter is chosen by the kind of a prompt", {}),
+    so("specialize_active_lora", "flag", "a step reads the adapters of its tokens alone", False, True),
+    refused("enable_mixed_moe_lora_format", "flag", NO_EXPERT_ADAPTERS, False),
+    refused("enable_moe_shared_loras", "flag", NO_EXPERT_ADAPTERS, False),
 )
 
 OBSERVABILITY: tuple[VllmFlag, ...] = (
@@ -118,7 +118,7 @@ SCHEDULER: tuple[VllmFlag, ...] = (
     noted("long_prefill_token_threshold_adaptive", "flag", "the threshold holds whatever waits", False),
     to("scheduling_policy", "text"),
     so("enable_chunked_prefill", "flag", "prompts are always cut to the step's budget", True),
-    noted("disable_chunked_mm_input", "flag", "only text is taken", False),
+    noted("disable_chunked_mm_input", "flag", "a chunk may end inside a picture: the tokens are the same", False),
     refused("scheduler_cls", "text", "no code of users runs in the engine"),
     noted("scheduler_reserve_full_isl", "flag", "a request starts when its first chunk has blocks", True, False),
     noted("watermark", "float", "a block is taken as soon as one is free", 0),
@@ -195,6 +195,6 @@ OLDER: tuple[VllmFlag, ...] = (
     noted("use_v2_block_manager", "flag", "there is one block manager", True, False),
     noted("disable_async_output_proc", "flag", "--queue-depth plans ahead", False),
     noted("worker_use_ray", "flag", "there is no Ray", False),
-    noted("disable_mm_preprocessor_cache", "flag", "only text is taken", True, False),
-    refused("enable_prompt_adapter", "flag", NO_ADAPTERS, False),
+    noted("disable_mm_preprocessor_cache", "flag", "mm_processor_cache_gb 0 keeps no processed pictures", False),
+    refused("enable_prompt_adapter", "flag", "vLLM has removed prompt adapters", False),
 )

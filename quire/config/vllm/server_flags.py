@@ -10,11 +10,11 @@ NO_COHERE = "Cohere's chat is not served"
 SUPERVISOR = "the server itself starts replicas again"
 
 _CHAT: tuple[VllmFlag, ...] = (
-    refused("lora_modules", "texts", "adapters are not supported yet", []),
+    to("lora_modules", "texts"),
     to("chat_template", "text", why="a file or the template itself; run in a sandbox"),
     to("chat_template_content_format", "text"),
     to("trust_request_chat_template", "flag"),
-    noted("trust_request_mm_kwargs", "flag", "only text is taken", False),
+    to("trust_request_mm_kwargs", "flag"),
     to("default_chat_template_kwargs", "json"),
     refused("reasoning_effort_map", "json", "efforts reach the chat template as they are", {}),
     to("response_role", "text"),

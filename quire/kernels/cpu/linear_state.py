@@ -35,7 +35,7 @@ class StatePlans:
         return self._plan
 
     def _checked(self, states: StateStep, query_start: torch.Tensor) -> tuple[Any, ...]:
-        """What the native plan is set with."""
+        """The arguments of the native plan's `set`, after the checks that `set` promises."""
         starts, num_sequences = states.starts, len(states.query_start) - 1
         if starts.dtype != torch.int64 or tuple(starts.shape) != (num_sequences,) or not starts.is_contiguous():
             raise ValueError(f"starts: int64 [{num_sequences}] expected, got {starts.dtype} {list(starts.shape)}")

@@ -20,7 +20,7 @@ from quire.kernels.cpu.memory import ALIGNMENT, allocate, give_back, reserve, to
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
-"""What values come in, of types whose scales are float32."""
+"""Dtypes of the values of a quantised tensor, by types whose scales are float32."""
 _FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
 """Input features that share a scale."""
 _PANEL = 32
@@ -44,7 +44,7 @@ class BlockLayout:
 
     @property
     def is_super(self) -> bool:
-        """Whether scales of groups are products of the block's and of a code."""
+        """True where the scale of a group is the product of the block's scale and of a code."""
         return self.values != self.group_size
 
 
@@ -76,7 +76,7 @@ class PackedMatrix:
     """
 
     scale_dtype = torch.float32
-    """Of what is not a code, and of offsets."""
+    """Dtype of offsets, and of scales that are no codes."""
     blocks: BlockLayout | None = None
     """The blocks that it holds as a file has them."""
     activation_bits = 0
@@ -112,7 +112,7 @@ class PackedMatrix:
         self.group_size = _FP4_GROUPS.get(type) or min(group_size or in_features, in_features)
         self.gated = gated
         self.integer_activations = integer_activations
-        panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
+        panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe(out_features, gated))
         self.padded_columns = panels * _PANEL
         self.data = self._zeros(panels * panel_bytes, torch.uint8)
         count = num_codes = panels * self.num_groups * _PANEL
@@ -245,23 +245,26 @@ class PackedMatrix:
         _native.unpack_rows(self.as_native(), rows.data_ptr(), self.in_features, 0, self.out_features)
         return rows
 
-    def as_native(self) -> _native.PackedWeight:
-        """What the kernels are given. It holds addresses: the matrix must outlive it."""
-        return self._describe(*self._stored())
+    def as_native(self, *, interleaved: bool = False) -> _native.PackedWeight:
+        """The matrix as kernels take it. The result holds addresses: the matrix must outlive it. interleaved: a gated
+        matrix as one of `padded_columns` rows that is not gated, whose gate and up rows take turns of 16."""
+        if not interleaved:
+            return self._describe(self.out_features, self.gated, *self._stored())
+        return self._describe(self.padded_columns, False, *self._stored())
 
     def _stored(self) -> tuple[torch.Tensor | None, ...]:
-        """What the kernels read, in the order of `PackedWeight`."""
+        """The tensors that kernels read, in the order of `PackedWeight`."""
         others, numbers = (self.column_sums, self.column_order, self.scale_codes), (self.scales, self.offsets)
         is_wide = self.scale_dtype == torch.float32
         return (self.data, *numbers, *others, None, None) if is_wide else (self.data, None, None, *others, *numbers)
 
-    def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
+    def _describe(self, out_features: int, gated: bool, *tensors: torch.Tensor | None) -> _native.PackedWeight:
         return _native.PackedWeight(
             self.type,
             self.in_features,
-            self.out_features,
+            out_features,
             self.group_size,
-            self.gated,
+            gated,
             self.integer_activations,
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
             centre=self.blocks.centre if self.blocks else 0.0,

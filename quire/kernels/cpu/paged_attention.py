@@ -58,7 +58,7 @@ class AttentionPlans:
     """The native plans of the KV groups that keep keys and values, set anew for each step."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int) -> None:
-        """num_heads: query heads of every layer. num_threads: of the pool that runs them."""
+        """num_heads: query heads of every layer. num_threads: threads of the pool that runs the plans."""
         self.plans = []
         for group in layout.token_groups:
             spec = group.spec

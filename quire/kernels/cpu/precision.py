@@ -27,7 +27,7 @@ KNOWN: dict[tuple[str, int, int | None], str] = {
     ("GenuineIntel", 6, 143): "float32",  # Sapphire Rapids; as the next
     ("GenuineIntel", 6, 207): "float32",  # Emerald Rapids: 88 GFLOP/s a core, 174 in float32
 }
-"""Of the vector instructions, by vendor, family and model (None: every model of the family)."""
+"""The faster precision of the vector instructions, by vendor, family and model (None: every model of the family)."""
 MARGIN = 1.2
 """bfloat16 rounds activations: it is taken where its measured rate is at least this many times that of float32."""
 NUM_TRIALS, NUM_UNITS = 5, 16

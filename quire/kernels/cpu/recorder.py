@@ -36,15 +36,15 @@ GATHER = "gather"
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A matrix of float32 rows. area: where it lies (ARENA: the recorder finds a place). stride: elements from row
-    to row."""
+    """A matrix of float32 rows. area: number of the memory that it lies in (ARENA: the recorder finds a place). stride:
+    elements from row to row."""
 
     recorder: Recorder
     width: int
     area: int
     stride: int
     is_gathered: bool = False
-    """Whether its rows are those that are read, not all of the step's."""
+    """True where its rows are those that are read, False where they are all rows of the step."""
     offset: int = 0
     """Elements per row of the arena that lie before it; known after `finish_program`."""
 
@@ -77,8 +77,8 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees. out_column:
-    of its output and its residual, the first that it writes and reads."""
+    what is there. output: the kernel's name of its output. first_column: the first column that it sees of each of its
+    buffers. out_column: the first column that it writes of its output and reads of its residual."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -213,7 +213,7 @@ class TorchCall:
         self._rows: list[torch.Tensor] = []
 
     def __call__(self, num_rows: int, addresses: list[int]) -> None:
-        """addresses: of the buffers' first rows."""
+        """Compute the operation over rows in a program's memory. addresses: one for the first row of each buffer."""
         if self._place != (num_rows, addresses):
             self._place = (num_rows, addresses)
             self._rows = [
@@ -280,8 +280,8 @@ def _count_readers(calls: Sequence[Call]) -> Counter[Buffer]:
 
 
 def _is_input_norm(norm: Call, call: Call) -> bool:
-    """Whether `call` is a linear layer of the rows that `norm` gives. A layer writes its output while others may still
-    read the rows: that must not go where they lie."""
+    """True where `call` is a linear layer of the rows that `norm` gives. A layer writes its output while others may
+    still read the rows: that must not go where they lie."""
     return (
         (norm.kernel, call.kernel) == ("norm", "linear")
         and not norm.in_place
@@ -406,10 +406,10 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> None:
-        """columns: by number, [num_rows] int64, contiguous; None: no kernel reads it. plans: of the KV groups, or of
-        a step without a KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous,
-        ascending: what gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are
-        none)."""
+        """columns: by number, [num_rows] int64, contiguous; None: no kernel reads it. plans: one for each KV group, or
+        the plan of a step without a KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64,
+        contiguous, ascending: the rows that gathers leave (None: all rows). states: a plan of the recorder's
+        `state_layers` (None: there are none)."""
         self.bind(num_rows, columns, plans, externals, read_rows, states)()
 
     def bind(
@@ -421,8 +421,9 @@ class RecordedProgram:
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
     ) -> Callable[[], None]:
-        """What runs the program over the memory of these arguments, as often as it is called, asking nothing again.
-        Valid while the caller keeps them, and until another program has the working memory that they share grow."""
+        """A call that runs the program over the memory of these arguments, as often as it is made, asking nothing
+        again. Valid while the caller keeps them, and until another program has the working memory that they share
+        grow."""
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         areas = [self._arena.address, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
@@ -436,7 +437,8 @@ class RecordedProgram:
         return self._results[0][0].get(num_rows)
 
     def results(self, num_rows: int, num_read: int) -> list[torch.Tensor]:
-        """As `result`, of all buffers that are kept: [num_read, width] of those behind a gather."""
+        """The rows of all buffers that are kept, in the order of `finish_program`: [num_rows, width] each, [num_read,
+        width] for those behind a gather. The next run overwrites them."""
         return [rows.get(num_read if is_gathered else num_rows) for rows, is_gathered in self._results]
 
     def _rows_of(self, buffer: Buffer) -> FirstRows:

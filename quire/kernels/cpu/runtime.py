@@ -13,12 +13,12 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 
 
 class NativeRuntime:
-    """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: of the pool, the
-    calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply weights,
-    keys or values that are stored in it (and others: `rounds_for_quantised`); "auto" does so where that is faster
-    (quire/kernels/cpu/precision.py). The attribute says which of the two it is, precision_reason why (empty where
-    there was no choice). Raises ConfigError for an instruction set that is not available, and for a precision that it
-    does not have."""
+    """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: threads of the pool,
+    the calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply
+    weights, keys or values that are stored in it (and others: `rounds_for_quantised`); "auto" does so where that is
+    faster (quire/kernels/cpu/precision.py). The attribute says which of the two it is, precision_reason why (empty
+    where there was no choice). Raises ConfigError for an instruction set that is not available, and for a precision
+    that it does not have."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
@@ -52,8 +52,8 @@ class NativeRuntime:
 
     @property
     def rounds_for_quantised(self) -> bool:
-        """Whether "bfloat16" concerns quantised weights, too: activations are rounded to bfloat16 for the tiles of AMX,
-        and to two digits of eight bits for products on vectors."""
+        """True where "bfloat16" concerns quantised weights, too: activations are rounded to bfloat16 for the tiles of
+        AMX, and to two digits of eight bits for products on vectors."""
         return self.isa in ("amx", "amx_emulated", "avx512_bf16")
 
     @property

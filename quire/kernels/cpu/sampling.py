@@ -49,10 +49,10 @@ class VocabularyKernels:
     def rank(
         self, logits: np.ndarray, tokens: np.ndarray, num_top: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of one token ([N] int64) for each row of `logits` ([N, vocab_size] float32): its log-probability ([N]
-        float32; NaN for a row with non-finite logits, of which nothing else is valid) and its rank ([N] int64, 1 for
-        the best). Then the `num_top` best tokens ([N, width] int64; width at most vocab_size; of equal ones the lowest
-        first) and their log-probabilities ([N, width] float32)."""
+        """The place of one token ([N] int64) in each row of `logits` ([N, vocab_size] float32): its log-probability
+        ([N] float32; NaN for a row with non-finite logits, of which nothing else is valid) and its rank ([N] int64, 1
+        for the best). Then the `num_top` best tokens ([N, width] int64; width at most vocab_size; of equal ones the
+        lowest first) and their log-probabilities ([N, width] float32)."""
         count, vocab_size = logits.shape
         width = min(num_top, vocab_size)
         logprobs, ranks = np.empty(count, np.float32), np.empty(count, np.int64)

@@ -29,7 +29,7 @@ KINDS: Mapping[str, int] = {
     "gelu_pytorch_tanh": GELU_TANH.value,
     "quick_gelu": QUICK_GELU.value,
 }
-"""By the names of `quire.kernels.activation.ACTIVATIONS`."""
+"""Numbers of the activations that kernels know, by their names in `quire.kernels.activation.ACTIVATIONS`."""
 
 BLOCK = 1024
 """Elements of a program of 4 warps: one load of 16 bytes a thread in 16 bits, two when gated."""
@@ -70,8 +70,8 @@ def _activation_kernel(x, out, x_stride, width, KIND: tl.constexpr, GATED: tl.co
 
 
 def activation(x: torch.Tensor, name: str, *, gated: bool) -> torch.Tensor:
-    """x: [T, width], or [T, 2 * width] with the gate's half first; rows may lie apart; any float dtype. name: of KINDS.
-    Returns activation(x) or activation(gate) * up, [T, width] in x's dtype, computed in float32."""
+    """x: [T, width], or [T, 2 * width] with the gate's half first; rows may lie apart; any float dtype. name: a key of
+    KINDS. Returns activation(x) or activation(gate) * up, [T, width] in x's dtype, computed in float32."""
     num_rows, columns = x.shape
     width = columns // 2 if gated else columns
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)

@@ -1,4 +1,5 @@
-"""What the attention kernels share: softmax over a range of a sequence's keys, read block by block, and its merging.
+"""Functions that the attention kernels share: softmax over a range of a sequence's keys, read block by block, and its
+merging.
 
 A tile of queries is BLOCK_M rows: some consecutive new tokens of one sequence times the GROUP query heads that share a
 key head, so that every key is loaded once for all of them. Keys come in tiles of BLOCK_N positions that begin at
@@ -127,7 +128,8 @@ def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
     """Weights of a tile's keys relative to the new maximum, that maximum, and the factor of what was summed before.
 
-    scale: of scores; with a soft cap c of 2 log2(e) / c as well, so that tanh is made of one power. cap: c log2(e).
+    scale: multiplies scores; with a soft cap c it has a factor of 2 log2(e) / c as well, so that tanh is made of one
+    power. cap: c log2(e).
     """
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
@@ -248,10 +250,10 @@ def attend_range(
 ):
     """Add the keys at [start, stop) to the running softmax of a tile of queries; `start` a multiple of BLOCK_N.
 
-    queries, odd_queries, query_factor: of `split_queries`. pages: those of one layer, at the first element of the key
-    head. table: the sequence's row. positions: [BLOCK_M] of
-    the rows, between first_position and last_position. Keys that no row sees, and blocks that hold nothing else, are
-    not read. Tiles that all rows see whole, nearly all of a long context, go through a loop without masks.
+    queries, odd_queries, query_factor: results of `split_queries`. pages: those of one layer, at the first element of
+    the key head. table: the sequence's row. positions: [BLOCK_M] of the rows, between first_position and last_position.
+    Keys that no row sees, and blocks that hold nothing else, are not read. Tiles that all rows see whole, nearly all of
+    a long context, go through a loop without masks.
     """
     odd_values = total
     if PAIRS:
@@ -309,8 +311,8 @@ def load_sinks(sinks, heads, SINKS: tl.constexpr):
 
 @triton.jit
 def normalised(maximum, total, values, sink, value_scale):
-    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale: of
-    values as they are stored."""
+    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none. value_scale:
+    multiplies values as they are stored."""
     new_maximum = tl.maximum(maximum, sink * LOG2_E)
     factor = tl.exp2(maximum - new_maximum)
     total = tl.fma(total, factor, tl.exp2(tl.fma(sink, LOG2_E, -new_maximum)))

@@ -1,4 +1,5 @@
-"""How attention is cut up on a device: pure functions of shapes and of the device, nothing is tried out while serving.
+"""Tiles and splits of attention on a device: pure functions of shapes and of the device, nothing is tried out while
+serving.
 
 What bounds attention, for H query heads, Hkv key heads (group G = H / Hkv), head size D, elements of b bytes:
 
@@ -21,17 +22,19 @@ from dataclasses import dataclass, replace
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 """KiB that one block can have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 SMALLEST_SHARED_MEMORY = 99
-"""Of the capabilities 8.0 and later that are not listed."""
+"""KiB that one block can have on cards of capability 8.0 and later that are not listed."""
 SMALL_ROWS = 16
-"""Of the smallest tile, the matrix units' own."""
+"""Rows of the smallest tile, the matrix units' own."""
 MIDDLE_ROWS = 64
-"""Of the tile for sequences that would leave most of a whole one empty; and of the one tile of batch-invariant mode."""
+"""Rows of the tile for sequences that would leave most of a whole one empty, and of the one tile of batch-invariant
+mode."""
 ROWS = 128
-"""Of a whole tile."""
+"""Rows of a whole tile."""
 RESIDENT_PROGRAMS = 2
 """Decode programs of a multiprocessor for which shared memory is left, whatever their tiles."""
 SMALL_RESIDENT_PROGRAMS = 3
-"""What registers allow of those with 16 rows and heads of up to 128 (156 registers; wider ones have 196: two)."""
+"""Decode programs of a multiprocessor that registers allow, with 16 rows and heads of up to 128 (156 registers; wider
+ones have 196: two programs)."""
 SCORES_BYTES = 2 << 10
 """Bytes of shared memory through which a small tile's weights go from one layout of registers to the other."""
 RESERVED_MEMORY = 1 << 10
@@ -45,12 +48,14 @@ FIXED_KEYS = 1024
 SHORT_CONTEXT = 1536
 """Tokens of sequences whose programs end too soon for one program to keep a multiprocessor of Hopper busy."""
 SPLITTING_PAYS = 2048
-"""In a mixed batch, single new tokens of sequences this long get the split kernel; shorter ones the varlen kernel."""
+"""Tokens of a sequence from which on its single new token gets the split kernel in a mixed batch; shorter ones get the
+varlen kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """capability: compute capability; num_multiprocessors: of the device. (Interpreted: those of an H200.)"""
+    """The device's limits. capability: compute capability. num_multiprocessors: their number. (Interpreted: those of an
+    H200.)"""
 
     capability: tuple[int, int] = (9, 0)
     num_multiprocessors: int = 132
@@ -63,7 +68,8 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What of a layer decides tiles. itemsize: bytes of an element that is multiplied (the wider of query and page)."""
+    """The part of a layer that decides tiles. itemsize: bytes of an element that is multiplied (the wider of query and
+    page)."""
 
     num_heads: int
     num_kv_heads: int
@@ -83,10 +89,10 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """block_m: rows of queries (tokens x heads of a group). block_n: keys. num_warps, num_stages: Triton's.
-    fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is not). max_registers: of
-    a thread (0: the compiler chooses). warp_groups: one warp group copies and two of num_warps multiply
-    (`prompt_attention`)."""
+    """The tiles of an attention kernel. block_m: rows of queries (tokens x heads of a group). block_n: keys. num_warps,
+    num_stages: Triton's. fixed_keys: the softmax is merged from parts of this many keys at fixed positions (0: it is
+    not). max_registers: most registers of a thread (0: the compiler chooses). uses_warp_groups: one warp group copies
+    and two of num_warps multiply (`prompt_attention`)."""
 
     block_m: int
     block_n: int
@@ -94,7 +100,7 @@ class Tiles:
     num_stages: int
     fixed_keys: int = 0
     max_registers: int = 0
-    warp_groups: bool = False
+    uses_warp_groups: bool = False
 
     def tokens(self, group: int) -> int:
         """Tokens in one tile."""
@@ -102,16 +108,16 @@ class Tiles:
 
     @property
     def settings(self) -> dict[str, int]:
-        """What a kernel of these tiles is launched with."""
+        """The settings that a kernel of these tiles is launched with."""
         settings = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return settings | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """How the split kernel runs over a batch. tokens: it computes sequences with at most this many new tokens.
-    num_programs: of one sequence and key head; capacity: splits of it that the scratch has room for; min_keys: of a
-    split."""
+    """A run of the split kernel over a batch. tokens: it computes sequences with at most this many new tokens.
+    num_programs: programs of one sequence and key head. capacity: splits of one sequence and key head that the scratch
+    has room for. min_keys: fewest keys of a split."""
 
     tiles: Tiles
     tokens: int
@@ -125,19 +131,22 @@ def padded_dim(head_dim: int) -> int:
 
 
 def varlen_tiles(
-    shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, warp_groups: bool = False
+    shape: HeadShape, max_query_len: int, max_seq_len: int, limits: DeviceLimits, *, allow_warp_groups: bool = False
 ) -> Tiles:
-    """Tiles of prompt attention: no more rows than a sequence has, up to 128, and as many keys as fit. On Hopper, as
-    measured with heads of 128: two programs on a multiprocessor over short contexts, one of three warp groups over
-    longer ones. warp_groups: the layer is one that `prompt_attention.can_attend`."""
+    """Tiles of the kernels for prompts, which compute batches of sequences of various lengths ("varlen"): no more rows
+    than the longest sequence has, up to 128, and as many keys as fit. On Hopper, as measured with heads of 128: two
+    programs on a multiprocessor over short contexts, one of three warp groups over longer ones.
+
+    max_query_len: new tokens of the sequence that has most; max_seq_len: tokens of the longest sequence.
+    allow_warp_groups: `prompt_attention.allows_warp_groups` holds for the layer."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
     rows = max_query_len * shape.group
     if rows > MIDDLE_ROWS and limits.capability[0] == 9 and shape.dim == shape.head_dim == 128 and shape.group <= ROWS:
         if max_seq_len <= SHORT_CONTEXT:
             return Tiles(ROWS, 64, 8, 2, max_registers=128)
-        if warp_groups:
-            return Tiles(ROWS, 128, 4, 2, warp_groups=True)
+        if allow_warp_groups:
+            return Tiles(ROWS, 128, 4, 2, uses_warp_groups=True)
     if rows > MIDDLE_ROWS:
         return _fitted(shape, ROWS, limits, limits.shared_memory)
     block_m = MIDDLE_ROWS if rows > SMALL_ROWS else SMALL_ROWS

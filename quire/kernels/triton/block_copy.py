@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch
 
 CHUNK_BYTES = 16384
-"""Of a page, copied by one program of 4 warps: 8 loads of 16 bytes a thread are in flight."""
+"""Bytes of a page that one program of 4 warps copies: 8 loads of 16 bytes a thread are in flight."""
 ALIGNMENT = 16
 
 Pairs = Sequence[tuple[int, int]]
@@ -50,9 +50,9 @@ def _copy_kernel(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Where the pages of each block lie. addresses: [num_pages] int64, on the device: of page j of block 0.
-    block_bytes: from there to the same page of the next block. page_bytes: what is copied of each. memory: kept
-    alive."""
+    """The places of each block's pages. addresses: [num_pages] int64, on the device: addresses of block 0's pages.
+    block_bytes: from a page to the same page of the next block. page_bytes: bytes that are copied of each page. memory:
+    kept alive."""
 
     addresses: torch.Tensor
     block_bytes: int
@@ -146,7 +146,7 @@ class BlockCopier:
     blocks mean what they say."""
 
     def __init__(self, pages: Sequence[torch.Tensor], upload: Upload) -> None:
-        """pages: as PageTable.of_pages. upload: without waiting for the device."""
+        """pages: those that PageTable.of_pages takes. upload: copies integers to the device without waiting for it."""
         self._pool = PageTable.of_pages(pages)
         self._upload = upload
 

@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 ALIGNMENT = 16
 """Bytes, and integers: Triton tells apart what is a multiple of it."""
 Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
-"""What enqueues a compiled kernel, and settings: the call is (the three sizes of the grid, stream, *settings, an
-argument for each parameter; compile-time ones are ignored)."""
+"""A function that enqueues a compiled kernel, and settings: the call is (the three sizes of the grid, stream,
+*settings, an argument for each parameter; compile-time ones are ignored)."""
 _BELOW = ALIGNMENT - 1
 _POINTERS_OF = torch.Tensor.data_ptr
 _DTYPE_OF = attrgetter("dtype")
@@ -120,8 +120,8 @@ class _Kind:
     """Arguments of one combination of types.
 
     tensors, numbers: pick those out of the open arguments (None counts as a number). fixed: values of the other
-    parameters. order: brings fixed + pointers + numbers into the order of the kernel's parameters. compiled: what
-    starts a compiled kernel, by `key`; last: the entry used last, which a comparison finds sooner than a hash.
+    parameters. order: brings fixed + pointers + numbers into the order of the kernel's parameters. compiled: launchers
+    of compiled kernels, by `key`; last: the entry used last, which a comparison finds sooner than a hash.
     """
 
     __slots__ = (
@@ -185,7 +185,7 @@ def _class_of(number: Any, is_literal: bool) -> object:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What picks the items at `indices` out of a tuple."""
+    """A function that picks the items at `indices` out of a tuple."""
     if not indices:
         return lambda items: ()
     if len(indices) == 1:
@@ -225,7 +225,7 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _contains(settings: Iterable[object], marks: set[object]) -> bool:
-    """Whether a mark stands among the settings, or in a sequence that is one of them."""
+    """True where a mark stands among the settings, or in a sequence that is one of them."""
     return any(
         _contains(each, marks) if isinstance(each, list | tuple) else any(each is mark for mark in marks)
         for each in settings

@@ -30,7 +30,7 @@ from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 UNROLLED = 8
 """Fixed splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
 FEW_PARTS = 8
-"""Of plans with at most as many splits one program merges all heads of a group; of others, one head."""
+"""Most splits of a plan with which one program merges all heads of a group; with more, a program merges one head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class SplitScratch:
 @triton.jit
 def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
             FIXED_KEYS: tl.constexpr):  # fmt: skip
-    """Where the first split of a sequence begins, keys of a split, number of splits. Fixed splits begin at multiples of
-    their length; others share the tiles that any query sees out equally."""
+    """The first key of a sequence's first split, keys of a split, and number of splits. Fixed splits begin at multiples
+    of their length; others share the tiles that any query sees out equally."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(first_seen(seq_len - num_new, window, WINDOW), 0)
@@ -256,7 +256,7 @@ def _merge_kernel(
 
 
 class SplitAttention:
-    """Both kernels for one layer with its pages, and one kind of tiles. tokens: as SplitPlan's."""
+    """Both kernels for one layer with its pages, and one kind of tiles. tokens: `SplitPlan.tokens`."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class SplitAttention:
         )
         self._has_merged = False
 
-    def run(self, work: PagedAttention, plan: SplitPlan) -> None:
+    def launch(self, work: PagedAttention, plan: SplitPlan) -> None:
         batch, query, out, tables = work.batch, work.query, work.out, work.tables
         self._split(
             (self._num_kv_heads, batch.num_seqs, plan.num_programs),
@@ -339,5 +339,6 @@ class SplitAttention:
 
 
 def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
-    """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
-    SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).run(work, plan)
+    """Compute what `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left
+    alone."""
+    SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).launch(work, plan)

@@ -25,8 +25,8 @@ NOT_COMPUTED = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class DraftTables:
-    """Where the rows' words lie in the arena. token_width: words of a row of the token table, which is at the arena's
-    beginning. computed: [num_rows]. found: [num_rows, most drafts]."""
+    """Places of the rows' words in the arena. token_width: words of a row of the token table, which is at the arena's
+    beginning. computed: first word of [num_rows]. found: first word of [num_rows, most drafts]."""
 
     token_width: int
     computed: int

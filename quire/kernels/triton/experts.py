@@ -24,7 +24,7 @@ from quire.kernels.triton.weight_formats import StoredMatrix, product
 COLUMNS = 1024
 """Elements of a row that one program of `combine` adds up."""
 EXPERT_COLUMNS = 64
-"""Of a tile of results; a tile of gate and up is twice as wide before the activation."""
+"""Columns of a tile of results; a tile of gate and up is twice as wide before the activation."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -152,7 +152,7 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
-    and [E, size] of the activations' dtype, or None. rounds_activations: as `matmul` has it, of what can."""
+    and [E, size] of the activations' dtype, or None. rounds_activations: that of `matmul`, for matrices that can."""
 
     gate_up: StoredMatrix
     down: StoredMatrix
@@ -177,8 +177,8 @@ def apply_experts(
     weighs_input: bool,
 ) -> torch.Tensor:
     """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] of one dtype, in which
-    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `kernels/arguments.py` has
-    them."""
+    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: those of Gating and
+    ExpertWeights."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x.new_empty(0, size)

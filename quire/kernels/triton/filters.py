@@ -131,7 +131,7 @@ def _largest_reached_by_passes(
 
 @triton.jit
 def _sums_above(row, VOCAB: tl.constexpr, largest, temperature, value, LANES: tl.constexpr):
-    """How many weights are above `value`, and their sum; the sum of those of at least `value`. All float64."""
+    """Number of weights above `value`, and their sum; the sum of the weights of at least `value`. All float64."""
     counts = tl.zeros([LANES], tl.float64)
     above = tl.zeros([LANES], tl.float64)
     from_value = tl.zeros([LANES], tl.float64)

@@ -25,7 +25,7 @@ def as_pairs(pages: torch.Tensor) -> torch.Tensor:
 
 
 def multiplied_bytes(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
-    """Of an element of what attention multiplies, as `operand` has it."""
+    """Bytes of an element that attention multiplies, which `operand` makes."""
     return dtype.itemsize if page_dtype.itemsize == 1 or page_dtype == dtype else 4
 
 

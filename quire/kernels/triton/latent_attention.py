@@ -30,7 +30,7 @@ from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power
 MOST_ROWS = 64
 """Rows of a tile. With more, sums and scores would not fit the registers."""
 SMALLEST_TILE = 16
-"""Of the matrix units."""
+"""Rows of the matrix units' smallest tile."""
 SPLIT_KEYS = 1024
 """Keys of a part. A multiple of every tile."""
 AHEAD = 8
@@ -343,7 +343,8 @@ class LatentScratch:
         device: torch.device,
         limits: DeviceLimits,
     ) -> LatentScratch:
-        """For steps of up to `max_num_seqs` sequences of up to `max_model_len` tokens. width: at least the rank."""
+        """Scratch for steps of up to `max_num_seqs` sequences of up to `max_model_len` tokens. width: at least the
+        rank."""
         capacity = blocks_of(max_model_len, SPLIT_KEYS)
         cut = [count for count in range(1, max_num_seqs + 1) if is_cut(num_heads, count, max_model_len, limits)]
         rows = max(cut, default=0) * num_heads * capacity
@@ -355,7 +356,7 @@ class LatentScratch:
 
 
 def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """Whether single tokens of `num_seqs` sequences are cut into parts: whole they would leave the device idle."""
+    """True where single tokens of `num_seqs` sequences are cut into parts: whole they would leave the device idle."""
     tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
@@ -414,7 +415,7 @@ class LatentKernels:
         self._attend_selected = bind(_sparse_kernel, reading, TOP=shape.top, **tiled) if shape.top else None
         self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, AHEAD=AHEAD, num_warps=4)
 
-    def run(
+    def launch(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: DeviceRotation | None,
@@ -423,8 +424,8 @@ class LatentKernels:
         group: int,
         selected: torch.Tensor | None = None,
     ) -> None:
-        """inputs, selected: as `AttentionStep.attend_latent` has them, contiguous; queries are turned in place. out:
-        [T, num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
+        """The work of `AttentionStep.attend_latent`. Inputs are contiguous; queries are turned in place. out: [T,
+        num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
         query, turned_query, latent, turned_key = inputs
         self.prepare(turned_query, latent, turned_key, rotation, batch, group)
         self.attend_written(query, turned_query, out, batch, group, selected)
@@ -438,7 +439,7 @@ class LatentKernels:
         batch: DeviceBatch,
         group: int,
     ) -> None:
-        """The first half of `run`: turn, and write the tokens' latents."""
+        """The first half of `launch`: turn, and write the tokens' latents."""
         slots = batch.slot_mapping[group]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)

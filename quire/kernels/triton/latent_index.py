@@ -23,9 +23,9 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, sequence_and_key
 from quire.kernels.triton.runtime import blocks_of, bound, dot, launch, next_power_of_2
 
 SMALLEST_TILE = 16
-"""Of the matrix units."""
+"""Rows of the matrix units' smallest tile."""
 KEYS = 64
-"""Of a tile of scores."""
+"""Keys of a tile of scores."""
 PART = 1024
 """Keys that one program scores."""
 BLOCK = 1024
@@ -209,9 +209,12 @@ def select_keys(
     group: int,
     selected: torch.Tensor,
 ) -> None:
-    """As `AttentionStep.select_keys`. inputs: contiguous; queries are turned in place. pages: [num_blocks,
-    block_size, latent_width + dim]. group: the layer's KV group. selected: [T, top] int32, of which only rows of tokens
-    that see more than `top` keys are written."""
+    """Rotate, write the tokens' keys to their pages, and choose the keys that each token reads:
+    `AttentionStep.select_keys`.
+
+    inputs: contiguous; queries are turned in place. pages: [num_blocks, block_size, latent_width + dim]. group: the
+    layer's KV group. selected: [T, top] int32, of which only rows of tokens that see more than `top` keys are written.
+    """
     query, key, weights = inputs
     slots, tables = batch.slot_mapping[group], batch.block_tables[group]
     # Slots in place of angles, which are then not followed.

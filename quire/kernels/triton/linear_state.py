@@ -31,9 +31,9 @@ CHANNELS = 1024
 NORM_ELEMENTS = 2048
 """Elements of a program of the gated norm: whole heads."""
 COLUMNS = 32
-"""Of a state, most of a program: with 128 rows, 16 registers of each of 256 threads."""
+"""Columns of a state in one program, at most: with 128 rows, 16 registers of each of 256 threads."""
 SMALLEST_TILE = 16
-"""Of a product."""
+"""Rows of a product's smallest tile."""
 NO_ACTIVATION = tl.constexpr(-1)
 BORDER = tl.constexpr(STATE_BORDER)
 ROWS = tl.constexpr(TILE)
@@ -144,8 +144,8 @@ def _keep_inputs_kernel(
 
 
 def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, out: torch.Tensor, states: DeviceStateStep) -> None:
-    """As `Operations.short_convolution`. x: rows of elements side by side. out: [T, channels], contiguous; rows of
-    padding are not written."""
+    """A causal convolution of each channel: `Operations.short_convolution`. x: rows of elements side by side. out: [T,
+    channels], contiguous; rows of padding are not written."""
     width, channels = weights.kernel.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(weights.layer), states.tables[weights.layer]
@@ -268,9 +268,9 @@ def _key_rows(
 def _tile_results(
     query, own_key, key, value, beta, old, is_own_new, state, updates, is_new, decay, sums, tile, count
 ):  # fmt: skip
-    """ROWS tokens of a chunk, from row `tile` on: the chunk's updates with theirs, and their results. old: updates of
-    those that are computed already; is_own_new: [ROWS, 1], is_new: [BORDER], which are not. sums: of `decay`. count:
-    rows of the chunk."""
+    """ROWS tokens of a chunk, from row `tile` on: the chunk's updates with theirs, and their results. old: updates that
+    are computed already. is_own_new: [ROWS, 1], is_new: [BORDER], True for tokens whose updates are not. sums: running
+    sums of `decay`. count: rows of the chunk."""
     row, own_row = tl.arange(0, BORDER), tl.arange(0, ROWS)
     own = tile + own_row
     beta = 1.0 / (tl.exp(-beta) + 1.0)
@@ -431,8 +431,8 @@ def _keep_rows_kernel(
 def gated_delta_rule(
     rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, states: DeviceStateStep
 ) -> None:
-    """As `Operations.gated_delta_rule`. qkv, gates: rows of elements side by side. out: [T, num_value_heads *
-    value_dim], contiguous; rows of padding are not written."""
+    """The gated delta rule over a step's states: `Operations.gated_delta_rule`. qkv, gates: rows of elements side by
+    side. out: [T, num_value_heads * value_dim], contiguous; rows of padding are not written."""
     assert qkv.stride(1) == gates.stride(1) == 1, "the elements of a row lie side by side"
     batch, pages, table = states.batch, states.floats(rule.layer), states.tables[rule.layer]
     columns = batch.rows, batch.query_start, batch.seq_lens, table
@@ -534,7 +534,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `Operations.gated_norm`. x, gate: contiguous."""
+    """The norm of each head times the SiLU of a gate: `Operations.gated_norm`. x, gate: contiguous."""
     assert x.is_contiguous(), "heads lie one behind the other"
     assert gate.is_contiguous(), "and so do their gates"
     out, num_heads, block = torch.empty_like(x), x.numel() // weights.size, next_power_of_2(weights.size)

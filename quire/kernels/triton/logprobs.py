@@ -27,8 +27,8 @@ LANES = 4096
 
 @triton.jit
 def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
-    """Per lane: best score, its first token, sum of exponentials relative to it, entries above `chosen`, whether a
-    score is not finite."""
+    """Best score of each lane, its first token, sum of exponentials relative to it, entries above `chosen`, and whether
+    a score is not finite."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = tl.minimum(lanes, VOCAB)

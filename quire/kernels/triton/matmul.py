@@ -51,7 +51,7 @@ def tiles_for(num_columns: int, dtype: torch.dtype) -> Tiles:
 
 
 def stored_tiles(matrix: StoredMatrix, dtype: torch.dtype, *, rounds_activations: bool) -> Tiles:
-    """A function of the matrix alone. dtype: of x. A tile of K lies in one group of scales."""
+    """The tiles of a stored matrix, a function of it alone. dtype: x's. A tile of K lies in one group of scales."""
     num_columns = matrix.shape[1]
     tiles = tiles_for(num_columns, dtype)
     if matrix.kind == PLAIN.value:
@@ -136,7 +136,7 @@ def matmul(
 ) -> torch.Tensor:
     """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous, or
     stored. bias: [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype.
-    rounds_activations: as `round_rows` does, and 8-bit numbers are multiplied as such; of a matrix that can
+    rounds_activations: x is rounded by `round_rows`, and 8-bit numbers are multiplied as such, where the matrix can
     (`multiplies_bytes`). Returns [M, N]."""
     matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.plain(weight)
     n = matrix.shape[1]
@@ -179,7 +179,7 @@ def tiled_product(
     out: torch.Tensor,
     tiles: Tiles,
 ) -> None:
-    """As `matmul` or `head_matmul`, into `out`, in these tiles. rounded: of x, or None."""
+    """The product of `matmul` or `head_matmul`, into `out`, in these tiles. rounded: x rounded, or None."""
     m, (heads, n, k) = x.shape[0], matrix.shape
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)

@@ -13,7 +13,8 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch, narrow, next_power_of_2
 
 ELEMENTS_PER_WARP = 512
-"""Of a row: two loads of 16 bytes a thread in 16 bits, enough in flight to fill the memory's latency."""
+"""Elements of a row for each warp: two loads of 16 bytes a thread in 16 bits, enough in flight to fill the memory's
+latency."""
 MAX_WARPS = 16
 
 

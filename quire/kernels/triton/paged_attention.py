@@ -148,10 +148,10 @@ def _varlen_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """What attention kernels compute: causal attention of a step's tokens over all that their sequences have in pages.
+    """The work of an attention kernel: causal attention of a step's tokens over all that their sequences have in pages.
 
-    query: [T, at least num_heads * head_dim], rows of any stride: heads first, what follows is ignored. pages: of the
-    layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; the step's keys and values are written. out: [T,
+    query: [T, at least num_heads * head_dim], rows of any stride: heads first, what follows is ignored. pages: the
+    layer's, [num_blocks, 2, block_size, num_kv_heads, head_dim]; the step's keys and values are written. out: [T,
     num_heads * head_dim], written for tokens of sequences alone. group: KV group of the layer. sinks: [num_heads],
     logits that take part in each head's softmax and have no value.
     """
@@ -182,8 +182,8 @@ def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[s
 
 
 def launch_over(kernel: BoundKernel, work: PagedAttention, tokens: int, skipped: int) -> None:
-    """Launch a kernel with a program for each tile of a batch's queries and each key head. tokens: of a tile. skipped:
-    sequences with at most that many new tokens are left out."""
+    """Launch a kernel with a program for each tile of a batch's queries and each key head. tokens: number of them in a
+    tile. skipped: sequences with at most that many new tokens are left out."""
     batch, query, out, tables = work.batch, work.query, work.out, work.tables
     kernel(
         (batch.num_tokens // tokens + batch.num_seqs, work.layer.num_kv_heads),
@@ -227,11 +227,11 @@ class VarlenAttention:
             **tiles.settings,
         )
 
-    def run(self, work: PagedAttention, skipped: int) -> None:
+    def launch(self, work: PagedAttention, skipped: int) -> None:
         """skipped: sequences with at most that many new tokens are left out."""
         launch_over(self._launch, work, self._tokens, skipped)
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
     """skipped: sequences with at most that many new tokens are left out."""
-    VarlenAttention(work.layer, work.pages, work.sinks, tiles).run(work, skipped)
+    VarlenAttention(work.layer, work.pages, work.sinks, tiles).launch(work, skipped)

@@ -30,15 +30,17 @@ from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, 
 from quire.kernels.triton.runtime import INTERPRETED, bind
 
 GROUP_ROWS = ROWS // 2
+"""Rows of a warp group that multiplies: 64, as the kernels write it."""
 HEAD_DIM = 128
+"""Elements of the heads that the kernel computes."""
 COPYING_REGISTERS, MULTIPLYING_REGISTERS = 56, 224
 """Registers of a thread. Twelve warps share 65,536; with fewer the copying group's addresses are spilled."""
 
 
-def can_attend(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes this layer: causal attention over all keys, pages of the queries' 16 bits.
+def allows_warp_groups(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True where the kernel computes this layer: causal attention over all keys, pages of the queries' 16 bits.
 
-    pages: [num_blocks, 2, block_size, num_kv_heads, head_dim]. dtype: of queries.
+    pages: [num_blocks, 2, block_size, num_kv_heads, head_dim]. dtype: the queries'.
     """
     group = layer.num_heads // layer.num_kv_heads
     return (
@@ -55,7 +57,9 @@ def can_attend(layer: LayerAttention, pages: torch.Tensor, dtype: torch.dtype) -
 
 @gluon.jit
 def _weights(scores, maximum, total, scale):
-    """Weights relative to the new maximum, that maximum, the new total, and the factor of what was summed before."""
+    """The online softmax goes on by one tile of keys. scores: [64, BLOCK_N] float32. maximum, total: [64], those of the
+    tiles before. scale: multiplies scores, log2(e) included. Returns the tile's weights relative to the new maximum,
+    that maximum, the new total, and the factor of what was summed before."""
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
     nothing = gl.full(scores.shape, 0.0, gl.float32, scores.type.layout)
     weights = gl.exp2(gl.fma(scores, nothing + scale, nothing - gl.expand_dims(new_maximum, 1)))
@@ -65,7 +69,8 @@ def _weights(scores, maximum, total, scale):
 
 @gluon.jit
 def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.constexpr):
-    """Scores without those of keys behind a row's own position."""
+    """Scores, -inf for keys behind a row's own position. first_position: position of the rows' first token, which has
+    GROUP of them. first_key: position of the tile's first key."""
     position = first_position + gl.arange(0, scores.shape[0], gl.SliceLayout(1, SCORES)) // GROUP
     key = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, SCORES))
     return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, float("-inf"))
@@ -74,7 +79,8 @@ def _masked(scores, first_position, first_key, GROUP: gl.constexpr, SCORES: gl.c
 @gluon.jit
 def _places(first_token, num_tokens, stride, kv_head, GROUP: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
             LAYOUT: gl.constexpr):  # fmt: skip
-    """[ROWS, DIM] int64: places of the elements of rows; those past the last token have its place."""
+    """[ROWS, DIM] int64: offsets of the rows' elements in queries or results. stride: elements from token to token.
+    Rows past the last token have its offsets."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     token = first_token + gl.minimum(row // GROUP, num_tokens - 1)
@@ -86,7 +92,10 @@ def _places(first_token, num_tokens, stride, kv_head, GROUP: gl.constexpr, ROWS:
 def _copy_tiles(pages, table, kv_head, end_key, num_tiles, keys, values, full_keys, full_values, empty_keys,
                 empty_values, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
                 DIM: gl.constexpr, STAGES: gl.constexpr, COPIED: gl.constexpr):  # fmt: skip
-    """The warp group that copies. Keys past the sequence's last one have that one's place: products take no garbage."""
+    """The warp group that copies: keys and values of each tile, the last tile first, into the stages in turn. A stage's
+    `empty` barrier says that both other groups have read it; its `full` barrier is passed when the copies have arrived.
+    end_key: number of keys that the program's last row sees. Keys past it are copied from the last one's place, so that
+    products take no garbage."""
     TOKEN: gl.constexpr = NUM_KV_HEADS * DIM
     keys_from = pages + kv_head * DIM
     dims = gl.arange(0, DIM, gl.SliceLayout(0, COPIED))
@@ -110,7 +119,7 @@ def _copy_tiles(pages, table, kv_head, end_key, num_tiles, keys, values, full_ke
 
 @gluon.jit
 def _wait_turn(turns, step, NUMBER: gl.constexpr):
-    """Wait until this warp group may issue its products of a step: first 0, then 1."""
+    """Wait until warp group NUMBER may issue its products of a step: group 0 first, then group 1, in each step."""
     mbarrier.wait(turns.index(NUMBER), (step & 1) ^ (1 - NUMBER))
 
 
@@ -119,7 +128,12 @@ def _step(step, weights, sums, factor, maximum, total, first_position, first_key
           full_keys, full_values, empty_keys, empty_values, turns, NUMBER: gl.constexpr, GROUP: gl.constexpr,
           BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
           num_warps: gl.constexpr):  # fmt: skip
-    """Scores of this step's keys and their weights, while the last step's weights are multiplied with its values."""
+    """Scores of this step's keys and their weights, while the last step's weights are multiplied with its values.
+
+    step: number of the tile of keys, counted from the last tile. weights: the weights of the step before, not
+    multiplied yet. sums: [64, DIM], weighted values before these; factor: multiplies the sums first. maximum, total:
+    results of `_weights`. Returns weights, sums, factor, maximum and total for the next step.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
     stage = step % STAGES
@@ -149,7 +163,12 @@ def _multiply(query, out, begin, first, num_tokens_of_tile, kv_head, first_posit
               out_stride, scale, queries, keys, values, full_keys, full_values, empty_keys, empty_values, turns,
               NUMBER: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
               STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """A warp group that multiplies, of 64 rows. The last two tiles of keys have some that rows do not see."""
+    """Warp group NUMBER of the two that multiply: 64 of the program's rows. Only the last two tiles of keys have some
+    that a row does not see: these are masked.
+
+    begin: the sequence's first token in the batch. first: the program's first token in the sequence.
+    num_tokens_of_tile, first_position: the program's tokens, and the position of the first. num_tiles: tiles of keys.
+    """
     ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
@@ -207,7 +226,8 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
                        DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
                        COPYING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
-    """Program (tile of 128 rows of queries, key head), the last tiles first."""
+    """Program (tile of 128 rows of queries, key head), the last tiles first. Arguments are those of
+    `paged_attention._varlen_kernel`."""
     TOKENS: gl.constexpr = 128 // GROUP
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -235,6 +255,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
     empty_values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
+        # A barrier is passed by all threads of the group that copies, or by one of each group that multiplies.
         mbarrier.init(full_keys.index(stage), count=128)
         mbarrier.init(full_values.index(stage), count=128)
         mbarrier.init(empty_keys.index(stage), count=2)
@@ -259,7 +280,7 @@ def _warp_group_kernel(query, pages, out, rows, query_start, seq_lens, tables, n
 
 
 class WarpGroupAttention:
-    """The kernel for one layer with its pages; `can_attend` says which. As `VarlenAttention`."""
+    """The kernel for one layer with its pages, where `allows_warp_groups`. Used as `VarlenAttention` is."""
 
     def __init__(self, layer: LayerAttention, pages: torch.Tensor, tiles: Tiles) -> None:
         group = layer.num_heads // layer.num_kv_heads
@@ -279,6 +300,6 @@ class WarpGroupAttention:
             num_warps=tiles.num_warps,
         )
 
-    def run(self, work: PagedAttention, skipped: int) -> None:
-        """skipped: sequences with at most that many new tokens are left out."""
+    def launch(self, work: PagedAttention, skipped: int) -> None:
+        """Attend over a batch. skipped: sequences with at most that many new tokens are left out."""
         launch_over(self._launch, work, self._tokens, skipped)

@@ -1,5 +1,5 @@
-"""From the projection's output to attention's input, in one launch: norms over heads, rotation, and keys and values
-into their pages.
+"""The work between the projection's output and attention's input, in one launch: norms over heads, rotation, and keys
+and values into their pages.
 
 Limit: every element of queries, keys and values is read once and written once. For T tokens of H + 2 Hkv heads of D
 elements of b bytes that is 2 T (H + 2 Hkv) D b bytes, and 4 T rotary_dim of cosines and sines (H = 32, Hkv = 8,
@@ -165,8 +165,8 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` for one layer and its pages, bound once. attends, writes: whether rows have query heads; key and
-    value heads."""
+    """`prepare_heads` for one layer and its pages, bound once. attends: rows have query heads. writes: rows have key
+    and value heads."""
 
     def __init__(self, heads: HeadWeights, pages: torch.Tensor, *, attends: bool = True, writes: bool = True) -> None:
         self._norms = (heads.query_norm, heads.key_norm)
@@ -178,7 +178,7 @@ class HeadPreparation:
         self._sizes = [count * shape.head_dim for count in (self._num_heads, num_kv_heads, num_kv_heads)]
         self._kernels: dict[int, _WriteKernel] = {}
 
-    def run(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
+    def launch(self, qkv: torch.Tensor, rotation: DeviceRotation | None, slots: torch.Tensor) -> None:
         half = 0 if rotation is None else rotation.cos.shape[1]
         kernel = self._kernels.get(half)
         if kernel is None:
@@ -187,7 +187,7 @@ class HeadPreparation:
             kernel = _WriteKernel(self._pages, self._norms, num_heads, half, self._scale, writes=self._writes)
             self._kernels[half] = kernel
         query, key, value = qkv.split(self._sizes, 1)
-        kernel.run(query, key, value, slots, rotation)
+        kernel.launch(query, key, value, slots, rotation)
 
 
 def prepare_heads(
@@ -196,22 +196,22 @@ def prepare_heads(
     """Norm and rotate queries in place; norm and rotate keys, and write keys and values to their pages.
 
     qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous rows; its keys and values stay as they were. rotation:
-    of the T tokens' positions, or None. pages: of the layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], of
-    any float dtype, or e4m3 bits. slots: [T] int64, block * block_size + offset; below 0: neither is written.
+    that of the T tokens' positions, or None. pages: the layer's, [num_blocks, 2, block_size, num_kv_heads, head_dim],
+    of any float dtype, or e4m3 bits. slots: [T] int64, block * block_size + offset; below 0: neither is written.
     """
-    HeadPreparation(heads, pages).run(qkv, rotation, slots)
+    HeadPreparation(heads, pages).launch(qkv, rotation, slots)
 
 
 def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).run(
+    _WriteKernel(pages, (None, None), 0, 0, CacheScale()).launch(
         key.flatten(1), key.flatten(1), value.flatten(1), slots, None
     )
 
 
 class _WriteKernel:
     """The kernel over one layer's pages. num_heads: query heads, 0 if queries stay as they are. half: angles of a
-    token, 0 for no rotation. writes: whether there are keys and values."""
+    token, 0 for no rotation. writes: there are keys and values."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class _WriteKernel:
             num_warps=2,
         )
 
-    def run(
+    def launch(
         self,
         query: torch.Tensor,
         key: torch.Tensor,

@@ -19,11 +19,11 @@ from quire.kernels.triton.weight_formats import StoredMatrix
 BLOCK = 4096
 """Elements that a program holds at once."""
 LARGEST = tl.constexpr(127.0)
-"""Of integers."""
+"""The largest of rounded integers."""
 LEAST_PEAK = tl.constexpr(2.0**-119)
 """127 over a smaller magnitude would overflow."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
-"""Of float32."""
+"""The bits of infinity in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,12 @@ COLUMNS = (16, 32, 64)
 
 
 def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> SkinnyTiles:
-    """Of fewer than MEDIUM rows. m: rows.
+    """Tiles of products with fewer than MEDIUM rows. m: rows.
 
-    As an H200 is fastest with Qwen3-8B's matrices (`benchmarks.gpu.experiments --what products`). 8-bit numbers that
-    are multiplied as such go through Hopper's larger products at any number of rows, and a narrow matrix occupies the
-    card by splits; so do 4-bit numbers and widened ones from FEW rows on, of which fewer are better cut into slices.
+    They are those with which an H200 is fastest with Qwen3-8B's matrices (`benchmarks.gpu.experiments --what
+    products`). 8-bit numbers that are multiplied as such go through Hopper's larger products at any number of rows, and
+    a narrow matrix occupies the card by splits; so do 4-bit numbers and widened ones from FEW rows on, of which fewer
+    are better cut into slices.
     """
     is_narrow = matrix.shape[1] <= WIDE
     if not rounds_activations and m <= FEW:
@@ -42,7 +43,8 @@ def skinny_tiles(m: int, matrix: StoredMatrix, *, rounds_activations: bool) -> S
 
 
 def many_tiles(tiles: Tiles, matrix: StoredMatrix) -> Tiles:
-    """Of MEDIUM rows or more, both operands of 8 bits. tiles: of any number of rows."""
+    """Tiles of products with MEDIUM rows or more, both operands of 8 bits. tiles: the usual ones for any number of
+    rows."""
     return tiles if matrix.kind == E4M3.value else Tiles(128, 256, tiles.block_k, 8, 3)
 
 
@@ -74,7 +76,7 @@ def quantized_matmul(
     *,
     rounds_activations: bool = False,
 ) -> torch.Tensor:
-    """As `matmul`. matrix: one, of small numbers.
+    """The product of `matmul`. matrix: one, of small numbers.
 
     Many rows times a matrix of 4-bit numbers go through the matrix in x's dtype, which lives as long as this takes: a
     layer's largest matrix, 200 MB of an 8B model, once for all layers.

@@ -46,8 +46,8 @@ def rotation_angles(
     grid: Sequence[torch.Tensor] = (),
     axes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, on the same device. grid, axes: as
-    `Operations.rotation` and RotaryFrequencies have them. Returns cos and sin of position * frequency, times the
+    """positions: [T] int32 or int64. inverse_frequencies: [rotary_dim / 2] float32, on the same device. grid, axes:
+    those of `Operations.rotation` and RotaryFrequencies. Returns cos and sin of position * frequency, times the
     magnitude: [T, rotary_dim / 2] float32 each."""
     assert axes is not None or not grid, "a rotation by a grid says which elements turn by which of its axes"
     num_rows, half = len(positions), len(inverse_frequencies)

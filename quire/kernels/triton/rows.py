@@ -47,8 +47,8 @@ def _copy_kernel(arena, copies, BLOCK: tl.constexpr):
 
 
 def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
-    """For each of `copies` ([N, 3] int32): words from the first offset to the second, as many as the third says, at
-    most `longest`. What one writes no other reads or writes. arena: [words] int32."""
+    """Copy words inside the arena: for each of `copies` ([N, 3] int32) from the first offset to the second, as many as
+    the third says, at most `longest`. What one writes no other reads or writes. arena: [words] int32."""
     launch(_copy_kernel, (len(copies), blocks_of(longest, WORDS)), arena, copies, BLOCK=WORDS)
 
 
@@ -110,10 +110,10 @@ def _prepare_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Where tables lie in the arena, in words: the token table at its beginning, then the block tables.
+    """Places of the tables in the arena, in words: the token table at its beginning, then the block tables.
 
     token_width: words of a row of the token table. blocks: [groups, 2] int32 on the device, for each KV group that
-    keeps tokens where its table begins, and the words of a row. values: where the rows' values of step columns begin,
+    keeps tokens where its table begins, and the words of a row. values: first word of the rows' values of step columns,
     [num_rows, columns]. rules: [columns] int32 on the device (quire/worker/columns.py).
     """
 
@@ -125,7 +125,7 @@ class RowTables:
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """What the host says of S scheduled sequences with T tokens. int32, on the device.
+    """The host's columns of S scheduled sequences with T tokens. int32, on the device.
 
     rows, starts: [S], the sequence's row, and the first position that this step computes. query_start: [S + 1], where
     the sequence's tokens begin among the T. listed, values: [L], [columns, L], tokens with values of step columns that

@@ -157,7 +157,7 @@ def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor
 def ban_stop_tokens(
     scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, histories: Histories, lists: torch.Tensor
 ) -> None:
-    """In rows that generated fewer than `min_tokens` tokens."""
+    """Make stop tokens impossible in rows that generated fewer than `min_tokens` tokens."""
     lengths, num_prompt_tokens, _ = histories
     strides = (scores.stride(0), words.stride(0))
     launch(_stop_kernel, (len(rows),), scores, rows, words, lengths, num_prompt_tokens, lists, *strides, BLOCK=BLOCK)
@@ -170,8 +170,8 @@ def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories
 
 
 def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, longest: int) -> None:
-    """In rows that have a list of allowed tokens, make every other token impossible. longest: tokens of the longest
-    such list of these rows."""
+    """Make every other token impossible in rows that have a list of allowed tokens. longest: tokens of the longest such
+    list of these rows."""
     saved = torch.empty(len(rows), longest, dtype=torch.float32, device=scores.device)
     vocab_size, stride = scores.shape[1], scores.stride(0)
     grid = (len(rows), 8)
@@ -182,7 +182,7 @@ def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor, 
 
 
 def keep_masked(scores: torch.Tensor, indices: torch.Tensor, words: torch.Tensor) -> None:
-    """In rows that have a mask, make every token impossible that it does not allow. indices: [M] int32, rows of
+    """Make every token impossible that a row's mask does not allow, in rows that have one. indices: [M] int32, rows of
     `scores`. words: [M, W] int32, the bits of 32 tokens each."""
     vocab_size = scores.shape[1]
     grid = (triton.cdiv(vocab_size, FILL), len(indices))

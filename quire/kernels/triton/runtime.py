@@ -1,5 +1,5 @@
-"""What all Triton kernels share: whether they run compiled or interpreted, products that are right in both, and what
-starts a kernel.
+"""Functions that all Triton kernels share: whether they run compiled or interpreted, products that are right in both,
+and launches.
 
 Compiled, a kernel runs on tensors of a GPU. With `TRITON_INTERPRET=1`, set before this is imported, Triton runs the
 same source block by block in NumPy on host tensors, which is how its correctness is tested where there is no GPU.
@@ -26,7 +26,7 @@ Grid: TypeAlias = tuple[int, ...]
 
 
 def blocks_of(size: int, block: int) -> int:
-    """How many blocks cover `size`. (Triton's own `cdiv` takes the host 2 us a call, which is half a launch.)"""
+    """Number of blocks that cover `size`. (Triton's own `cdiv` takes the host 2 us a call, which is half a launch.)"""
     return -(-size // block)
 
 
@@ -93,7 +93,7 @@ class BoundKernel:
 
 
 def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
-    """For callers that launch a kernel again and again: see BoundKernel."""
+    """A kernel with its fixed arguments, for callers that launch it again and again: see BoundKernel."""
     return BoundKernel(kernel, fixed, constants)
 
 
@@ -150,6 +150,6 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bound(scalar):
-    """What `range` takes as a start or an end that is computed on the device: itself. (NumPy no longer takes the
-    interpreter's scalars, arrays of one element, for integers.)"""
+    """The scalar as `range` takes it for a start or an end that is computed on the device: itself. (NumPy no longer
+    takes the interpreter's scalars, arrays of one element, for integers.)"""
     return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

@@ -157,8 +157,8 @@ def scan(
     """Reduce each segment of each row. logits: [R, vocab_size], bfloat16, float16 or float32, the elements of a row
     side by side. rows: [R] int32, each row's place in `words` ([num_rows, NUM_WORDS] int32).
 
-    random: whether sums of weights are wanted. filtered: the feature of rows that are filtered, whose lane maxima are
-    wanted; 0: none are.
+    random: sums of weights are wanted. filtered: the feature of rows that are filtered, whose lane maxima are wanted;
+    0: none are.
     """
     count, vocab_size = logits.shape
     launch(

@@ -17,7 +17,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def load_scores(row, tokens, mask):
-    """Scores of tokens as float32, minus infinity where masked. row: where the row begins."""
+    """Scores of tokens as float32, minus infinity where masked. row: pointer to the row's first score."""
     scores = tl.load(row + tokens, mask=mask, other=0).to(tl.float32)
     return tl.where(mask, scores, float("-inf"))
 
@@ -65,7 +65,7 @@ def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
 def draw_within(row, start, end, likeliest, target, lowest, largest, temperature, TILE: tl.constexpr):
     """The token of start..end at which the weights of at least `lowest`, added up in order, exceed `target` (float64).
 
-    likeliest: what to take if all weights vanish in rounding.
+    likeliest: the token to take if all weights vanish in rounding.
     """
     token = likeliest
     position = tl.full([], 0, tl.int32) + start

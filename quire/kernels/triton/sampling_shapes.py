@@ -1,4 +1,5 @@
-"""How the sampling kernels divide a row, and the memory in which one leaves results for the next."""
+"""The division of a row among the sampling kernels' programs, and the memory in which one kernel leaves results for the
+next."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Histories(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingBuffers:
-    """Of R rows of S segments. What a batch does not use is empty.
+    """Results that one sampling kernel leaves for the next, of R rows of S segments. Tensors that a batch does not use
+    are empty.
 
     chosen: [R, 2] int32, the token and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, of
     `scan`: largest score, sum of weights relative to it, and the score's first token, -1 for a segment with NaN or plus
@@ -72,7 +74,7 @@ class SamplingBuffers:
 def allocate_buffers(
     num_rows: int, vocab_size: int, shapes: SamplingShapes, device: torch.device, *, filtered: bool
 ) -> SamplingBuffers:
-    """For one batch; the allocator hands them out in the order of the stream."""
+    """The buffers of one batch; the allocator hands them out in the order of the stream."""
     num_segments = shapes.num_segments(vocab_size)
     segments = (num_rows, num_segments)
     some = (num_rows, num_segments) if filtered else (0, 0)

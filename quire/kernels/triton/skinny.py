@@ -34,9 +34,9 @@ SUMMED = 512
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTiles:
-    """rows: of the matrix, of a program. block_m: rows of x of a program. slices: of K, which are multiplied at once,
-    block_k columns each, or as many as divide a group of scales; of paired formats PAIRED. splits: programs that share
-    a program's columns of K; another kernel adds their sums."""
+    """The tiles of a product of few rows. rows: rows of the matrix in a program. block_m: rows of x in a program.
+    slices: parts of K that are multiplied at once, block_k columns each, or as many as divide a group of scales; in
+    paired formats PAIRED. splits: programs that share a program's columns of K; another kernel adds their sums."""
 
     rows: int
     block_m: int
@@ -202,7 +202,8 @@ def _add_step(
     ROUNDED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total with low @ a, and high @ b of pairs; sums: of x, for offsets of whole rows. scales: as `_scales`."""
+    """total with low @ a, and high @ b of pairs; sums: running sums of x, for offsets of whole rows. scales: results of
+    `_scales`."""
     PAIRS: tl.constexpr = FORMAT >= I4
     scale, scale_2, offset, offset_2 = scales
     if GROUP == 0 or FORMAT == NVFP4:
@@ -247,7 +248,7 @@ def _columns(SLICES: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _bounds(K: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """Where a split begins and ends."""
+    """The first column of a split, and the one behind its last."""
     LENGTH: tl.constexpr = (K + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin, end = 0, K
     if SPLITS > 1:
@@ -388,7 +389,7 @@ def skinny_product(
     out: torch.Tensor,
     tiles: SkinnyTiles,
 ) -> None:
-    """As `matmul`, into `out`. x: [M, K]; rounded: of x, or None. matrix: one, not a stack."""
+    """The product of `matmul`, into `out`. x: [M, K]; rounded: x rounded, or None. matrix: one, not a stack."""
     m, n = x.shape[0], matrix.shape[1]
     source, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
     paired, group = matrix.kind >= I4.value, matrix.group_size

@@ -19,7 +19,7 @@ from quire.kernels.triton.packed_codes import widen_e2m1
 from quire.kernels.triton.runtime import INTERPRETED, dot, narrow
 
 PLAIN, E4M3, I8, I4, MXFP4, NVFP4 = (tl.constexpr(number) for number in range(6))
-"""From I4 on there are two codes in a byte."""
+"""Numbers of the formats. I4 and all behind it have two codes in a byte."""
 PAIRED = 64
 """Input features of a run of bytes in paired formats: byte i of 32 has feature i in its lower half, i + 32 above."""
 LEAST_K = 16
@@ -62,7 +62,7 @@ class StoredMatrix:
 
     @property
     def multiplies_bytes(self) -> bool:
-        """Whether rows of numbers of 8 bits, e4m3 or integers as it has them, can be multiplied with it as such."""
+        """True where rows of numbers of 8 bits, e4m3 or integers as it has them, can be multiplied with it as such."""
         return (self.kind == E4M3.value or self.is_integer) and self.group_size % (2 * LEAST_K) == 0
 
     @property
@@ -71,7 +71,7 @@ class StoredMatrix:
         return self.codes, self.scales, self.offsets, self.row_scales
 
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> StoredMatrix:
-        """Another stack of the same format. tensors: as above."""
+        """Another stack of the same format. tensors: its arguments, in the order of `tensors`."""
         codes, scales, offsets, row_scales = tensors
         assert codes is not None, "every matrix has codes"
         return replace(self, codes=codes, scales=scales, offsets=offsets, row_scales=row_scales)

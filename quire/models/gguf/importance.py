@@ -72,7 +72,7 @@ def _read_older(path: Path) -> Importance:
         place += 4
         return int(value)
 
-    def run(length: int) -> bytes:
+    def piece(length: int) -> bytes:
         nonlocal place
         if length < 0 or place + length > len(content):
             raise ValueError
@@ -85,9 +85,9 @@ def _read_older(path: Path) -> Importance:
         if not 1 <= count <= MAX_ENTRIES:
             raise ValueError
         for _ in range(count):
-            name = run(number()).decode()
+            name = piece(number()).decode()
             calls, columns = number(), number()
-            sums = np.frombuffer(run(4 * columns), dtype="<f4")
+            sums = np.frombuffer(piece(4 * columns), dtype="<f4")
             found[name] = torch.from_numpy(sums / np.float32(max(calls, 1)))
     except (ValueError, struct.error):
         raise ModelLoadError(f"{path} is no importance matrix, or a broken one") from None

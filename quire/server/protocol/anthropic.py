@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
+from quire.multimodal.sources import Picture, read_base64
 from quire.server.protocol.common import Identifier, Int32, Priority, ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
 from quire.server.protocol.messages import MAX_MESSAGES
@@ -28,12 +29,40 @@ PASSED_ON = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_templ
 _BLOCK_NO_EFFECT = MESSAGE_NO_EFFECT | {"caller", "context", "title", "toolset_name"}
 
 
-_NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
+_NEEDED = {
+    "text": "text",
+    "image": "source",
+    "thinking": "thinking",
+    "tool_use": "name",
+    "tool_result": "tool_use_id",
+}
 """Type of a block -> the field that it cannot be without."""
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where an image is: base64 of its file, or a URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
+
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT
+
+    def picture(self, where: str) -> Picture:
+        """Raises UserError for a source that is not supported, and for data that is none of an image."""
+        check_type(self.type, ("base64", "url"), f"{where}: sources of images")
+        if self.type == "url":
+            return Picture.of_url(self.url, f"{where}.url")
+        if self.data is None:
+            raise UserError(f"{where}: a source of type 'base64' needs data", param=f"{where}.data")
+        return Picture(f"{where}.data", read_base64(self.data, f"{where}.data"))
+
+
 class Block(msgspec.Struct, frozen=True):
-    """A block of a message: text, thinking, tool_use or tool_result. Others are refused where messages are made."""
+    """A block of a message: text, image, thinking, tool_use or tool_result. Others are refused where
+    messages are made."""
 
     type: str
     text: str | None = None
@@ -45,7 +74,7 @@ class Block(msgspec.Struct, frozen=True):
     tool_use_id: ShortString | None = None
     content: str | list[Block] | None = None
     is_error: bool = False
-    source: Any = None
+    source: Source | None = None
 
     NO_EFFECT: ClassVar[frozenset[str]] = _BLOCK_NO_EFFECT
 
@@ -232,12 +261,28 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
         return fields
 
 
-def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str]]:
-    """The content of a message of the chat endpoint. Raises UserError for blocks that are no text."""
+def _texts(content: str | list[Block], where: str) -> str | list[dict[str, str] | Picture]:
+    """The content of a message of the chat endpoint that is text alone. Raises UserError for other blocks."""
     if isinstance(content, str):
         return content
     _check_blocks(content, ("text",), where)
-    return [{"type": "text", "text": block.text or ""} for block in content]
+    return _parts(enumerate(content), where)
+
+
+def _parts(blocks: Iterable[tuple[int, Block]], where: str) -> list[dict[str, str] | Picture]:
+    """Blocks of text and images, with their places, as parts of a message of the chat endpoint."""
+    found: list[dict[str, str] | Picture] = []
+    for index, block in blocks:
+        if block.type == "image":
+            assert block.source is not None
+            found.append(block.source.picture(f"{where}[{index}].source"))
+        else:
+            found.append({"type": "text", "text": block.text or ""})
+    return found
+
+
+_SHOWN = ("text", "image")
+"""Types of blocks that are parts of a message or of a tool's result."""
 
 
 def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place: str = "here") -> None:
@@ -248,17 +293,21 @@ def _check_blocks(blocks: list[Block], known: Collection[str], where: str, place
 def _user(message: Message, where: str) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, before the text beside them."""
     found: list[dict[str, Any]] = []
-    known = ("text", "tool_result") if message.role == "user" else ("text",)
+    known = ("text", "image", "tool_result") if message.role == "user" else ("text",)
     _check_blocks(message.blocks, known, where, f"in a message of the {message.role}")
-    parts = [block for block in message.blocks if block.type == "text"]
+    parts = [(index, block) for index, block in enumerate(message.blocks) if block.type in _SHOWN]
     for index, block in enumerate(message.blocks):
         if block.type == "tool_result":
-            content = _texts(block.content or "", f"{where}[{index}].content")
+            content: Any = block.content or ""
+            if not isinstance(content, str):
+                place = f"{where}[{index}].content"
+                _check_blocks(content, _SHOWN, place)
+                content = _parts(enumerate(content), place)
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if parts or not found:
-        found.append({"role": message.role, "content": _texts(parts, where)})
+        found.append({"role": message.role, "content": _parts(parts, where)})
     return found
 
 

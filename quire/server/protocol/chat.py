@@ -44,11 +44,14 @@ MAX_CONVERSATIONS = 1024
 
 
 class TemplateInputs(NamedTuple):
-    """documents: to answer from. source: of a template to take instead of the model's. options: further variables."""
+    """documents: to answer from. source: of a template to take instead of the model's. options: further variables.
+    mm_processor_kwargs, media_io_kwargs: how images are taken, where the server lets requests say it."""
 
     documents: list[dict[str, Any]] | None = None
     source: str | None = None
     options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class ChatRequest(ToolFields, kw_only=True, frozen=True):
@@ -79,6 +82,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
     use_beam_search: bool = False
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED_CHAT_FIELDS
 
@@ -139,7 +144,8 @@ class ChatRequest(ToolFields, kw_only=True, frozen=True):
             options["reasoning_effort"] = self.reasoning_effort
             if "enable_thinking" not in self.chat_template_kwargs:
                 options["enable_thinking"] = self.reasoning_effort != "none"
-        return TemplateInputs(self.documents, self.chat_template, options)
+        media = (self.mm_processor_kwargs, self.media_io_kwargs)
+        return TemplateInputs(self.documents, self.chat_template, options, *media)
 
     def echoed(self, role: str) -> str:
         """The text that an answer in `role` begins with."""

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
+from quire.multimodal.sources import picture_of
 from quire.server.fields import near_miss
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.foreign import MESSAGE_NO_EFFECT
@@ -31,7 +32,7 @@ def check_role(role: str) -> None:
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message. `messages_of` refuses parts without a text; they are known here so that they can be
+    """A part of a message: a text, or an image. `messages_of` refuses others; they are known here so that they can be
     named."""
 
     type: str | None = None
@@ -39,22 +40,26 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
     refusal: str | None = None
     thinking: str | None = None
     image_url: Any = None
+    detail: str | None = None
     image_embeds: Any = None
     input_audio: Any = None
     audio_url: Any = None
     video_url: Any = None
     file: Any = None
 
-    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed", "detail", "uuid"}
+    NO_EFFECT: ClassVar[frozenset[str]] = MESSAGE_NO_EFFECT | {"closed", "uuid"}
 
     def __post_init__(self) -> None:
-        for other in self.__struct_fields__[4:]:
+        for other in _MEDIA:
             if self.type in TEXT_OF_PART and getattr(self, other) is not None:
                 raise UserError(f"{other} does not belong into a content part of type {self.type!r}", param=other)
 
     def to_dict(self) -> dict[str, Any]:
         """What was given."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+_MEDIA = ("image_url", "image_embeds", "input_audio", "audio_url", "video_url", "file")
 
 
 class CalledFunction(msgspec.Struct, frozen=True, gc=False):
@@ -111,7 +116,9 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
     def text(self) -> str:
         """The content as a string."""
         content = self.to_dict()["content"] or ""
-        return content if isinstance(content, str) else "\n".join(text_of_part(part, "content") for part in content)
+        if isinstance(content, str):
+            return content
+        return "\n".join(text_of_part(part, "content") for part in content if picture_of(part, "content") is None)
 
     def to_dict(self) -> dict[str, Any]:
         """What `messages_of` is given."""

@@ -28,7 +28,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
     permission: list[ModelPermission]
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from quire.errors import UserError
+from quire.multimodal.sources import Picture, read_base64
 from quire.pooling_params import PoolingParams
 from quire.server.protocol.chat import ChatLogprob
 from quire.server.protocol.common import Int32, RequestStruct, ShortString
@@ -192,8 +193,9 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
         found: list[dict[str, Any]] = []
         waiting: dict[str, str] = {}
         number = 0
-        for message in self.messages:
-            each: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        for index, message in enumerate(self.messages):
+            content = image_parts(message.images or [], message.content or "", f"messages[{index}].images")
+            each: dict[str, Any] = {"role": message.role, "content": content}
             if message.role == "tool":
                 each |= _result(message, waiting)
             if message.role == "assistant" and message.thinking:
@@ -210,16 +212,14 @@ class OllamaChatRequest(OllamaFields, kw_only=True, frozen=True):
         return found
 
 
-def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
-    if not message.images:
-        return message.content or ""
-    return image_parts(message.images, message.content or "")
-
-
-def image_parts(images: list[str], text: str) -> list[dict[str, Any]]:
-    """Images, base64 of their files, and a text as parts of a message."""
-    urls = [{"type": "image_url", "image_url": {"url": f"data:image/*;base64,{image}"}} for image in images]
-    return [*urls, {"type": "text", "text": text}]
+def image_parts(images: list[str], text: str, where: str) -> str | list[dict[str, Any] | Picture]:
+    """Images, base64 of their files, and a text as the content of a message. where: the images' path, for errors.
+    Raises UserError."""
+    if not images:
+        return text
+    paths = [f"{where}[{index}]" for index in range(len(images))]
+    pictures = [Picture(path, read_base64(image, path)) for image, path in zip(images, paths, strict=True)]
+    return [*pictures, {"type": "text", "text": text}]
 
 
 def _result(message: OllamaMessage, waiting: dict[str, str]) -> dict[str, Any]:
@@ -261,8 +261,13 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True, frozen=True):
     def chat_messages(self) -> list[dict[str, Any]]:
         """What `messages_of` is given."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        content = image_parts(self.images, self.prompt) if self.images else self.prompt
+        content = image_parts(self.images, self.prompt, "images")
         return [*system, {"role": "user", "content": content}]
+
+    @property
+    def size(self) -> int:
+        """Characters of the prompt and its images."""
+        return len(self.prompt) + sum(map(len, self.images))
 
     def to_completion(self, model: str, defaults: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """The body of the completion that a prompt without a template means."""

@@ -11,13 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
+from quire.multimodal.sources import IMAGE_OF_PART, Picture, picture_of
 from quire.server.errors import invalid_request
 from quire.server.protocol.common import ShortString
 from quire.server.protocol.messages import MAX_MESSAGES, check_role
 from quire.server.protocol.response_tools import flat_name
 from quire.tokenization.conversation import Messages, check_type, decoded_arguments, messages_of, text_of_part
 
-_MEDIA = ("image_url", "file_id", "file_data", "file_url", "filename", "input_audio")
+_MEDIA = ("file_id", "file_data", "file_url", "filename", "input_audio")
 _ITEM_NO_EFFECT = frozenset(
     {
         "status",
@@ -46,8 +47,10 @@ class Part(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "detail"})
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = dict.fromkeys(_MEDIA, ())
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,6 +270,8 @@ def _listed_parts(content: str | Sequence[Part] | None, kind: str) -> list[dict[
             found.append({"type": part.type, "refusal": part.refusal})
         elif part.type == "output_text":
             found.append({"type": part.type, "text": part.text, "annotations": []})
+        elif part.type in IMAGE_OF_PART:
+            found.append({"type": part.type, "image_url": part.image_url, "detail": part.detail or "auto"})
         else:
             found.append({"type": part.type, "text": part.text})
     return found
@@ -294,8 +299,12 @@ def _add_to_assistant(found: list[dict[str, Any]], item: InputItem, where: str) 
     last[field] = last[field] + text if last.get(field) else text
 
 
-def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str]]:
+def _parts(content: str | list[Part] | None, where: str) -> str | list[dict[str, str] | Picture]:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (text_of_part(part.to_dict(), f"{where}[{index}]") for index, part in enumerate(content))
-    return [{"type": "text", "text": text} for text in texts]
+    found: list[dict[str, str] | Picture] = []
+    for index, part in enumerate(content):
+        given, place = part.to_dict(), f"{where}[{index}]"
+        picture = picture_of(given, place)
+        found.append({"type": "text", "text": text_of_part(given, place)} if picture is None else picture)
+    return found

@@ -39,6 +39,8 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
     chat_template: TemplateSource | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
     tools: Tools = msgspec.field(default_factory=list)
     content: str | None = None
     add_special: bool = False
@@ -65,7 +67,8 @@ class TokenizeRequest(RequestStruct, kw_only=True, frozen=True):
 
     @property
     def template_inputs(self) -> TemplateInputs:
-        return TemplateInputs(self.documents, self.chat_template)
+        media = (self.mm_processor_kwargs, self.media_io_kwargs)
+        return TemplateInputs(self.documents, self.chat_template, {}, *media)
 
     @property
     def special_tokens(self) -> bool:

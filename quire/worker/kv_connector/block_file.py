@@ -42,7 +42,8 @@ class BlockFileError(Exception):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the files of one engine have in common. namespace: 32 bytes. page_bytes: of each of `num_pages` pages."""
+    """The constants that the files of one engine have in common. namespace: 32 bytes. page_bytes: bytes of each of
+    `num_pages` pages."""
 
     namespace: bytes
     num_pages: int

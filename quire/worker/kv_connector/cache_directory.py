@@ -100,7 +100,7 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """Whether a block can be stored without calling `make_room`. False as well after limit / 8 bytes of stores,
+        """True where a block can be stored without calling `make_room`. False as well after limit / 8 bytes of stores,
         because only a scan finds what other engines have written."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 

@@ -36,7 +36,8 @@ noticed, for a hundredth of the reading, from pages that loading the model has j
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids", "sampling_defaults", "shape", "draft_layers"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 _NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
-"""Of the device: what `code` says more exactly; and graphs, whose padding changes no more than the rest of a batch."""
+"""Options of the device that are no part of the identity: `code` says them more exactly, or they choose graphs, whose
+padding changes no more than the rest of a batch."""
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su", "yarn"}
 """Rotations that depend on `max_model_len` (quire/layers/rotary.py), under all of their names: Phi 3 says yarn of
 longrope."""
@@ -45,8 +46,8 @@ longrope."""
 def cache_namespace(
     model: ModelConfig, load: LoadConfig, device: DeviceConfig, layout: KVCacheLayout, code: dict[str, str]
 ) -> bytes:
-    """32 bytes. code: what computes, as `native_code` or `torch_code` describe it. Raises ModelLoadError or OSError
-    when the weight files cannot be read."""
+    """32 bytes. code: the code that computes, from `native_code` or `torch_code`. Raises ModelLoadError or OSError when
+    the weight files cannot be read."""
     identity = {
         "model": _without(vars(model), _NOT_CONTENT),
         "shape": _without(asdict(model.shape), _NOT_CONTENT),
@@ -104,7 +105,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
 
 
 def _cache_scales(model: ModelConfig, load: LoadConfig) -> dict[str, list[float]]:
-    """What elements of an fp8 cache are multiplied with: too few bytes for samples of a file to meet."""
+    """The factors of an fp8 cache's elements: too few bytes for samples of a file to meet."""
     if model.kv_cache_dtype != "fp8" or load.load_format == "dummy":
         return {}
     files = find_weights(model.path, load.load_format)

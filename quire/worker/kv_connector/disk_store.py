@@ -167,7 +167,7 @@ class DiskStore:
             self._tell(tell)
 
     def _write(self, host_block: int, key: BlockKey) -> bool:
-        """Whether a file was written: another engine may have stored the same content."""
+        """Write the file of a block. Returns False if another engine has stored the same content."""
         path = self._directory.path_of(key)
         if key not in self._damaged:
             try:

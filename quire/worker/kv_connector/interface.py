@@ -42,7 +42,7 @@ class WorkerConnector:
         """Order what earlier plans have loaded of a layer before whatever this plan computes with it."""
 
     def save_layer(self, layer: int) -> None:
-        """What this plan computes of a layer is computed, or ordered before what the connector does next."""
+        """The plan's work on a layer is computed, or ordered before what the connector does next."""
 
     def finished(self, plan: StepPlan) -> TransferReport | None:
         """Start what follows the plan, such as stores; return what has ended since the last report. Waits for a report,

@@ -67,8 +67,8 @@ def offload_worker(
     pages: Sequence[torch.Tensor],
     transfers: BlockTransfers,
 ) -> OffloadWorker:
-    """Open the directory of `config.cache`. code: what computes (see cache_identity.py). pages: of the host's pool, as
-    HostBlocks takes them. Raises ConfigError when nothing can be stored there."""
+    """Open the directory of `config.cache`. code: the code that computes (see cache_identity.py). pages: the host
+    pool's, which HostBlocks takes. Raises ConfigError when nothing can be stored there."""
     directory = config.cache.offload_dir
     assert directory is not None, "no directory is configured"
     namespace = cache_namespace(config.model, config.load, config.device, layout, code)

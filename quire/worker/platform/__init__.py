@@ -1,1 +1,1 @@
-"""What differs between the kinds of devices that a worker computes on, behind one interface."""
+"""The kinds of devices that a worker computes on, behind one interface."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config.engine import EngineConfig
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.registry import Registry, load_target
 from quire.worker.platform.interface import Platform
 
@@ -13,10 +14,11 @@ PLATFORMS = Registry(
 )
 
 
-def make_platform(config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> Platform:
+def make_platform(config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> Platform:
     """The platform of `config.device.platform`: a name of PLATFORMS, or "module:class" of another one, which takes the
-    same arguments. Only that one's module is imported. group: the ranks that share each layer."""
+    same arguments; the last one only if it runs stages. Only that one's module is imported. group: the ranks that share
+    each layer. stage: the layers that it computes."""
     name = config.device.platform
     make = load_target(name) if ":" in name else PLATFORMS.load(name)
-    platform: Platform = make(config, group)
+    platform: Platform = make(config, group) if stage.count == 1 else make(config, group, stage)
     return platform

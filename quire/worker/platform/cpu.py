@@ -17,14 +17,17 @@ from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.adapters import TorchAdapterStorage
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model, load_vision
+from quire.models.loader import TORCH_DTYPES, Extras, load_model, load_vision
 from quire.models.weight_files import Progress
 from quire.multimodal.inputs import NoImages, image_inputs
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL, Stage
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
@@ -54,18 +57,21 @@ from quire.worker.platform.interface import HostPool, Mode
 class CpuPlatform:
     """Implements Platform. Nothing is enqueued: work has run when a call returns."""
 
-    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
-        """group: the ranks that share each layer. Raises ConfigError for kernels that this CPU does not have."""
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK, stage: Stage = WHOLE_MODEL) -> None:
+        """group: the ranks that share each layer of a stage. Raises ConfigError for kernels that this CPU does not
+        have."""
         device = config.device
+        self.stage = stage
         self._group = group
         self._config = config
         self._runtime = None
+        self.adapters: ModelAdapters | None = None
         self.expert_counts = ExpertCounters() if config.load.counts_experts else None
         if device.attention_backend == "native":
             from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
 
-            if group.size > 1 and device.num_threads > 1:
-                keep_to_own_cores(group.rank, group.size)
+            if group.size * stage.count > 1 and device.num_threads > 1:
+                keep_to_own_cores(stage.number * group.size + group.rank, stage.count * group.size)
             self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
             stored = (config.model.dtype, config.model.kv_cache_dtype)
             if device.matmul_precision == "bfloat16" not in stored and not self._runtime.rounds_for_quantised:
@@ -91,7 +97,7 @@ class CpuPlatform:
         return torch.is_inference_mode_enabled() and torch.get_num_threads() == self._num_threads
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: work has run when a call returns."""
 
     def describe(self) -> str:
         model, device, runtime = self._config.model, self._config.device, self._runtime
@@ -110,22 +116,41 @@ class CpuPlatform:
             code = torch_code(self._config.device.num_threads)
         else:
             code = native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
-        return code if self._group.size == 1 else {**code, "rank": f"{self._group.rank} of {self._group.size}"}
+        for what, number, count in (
+            ("rank", self._group.rank, self._group.size),
+            ("stage", self.stage.number, self.stage.count),
+        ):
+            if count > 1:
+                code[what] = f"{number} of {count}"
+        return code
 
     def load_model(self, progress: Progress) -> CausalLM:
         config = self._config
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
-        shown = progress if self._group.rank == 0 else None
+        shown = progress if self._group.rank == 0 and self.stage.is_first else None
+        self.adapters = self._make_adapters()
         return load_model(
             config.model,
             config.load,
             self._group,
-            config.device.device,
             shown,
             self._runtime,
-            expert_counts=self.expert_counts,
+            extras=Extras(self.expert_counts, self.adapters),
+            stage=self.stage,
         )
+
+    def _make_adapters(self) -> ModelAdapters | None:
+        adapters = self._config.adapters
+        if not adapters.is_on:
+            return None
+        dtype = TORCH_DTYPES[adapters.dtype]
+        if self._runtime is None:
+            device = torch.device(self._config.device.device)
+            return ModelAdapters(adapters, TorchAdapterStorage(adapters.num_slots, adapters.max_rank, dtype, device))
+        from quire.layers.native_adapters import NativeAdapterStorage  # the native module may not be built
+
+        return ModelAdapters(adapters, NativeAdapterStorage(adapters.num_slots, adapters.max_rank, dtype))
 
     def load_images(self) -> ImageOverlays | None:
         found = image_inputs(self._config)
@@ -135,7 +160,7 @@ class CpuPlatform:
         return ImageOverlays(encoder, found.processor)
 
     def meter(self) -> CpuMeter:
-        samples_tokens = self._config.model.pooling is None
+        samples_tokens = self._config.model.pooling is None and self.stage.is_last
         return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
@@ -173,6 +198,7 @@ class CpuPlatform:
             inputs,
             Sampler(sampling, self._make_sampling_kernels(sampling), self._config.logprobs_mode),
             has_head=self._config.model.has_pooling_head,
+            samples=self.stage.is_last,
         )
 
     def _make_inputs(

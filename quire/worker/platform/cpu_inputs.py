@@ -96,7 +96,7 @@ def prepare_inputs(
 
 
 class CacheBackends(NamedTuple):
-    """What knows where layers find what they keep: tokens, and states."""
+    """The back ends that find what layers keep: tokens, and states."""
 
     attention: AttentionBackend
     states: StateBackend
@@ -108,7 +108,7 @@ class CacheBackends(NamedTuple):
         logits_rows: torch.Tensor | None = None,
         columns: Mapping[str, torch.Tensor] = NO_COLUMNS,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows, columns: as those of ForwardBatch."""
+        """The input of a forward pass. token_ids: [T]. logits_rows, columns: for the fields of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan(batch)
         return ForwardBatch(token_ids, batch.slot_positions, attention, logits_rows, states, columns)
 
@@ -117,8 +117,8 @@ class StepInputs(Protocol):
     """Gathers what a forward pass reads."""
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
-        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows: as those of
-        ForwardBatch."""
+        """The input of the forward pass over a batch of the columns, valid until the next. logits_rows: for the field
+        of ForwardBatch."""
         ...
 
 

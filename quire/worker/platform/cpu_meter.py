@@ -25,8 +25,9 @@ from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
 from quire.worker.platform.host_memory import available_memory, measure_peak
 from quire.worker.platform.interface import StepLimits
 
-PROFILED_TOKENS = 512
-"""Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
+PROFILED_TOKENS, PROFILED_ROWS = 64, 16
+"""Tokens and sampled rows of the profiling step: enough for the growth to stand out from the allocator's noise. What
+does not grow with them is scaled as well, which errs on the safe side."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends]
 
@@ -50,14 +51,15 @@ class CpuMeter:
         return available_memory()
 
     def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
-        """A forward pass over the whole token budget in as few sequences as the context allows, then logits and random
+        """A forward pass over the token budget in as few sequences as the context allows, then logits and random
         sampling for the most sequences.
 
-        Measured as the growth of the resident memory. What a forward pass takes grows with its tokens (at most: the
-        attention's working memory is bounded), so it is measured on PROFILED_TOKENS and scaled: a pass over the whole
-        budget would be most of a start's time.
+        Measured as the growth of the resident memory. What a pass takes grows with its tokens and rows (at most: the
+        working memory of attention and of sampling is bounded), so it is measured on PROFILED_TOKENS and PROFILED_ROWS
+        and scaled: a pass over the whole budget would be most of a start's time.
         """
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
+        num_rows = min(limits.max_num_rows, PROFILED_ROWS)
         prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
         forward_pass = self.dummy_pass(model, limits, prompt)
         hidden = torch.zeros(0)
@@ -68,12 +70,13 @@ class CpuMeter:
 
         def sample() -> None:
             if self._samples_tokens:
-                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_rows, 1)))
+                self._sample(model.compute_logits(hidden[:1].repeat(num_rows, 1)))
 
         forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
         if forward_peak is None or sample_peak is None:
             return None
-        return forward_peak * -(-limits.max_num_tokens // num_tokens) + sample_peak
+        passes = forward_peak * -(-limits.max_num_tokens // num_tokens)
+        return passes + sample_peak * -(-limits.max_num_rows // num_rows)
 
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
         return None

@@ -43,9 +43,11 @@ class CpuCompute:
         sampler: Sampler[np.ndarray],
         *,
         has_head: bool = False,
+        samples: bool = True,
     ) -> None:
         """inputs: gathered from `columns`. has_head: pooled samples go through the model's own projection
-        (`CausalLM.compute_logits`)."""
+        (`CausalLM.compute_logits`). samples: as that of StepCompute."""
+        self.samples = samples
         self.columns = columns
         self.has_drafts = columns.drafts is not None
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
@@ -69,7 +71,7 @@ class CpuCompute:
         return self._no_copy
 
     def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
-        """Nothing is compiled."""
+        """Return at once: no kernel is compiled."""
 
     def capture_next(self) -> bool:
         return False
@@ -103,16 +105,18 @@ class CpuStep(NamedTuple):
     def accept(self, samples: Samples, sampled: SampleRows, requests: RequestState) -> Accepted:
         drafts, table = self.compute.columns.drafts, self.compute.columns.token_ids
         assert drafts is not None, "accepted where there are drafts"
-        if sampled.firsts is None:
-            found = drafts.look_up(sampled.rows, sampled.lengths, table)
-            return NOTHING_ACCEPTED if found is None else Accepted(None, ready(found))
-        firsts = sampled.firsts[:-1]
-        accepted = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
-        last = sampled.lengths[firsts] + accepted - 1
-        for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
-            requests.lengths[seq_id] = place + 1
-        found = drafts.look_up(sampled.rows[firsts], last, table)
-        return Accepted(ready(accepted), None if found is None else ready(found))
+        rows, last, accepted = sampled.rows, sampled.lengths, NOTHING_ACCEPTED
+        if sampled.firsts is not None:
+            counts = drafts.accept(samples.token_ids.read(iter(())), sampled.sources)
+            rows, last = rows[sampled.firsts[:-1]], last[sampled.firsts[:-1]] + counts - 1
+            for seq_id, place in zip(sampled.seq_ids, last.tolist(), strict=True):
+                requests.lengths[seq_id] = place + 1
+            accepted = Accepted(ready(counts))
+        found = drafts.look_up(rows, last, table)
+        if found is None:
+            return accepted
+        tokens = ready(drafts.tokens_of(rows)) if self.plan.expects_sampling_inputs else None
+        return accepted._replace(found=ready(found), token_ids=tokens)
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

@@ -19,11 +19,13 @@ from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.device import DeviceLayers
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
+from quire.models.loader import Extras, load_model
 from quire.models.weight_files import Progress
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
+from quire.parallel.stage import WHOLE_MODEL
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
@@ -53,8 +55,12 @@ INTERPRETED_MULTIPROCESSORS = 8
 
 
 class CudaPlatform:
-    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
-    not."""
+    """Implements Platform. compiles: kernels are compiled, so that a start warms them up; the interpreter compiles
+    none."""
+
+    adapters: ModelAdapters | None = None
+    """None are taken yet."""
+    stage = WHOLE_MODEL
 
     def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
         """group: the ranks that share each layer."""
@@ -115,7 +121,7 @@ class CudaPlatform:
                 self._group,
                 progress=progress if self._group.rank == 0 else None,
                 device_layers=layers,
-                expert_counts=self.expert_counts,
+                extras=Extras(self.expert_counts),
             )
         self.streams.synchronize()
         return model
@@ -258,7 +264,7 @@ class CudaPlatform:
         return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
-        """Of the graphs of one request state."""
+        """A capture for the graphs of one request state."""
         return CudaGraphCapture()
 
 

@@ -26,10 +26,11 @@ from quire.worker.sample_rows import SampleRows
 @dataclass(frozen=True, slots=True)
 class DraftSections:
     """What a step's drafts have in the upload: the arguments of `place_drafts`; and of `accept_drafts` (None: nothing
-    is sampled), with the sources of the sampled rows."""
+    is sampled), with the sources of the sampled rows. tells_tokens: the host is to know what is found."""
 
     placed: Sequence[Section]
     accepted: Sequence[Section] | None
+    tells_tokens: bool = False
 
 
 class DeviceDrafts:
@@ -86,7 +87,8 @@ class DeviceDrafts:
             firsts = np.arange(len(samples.rows) + 1)
         sources = np.repeat(np.array(samples.sources), np.diff(firsts))
         tokens_at = samples.last_index if batch.logits_rows is None else batch.logits_rows[samples.last_index]
-        return DraftSections(placed, [upload.add(column) for column in (firsts, tokens_at, sources)])
+        accepted = [upload.add(column) for column in (firsts, tokens_at, sources)]
+        return DraftSections(placed, accepted, bool(plan.expects_sampling_inputs))
 
     def apply(self, columns: StepColumns, sections: DraftSections, upload: Upload) -> None:
         """Enqueue the writing of drafts, behind what earlier steps sample; it corrects `columns`."""
@@ -119,4 +121,8 @@ class DeviceDrafts:
         samples = rows, lengths, firsts, tokens_at
         counts, ends = accept_drafts(arena.words, arena.drafts, chosen, samples, self._token_ids)
         found = find_drafts(arena.words, arena.drafts, (rows, firsts, ends), self._lookup)
-        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in (counts, found)))
+        results = [counts, found]
+        if sections.tells_tokens:
+            tokens = arena.words[arena.drafts.found :].view(-1, arena.drafts.max_drafts)
+            results.append(tokens.index_select(0, rows.index_select(0, firsts[:-1])))
+        return Accepted(*(Deferred((each,), lambda hosts: next(hosts).tolist()) for each in results))

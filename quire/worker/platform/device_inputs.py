@@ -28,7 +28,7 @@ class DeviceInputs:
     def __init__(
         self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int, names: Sequence[str] = ()
     ) -> None:
-        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: of a step, padding included. names: of the
+        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: most of a step, padding included. names: the
         columns whose rules the arena has."""
         device = arena.words.device
         self._names = names

@@ -22,7 +22,7 @@ class DeviceMemory(Protocol):
 
     @property
     def is_measured(self) -> bool:
-        """Whether `measure_peak` is supported; where it is not, callers estimate instead."""
+        """True where `measure_peak` is supported; elsewhere callers estimate instead."""
         ...
 
     def total(self) -> int:
@@ -102,10 +102,10 @@ class HostMemory:
         raise AssertionError("the interpreter's memory says nothing about a device's")
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Nothing to do: the host's memory is the device's."""
+        """Do nothing: the host's memory is the device's."""
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Nothing to do: `pin` did nothing."""
+        """Do nothing: `pin` did nothing."""
 
 
 def make_memory(device: torch.device) -> DeviceMemory:

@@ -25,10 +25,10 @@ from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackends]
 
 SAMPLER_COPIES = 3
-"""Of the logits, in float32: what the sampler's kernels keep at once, beside the logits themselves."""
+"""Copies of the logits, in float32, that the sampler's kernels keep at once, beside the logits themselves."""
 CONTEXT_BYTES = 640 << 20
-"""Most that the CUDA context of this process has taken before anything could be measured: of what was in use then, so
-much counts as this engine's; the rest is others'."""
+"""Bytes, at most, that the CUDA context of this process has taken before anything could be measured: of the memory in
+use then, so much counts as this engine's; the rest is others'."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
 """An estimate of what the driver keeps for one layer's kernels in one graph."""
 COLUMNS_PER_SEQUENCE = 8
@@ -117,8 +117,8 @@ class DeviceMeter:
 def graph_bytes(
     config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int, num_ranks: int = 1
 ) -> int:
-    """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
-    all share; and their static results."""
+    """Bytes that are kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest,
+    which all share; and their static results."""
     sizes = [each.num_tokens for each in settings.executions()]
     if not sizes:
         return 0

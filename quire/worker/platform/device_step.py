@@ -54,7 +54,7 @@ class StagedColumns:
         self._writes = RowWrites()
 
     def take_writes(self) -> RowWrites:
-        """What was staged since the last call, in order."""
+        """The writes that were staged since the last call, in order."""
         writes, self._writes = self._writes, RowWrites()
         return writes
 
@@ -110,9 +110,10 @@ class DeviceCompute:
         *,
         has_head: bool,
     ) -> None:
-        """pages: of the pool on the device (None: there is none). has_head: pooled samples go through the model's own
+        """pages: the pool's on the device (None: there is none). has_head: pooled samples go through the model's own
         projection (`CausalLM.compute_logits`)."""
         self.prepare: Callable[[Launch], None] | None = None
+        self.samples = True
         self.has_drafts = columns.drafts is not None
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from quire.utils.garbage import without_collections
 
 
 class Graph(Protocol):
@@ -49,16 +50,12 @@ class GraphCapture(Protocol):
 def capturing(capture: GraphCapture) -> Iterator[None]:
     """A context for captures: an error in it abandons the open one, and the garbage collector is off, because freeing
     another graph's memory is an error during a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    except BaseException:
-        capture.abandon()
-        raise
-    finally:
-        if was_enabled:
-            gc.enable()
+    with without_collections():
+        try:
+            yield
+        except BaseException:
+            capture.abandon()
+            raise
 
 
 class CudaGraphCapture:

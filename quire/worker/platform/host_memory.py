@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.utils.control_groups import ROOT, group_directories
+from quire.utils.garbage import without_collections
 
 GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -21,10 +21,10 @@ RESET_TOLERANCE = 16 * 2**20
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process could still take: the smaller of what the system has available and what the limits of
-    its control groups (v1 or v2, every level) leave, page cache that can be dropped counted as free.
+    """Bytes that this process could still take: the smaller of what the system has available and what the limits of its
+    control groups (v1 or v2, every level) leave, page cache that can be dropped counted as free.
 
-    root: where /proc and /sys are looked for. Where there is no /proc/meminfo, all physical memory is counted.
+    root: the folder of /proc and /sys. Where there is no /proc/meminfo, all physical memory is counted.
     """
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
@@ -43,10 +43,10 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
     Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
     side. Returns None, having run `work`, where the system does not let a process reset its peak.
     """
-    gc.collect()  # what is freed meanwhile would hide what is taken
     can_reset = _reset_peak(root)
     before = resident_memory(root)
-    work()
+    with without_collections():  # which would free what was there before, and hide what is taken
+        work()
     after = _status(root, "VmHWM:")
     if not can_reset or before is None or after is None:
         return None
@@ -54,7 +54,7 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
 
 
 def _reset_peak(root: Path) -> bool:
-    """Whether the peak of the resident memory is now its present size."""
+    """Set the peak of the resident memory to its present size. Returns whether the system did."""
     try:
         (root / "proc/self/clear_refs").write_text(RESET_PEAK)
     except OSError:
@@ -73,7 +73,7 @@ def _status(root: Path, name: str) -> int | None:
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """For each control group that limits this process: limit - use + page cache that can be dropped."""
+    """Bytes left in each control group that limits this process: limit - use + page cache that can be dropped."""
     for directory in group_directories("memory", root):
         for limit_name, use_name, cache_field in GROUP_FILES:
             limit, use = directory / limit_name, directory / use_name

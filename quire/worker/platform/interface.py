@@ -17,8 +17,10 @@ import torch
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.layers.experts import ExpertCounters
+from quire.models.adapters import ModelAdapters
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
+from quire.parallel.stage import Stage
 from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 Mode = Literal["inline", "thread", "queued"]
-"""How plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device, which the host
-waits for when it asks for a result."""
+"""The way in which plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device,
+which the host waits for when it asks for a result."""
 
 
 class PendingCopy(Protocol):
@@ -68,7 +70,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
-        """As `write_blocks`, for the first entries of a row."""
+        """Copy the first entries of a row's block table to another row's."""
         ...
 
     def write_sampling(self, row: int) -> None:
@@ -80,7 +82,7 @@ class RequestColumns(Protocol):
         ...
 
     def copy_values(self, source: int, destination: int) -> None:
-        """As `write_values`, those of another row."""
+        """Copy the values of a row's step columns to another row."""
         ...
 
     def place_drafts(self, plan: StepPlan, requests: RequestState) -> Placed:
@@ -91,7 +93,7 @@ class RequestColumns(Protocol):
         self, rows: np.ndarray, starts: Sequence[int], counts: Sequence[int], rows_version: int
     ) -> InputBatch:
         """The batch of a step whose tokens are all read (`InputBatch.of`), valid until the next call. rows: [S] int64.
-        rows_version: as that of InputBatch."""
+        rows_version: for the field of InputBatch."""
         ...
 
 
@@ -116,7 +118,7 @@ class ComputeStep(Protocol):
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        """The pooled samples, [P, width] float32. pooled: as `stage` was told."""
+        """The pooled samples, [P, width] float32. pooled: the rows that `stage` was given."""
         ...
 
 
@@ -129,7 +131,9 @@ class StepCompute(Protocol):
 
     prompt_logits_elements: int
     has_drafts: bool
-    """Whether plans may have drafts."""
+    """True where plans may have drafts."""
+    samples: bool
+    """The last layer is computed here, and samples are drawn here."""
 
     @property
     def columns(self) -> RequestColumns: ...
@@ -171,8 +175,8 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Of the largest step: tokens and sequences. longest: tokens of one sequence. max_drafts: of a sequence in a
-    step."""
+    """Sizes of the largest step: tokens and sequences. longest: most tokens of one sequence. max_drafts: most drafts of
+    a sequence in a step."""
 
     block_size: int
     max_num_tokens: int
@@ -182,7 +186,7 @@ class StepLimits:
 
     @property
     def max_num_rows(self) -> int:
-        """Most rows of logits: each sequence has one, and one for each of its drafts."""
+        """Rows of logits, at most: each sequence has one, and one for each of its drafts."""
         return max(self.max_num_seqs, min(self.max_num_tokens, self.max_num_seqs * (1 + self.max_drafts)))
 
 
@@ -209,11 +213,11 @@ class MemoryMeter(Protocol):
 
 
 class Platform(Protocol):
-    """What a worker asks of the hardware. Calls come one after the other, inside `computing` where nothing else is
+    """A kind of hardware, as a worker uses it. Calls come one after the other, inside `computing` where nothing else is
     said."""
 
     def mode(self, queue_depth: int) -> Mode:
-        """How an executor runs plans here. Called anywhere."""
+        """The way in which an executor runs plans here. Called anywhere."""
         ...
 
     def computing(self) -> AbstractContextManager[object]:
@@ -222,8 +226,8 @@ class Platform(Protocol):
         ...
 
     def is_computing(self) -> bool:
-        """Whether the thread that calls is known to be in such a context, which is then not entered again: between two
-        steps of a model on a CPU that takes 35 microseconds."""
+        """True where the thread that calls is known to be in such a context, which is then not entered again: between
+        two steps of a model on a CPU that takes 35 microseconds."""
         ...
 
     def synchronize(self) -> None:
@@ -235,19 +239,24 @@ class Platform(Protocol):
         ...
 
     def code_identity(self) -> dict[str, str]:
-        """What computes: blocks on disk are shared only between engines whose code computes the same bits."""
+        """The code that computes: blocks on disk are shared only between engines whose code computes the same bits."""
         ...
 
+    stage: Stage
+    """The layers that it computes."""
     expert_counts: ExpertCounters | None
-    """Of each layer with experts, by number of an expert, the rows that it has computed: int64, where the model
-    computes. None without the option of that name."""
+    """Rows that each expert of each layer has computed, by the expert's number: int64, where the model computes. None
+    without the option of that name."""
+
+    adapters: ModelAdapters | None
+    """Of the model that was loaded last; None without the option `enable_lora`."""
 
     def load_model(self, progress: Progress) -> CausalLM:
         """Fills `expert_counts`. Raises ModelLoadError, or InsufficientMemoryError."""
         ...
 
     def load_images(self) -> ImageOverlays | None:
-        """What encodes the images of prompts; None for a model that is given none. Raises as `load_model`."""
+        """The encoder of the images of prompts; None for a model that is given none. Raises as `load_model`."""
         ...
 
     def meter(self) -> MemoryMeter: ...

@@ -93,7 +93,7 @@ class NativeColumns(CpuColumns):
         return self._batch
 
     def forward_batch(self, batch: InputBatch, logits_rows: torch.Tensor | None) -> ForwardBatch:
-        """Of the batch that was gathered last."""
+        """The input of the forward pass over the batch that was gathered last."""
         assert batch.rows_version == self._batch.rows_version, "another batch was gathered meanwhile"
         size = len(batch.rows), self._num_tokens
         if size != self._size or size[0] != size[1]:  # others of one size may divide their tokens otherwise

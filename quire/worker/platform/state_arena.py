@@ -43,7 +43,8 @@ class StateArena:
         rules: np.ndarray = NO_RULES,
         max_drafts: int = 0,
     ) -> None:
-        """rules: [columns] int32, of the step columns that a model reads. max_drafts: of a sequence in a step."""
+        """rules: [columns] int32, one for each step column that the model reads. max_drafts: most drafts of a sequence
+        in a step."""
         token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
         entries = [shape.width(max_model_len + 1) for shape in shapes]
         self._widths = [_aligned(count) for count in entries]
@@ -74,22 +75,22 @@ class StateArena:
         self.parameters = self.words[self._parameters : values].view(num_rows, parameter_width)[:, :parameter_words]
 
         self.drafts = DraftTables(token_width, computed, found, max_drafts)
-        """Where rows have their numbers of computed tokens, and the drafts that were found for them."""
+        """Places of the rows' numbers of computed tokens, and of the drafts that were found for them."""
 
     def token_offset(self, row: int, position: int = 0) -> int:
-        """Where in `words` a token of a row lies."""
+        """Index in `words` of a token of a row."""
         return row * self.tables.token_width + position
 
     def block_offset(self, row: int, group: int, logical_index: int = 0) -> int:
-        """Where in `words` an entry of a row's block table lies."""
+        """Index in `words` of an entry of a row's block table."""
         return self._starts[group] + row * self._widths[group] + logical_index
 
     def parameters_offset(self, row: int) -> int:
-        """Where in `words` the sampling parameters of a row start."""
+        """Index in `words` of a row's first sampling parameter."""
         return self._parameters + row * self.parameters.stride(0)
 
     def values_offset(self, row: int) -> int:
-        """Where in `words` the values of a row's step columns start."""
+        """Index in `words` of a row's first value of the step columns."""
         return self.tables.values + row * len(self.tables.rules)
 
 

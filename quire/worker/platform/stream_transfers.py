@@ -17,7 +17,8 @@ from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.streams import DeviceStreams, StreamEvent
 
 STAGING_BYTES = 64 * 2**20
-"""Of the staging buffer, or one block: milliseconds of the link, beside which starting a copy costs nothing."""
+"""Bytes of the staging buffer, unless a block is larger: milliseconds of the link, beside which starting a copy costs
+nothing."""
 
 
 class StreamTransfers:
@@ -91,7 +92,7 @@ class StreamTransfers:
                 raise IndexError(f"block {block} or host block {host_block} does not exist")
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
-        """As many pairs at a time as the staging buffer holds. The buffer is used again without waiting: one stream
+        """The pairs, cut into lots that the staging buffer holds. The buffer is used again without waiting: one stream
         does one thing after the other."""
         for start in range(0, len(pairs), self._staged_blocks):
             yield pairs[start : start + self._staged_blocks]
@@ -108,7 +109,7 @@ class StreamTransfers:
 
 
 def runs(blocks: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Where consecutive numbers stand in `blocks`: (index, first number, how many)."""
+    """Runs of consecutive numbers in `blocks`: index, first number and length of each."""
     starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
     for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
         yield int(start), int(blocks[start]), int(end - start)

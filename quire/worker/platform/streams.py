@@ -1,4 +1,4 @@
-"""What the worker knows of a device's streams: compute, transfers of blocks, the copies of inputs to the device, and
+"""A device's streams, as the worker uses them: compute, transfers of blocks, the copies of inputs to the device, and
 the copies of results to the host.
 
 On a GPU these are four CUDA streams, ordered by events. In Triton's interpreter the device is the host, and everything
@@ -20,7 +20,7 @@ class StreamEvent(Protocol):
     """A point in a stream: everything enqueued there before."""
 
     def wait(self) -> None:
-        """What is enqueued from now on, in the context one is in, runs behind the event. The host goes on."""
+        """Order all that is enqueued from now on, in the context one is in, behind the event. The host goes on."""
         ...
 
     def synchronize(self) -> None:
@@ -147,7 +147,7 @@ class HostStreams:
         return HostCopy([tensor.clone() for tensor in tensors])
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: everything has happened when a call returns."""
 
 
 class PassedEvent:
@@ -171,5 +171,5 @@ class HostCopy:
 
 
 def make_streams(device: torch.device) -> DeviceStreams:
-    """Of the worker's device; to be made once."""
+    """The streams of the worker's device; to be made once."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,5 +1,5 @@
-"""What goes up to the device in a step: one host buffer, one copy. It holds the columns of the batch and everything
-that the step changes in the rows: single words, and copies between rows."""
+"""The upload of a step to the device: one host buffer, one copy. It holds the columns of the batch and everything that
+the step changes in the rows: single words, and copies between rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Upload:
         copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
-        """What was added, int32, on the device."""
+        """A column that was added, int32, on the device."""
         size = math.prod(section.shape)
         return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
 
@@ -124,7 +124,7 @@ class RoundSections:
 
 
 class RowWrites:
-    """What a step changes in the rows, in order. Most steps have a single round of writes and no copies."""
+    """Changes of a step in the rows, in order. Most steps have a single round of writes and no copies."""
 
     def __init__(self) -> None:
         self._rounds = [Round()]

@@ -25,8 +25,8 @@ class DeviceWeights:
     copies run at the link's speed. A process has one device of each type."""
 
     def __init__(self, model: object, device: torch.device, num_bytes: int, memory: DeviceMemory) -> None:
-        """Copies to the host; the device's memory stays until `release`. num_bytes: of the model's weights, which must
-        all have been found. Raises InsufficientMemoryError when the host lacks the memory."""
+        """Copy the weights to the host; the device's memory stays until `release`. num_bytes: bytes of the model's
+        weights, which must all have been found. Raises InsufficientMemoryError when the host lacks the memory."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors_of(model)

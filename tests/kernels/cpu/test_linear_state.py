@@ -125,7 +125,7 @@ def test_a_snapshot_is_read_and_never_written() -> None:
     rule = delta_rule(HEADS[0])
     (qkv, gates), apply = delta_inputs(rule)[0], native_rule("auto", rule)
     whole = apply_rule(rule, [(qkv, gates)] * 3, CUTS[0], apply)[0]
-    pool = Pool(rule.end)
+    pool = Pool(rule.end_offset)
     apply(rule, qkv[:INTERVAL], gates[:INTERVAL], pool.step([(0, 0, INTERVAL)]))
     snapshot = pool.pages[5].clone()
     pool.blocks[2, 0] = pool.blocks[0, 0]
@@ -139,14 +139,14 @@ def test_a_snapshot_is_read_and_never_written() -> None:
 def test_what_lies_outside_the_pool_is_refused() -> None:
     rule = delta_rule(HEADS[0])
     (qkv, gates), apply = delta_inputs(rule)[0], native_rule("auto", rule)
-    pool = Pool(rule.end)
+    pool = Pool(rule.end_offset)
     pool.blocks[0, 1] = len(pool.pages)
     with pytest.raises(ValueError, match="a block outside the pool"):
         apply(rule, qkv, gates, pool.step([(0, 0, 200)]))
     with pytest.raises(ValueError, match="no entry for a sequence's last token"):
         apply(rule, qkv, gates, pool.step([(0, 100, 200)]))
     with pytest.raises(ValueError, match="not for these rows and this memory"):
-        apply(rule, qkv[:9], gates[:9], Pool(rule.end - 4).step([(1, 0, 9)]))
+        apply(rule, qkv[:9], gates[:9], Pool(rule.end_offset - 4).step([(1, 0, 9)]))
     with pytest.raises(ValueError, match="not for these rows and this memory"):
         apply(rule, qkv[:9], gates[:9], pool.step([(1, 0, 8)]))
 

@@ -391,10 +391,10 @@ def state_calls() -> Calls:
     """One layer of Qwen3-Next's delta nets over four sequences: the convolution, the rule, and the norm behind it."""
     rule = DeltaRule(16, 32, 128, 128, float32(32), float32(32), 0, 0)
     width = 2 * rule.num_key_heads * rule.key_dim + rule.num_value_heads * rule.value_dim
-    convolution = ConvolutionWeights(float32(4, width), None, "silu", 0, rule.end)
+    convolution = ConvolutionWeights(float32(4, width), None, "silu", 0, rule.end_offset)
     long = empty(8, dtype=torch.int64)
     batch = DeviceBatch(4, 8, 5, 8192, int32(4), int32(5), int32(4), long, (), ())
-    pages = torch.empty(2, convolution.inputs.end, dtype=torch.uint8)
+    pages = torch.empty(2, convolution.inputs.end_offset, dtype=torch.uint8)
     states = DeviceStateStep(batch, {0: int32(256, 16)}, 512, {0: pages})
     qkv, gates, result = empty(8, width), empty(8, 64), empty(8, 4096)
     return [

@@ -41,9 +41,9 @@ def test_tiles_fit_the_device(device: DeviceLimits) -> None:
     for shape in SHAPES:
         for tokens in (1, 2, 9, 40, 8192):
             varlen = [
-                varlen_tiles(shape, tokens, longest, device, warp_groups=warp_groups)
+                varlen_tiles(shape, tokens, longest, device, allow_warp_groups=allow_warp_groups)
                 for longest in (tokens, 40_000)
-                for warp_groups in (False, True)
+                for allow_warp_groups in (False, True)
             ]
             kinds = [*varlen, split_tiles(shape, device), fixed_tiles(shape, device)]
             for tiles in kinds:
@@ -54,7 +54,7 @@ def test_tiles_fit_the_device(device: DeviceLimits) -> None:
                 assert FIXED_KEYS % tiles.block_n == 0
                 # Products, sums and scores of a thread stay in its registers.
                 if shape.itemsize == 2:
-                    num_threads = 32 * tiles.num_warps * (2 if tiles.warp_groups else 1)
+                    num_threads = 32 * tiles.num_warps * (2 if tiles.uses_warp_groups else 1)
                     per_thread = tiles.block_m * (tiles.block_n + shape.dim) / num_threads
                     assert per_thread <= 192
 
@@ -62,8 +62,9 @@ def test_tiles_fit_the_device(device: DeviceLimits) -> None:
 def test_tiles_on_an_h200() -> None:
     """What the limits at the top of the module ask for."""
     assert varlen_tiles(QWEN3_8B, 8192, 8192, H200) == Tiles(128, 128, 8, 3)
-    assert varlen_tiles(QWEN3_8B, 8192, 8192, H200, warp_groups=True) == Tiles(128, 128, 4, 2, warp_groups=True)
-    assert varlen_tiles(QWEN3_8B, 800, 1024, H200, warp_groups=True) == Tiles(128, 64, 8, 2, max_registers=128)
+    three_groups = Tiles(128, 128, 4, 2, uses_warp_groups=True)
+    assert varlen_tiles(QWEN3_8B, 8192, 8192, H200, allow_warp_groups=True) == three_groups
+    assert varlen_tiles(QWEN3_8B, 800, 1024, H200, allow_warp_groups=True) == Tiles(128, 64, 8, 2, max_registers=128)
     assert varlen_tiles(QWEN3_8B, 8192, 8192, DeviceLimits((8, 0), 108)) == Tiles(128, 64, 8, 3)
     assert split_tiles(QWEN3_8B, H200) == Tiles(16, 64, 4, 3)
     assert fixed_tiles(QWEN3_8B, H200) == Tiles(64, 64, 4, 3, FIXED_KEYS)

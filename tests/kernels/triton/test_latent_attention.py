@@ -75,7 +75,7 @@ class Sequences:
         angles = self.angles[positions]
         rotation = DeviceRotation(angles.cos(), angles.sin())
         out = torch.full_like(inputs[0], 9.0)
-        self.kernels.run(inputs, rotation, out, batch, 0)
+        self.kernels.launch(inputs, rotation, out, batch, 0)
         return list(out.split(counts.tolist()))
 
     def exact(self, sequence: int) -> torch.Tensor:

@@ -85,7 +85,9 @@ def test_the_best_keys_and_attention_over_them(at_once: int, monkeypatch: pytest
     heads = randn(12, 3, LATENT.width, seed=5)
     own = heads[:, :, :24].flatten(1), heads[:, :, 24:].flatten(1).clone()
     out = torch.full((12, 3 * 24), 9.0)
-    kernels.run((*own, latents[:, :24].contiguous(), latents[:, 24:].contiguous()), rotation, out, batch, 0, selected)
+    kernels.launch(
+        (*own, latents[:, :24].contiguous(), latents[:, 24:].contiguous()), rotation, out, batch, 0, selected
+    )
 
     assert (out[-2:] == 9.0).all(), "padding is not written"
     assert (selected[-2:] == -5).all()

@@ -1,0 +1,63 @@
+"""The engine's adapters: how many at a time, of which size, and how they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that may be asked for, as vLLM has them."""
+ADAPTER_SLOTS = "adapter_slots"
+"""The step column of the slot whose adapter a token has; 0: none."""
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class AdaptersConfig:
+    """max_running: adapters whose requests run at a time; 0: the engine takes none. max_rank: of each. num_slots:
+    adapters that the workers hold, at least max_running. dtype: of their matrices, a name of DTYPES but auto.
+    target_modules: last parts of the names of modules that adapters may change (None: any)."""
+
+    max_running: int = 0
+    max_rank: int = 16
+    num_slots: int = 0
+    dtype: str = "float32"
+    target_modules: tuple[str, ...] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_running > 0
+
+
+NO_ADAPTERS = AdaptersConfig()
+
+
+def adapters_config(
+    max_loras: int,
+    max_lora_rank: int,
+    max_cpu_loras: int | None,
+    lora_dtype: str,
+    lora_target_modules: Sequence[str] | None,
+    model_dtype: str,
+) -> AdaptersConfig:
+    """By vLLM's names. Raises ConfigError."""
+    if max_loras < 1:
+        raise ConfigError(f"max_loras must be at least 1, not {max_loras}", param="max_loras")
+    if max_lora_rank not in RANKS:
+        known = ", ".join(map(str, RANKS))
+        raise ConfigError(f"max_lora_rank must be one of {known}, not {max_lora_rank}", param="max_lora_rank")
+    if max_cpu_loras is not None and max_cpu_loras < max_loras:
+        raise ConfigError(
+            f"max_cpu_loras ({max_cpu_loras}) must be at least max_loras ({max_loras})", param="max_cpu_loras"
+        )
+    if lora_dtype not in DTYPES:
+        raise ConfigError(f"lora_dtype must be one of {', '.join(DTYPES)}, not {lora_dtype!r}", param="lora_dtype")
+    return AdaptersConfig(
+        max_loras,
+        max_lora_rank,
+        max_cpu_loras or max_loras,
+        model_dtype if lora_dtype == "auto" else lora_dtype,
+        None if lora_target_modules is None else tuple(lora_target_modules),
+    )

@@ -1,0 +1,149 @@
+"""The engine's settings of pictures: how many a prompt may have, how they are read, and where they may come from."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.checks import converted
+from quire.errors import ConfigError
+
+MAX_IMAGES = 999
+"""Pictures of one prompt, at most, unless `limit_mm_per_prompt` says another number. vLLM's."""
+CACHE_GIB = 1.0
+OTHER_MEDIA = ("video", "audio", "vision_chunk")
+WHITE = (255, 255, 255)
+Color = tuple[int, int, int]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True)
+class ProcessorOptions:
+    """Options of a model's image processor that replace those of its files. min_pixels, max_pixels: of a picture after
+    it is resized; None: as the files say."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], option: str = "mm_processor_kwargs") -> ProcessorOptions:
+        """Those of `mm_processor_kwargs`, where `size` may hold them as `shortest_edge` and `longest_edge`. Raises
+        ConfigError for names and values that there are not."""
+        values = dict(given)
+        size = values.pop("size", None) or {}
+        if not isinstance(size, Mapping) or size.keys() - {"shortest_edge", "longest_edge"}:
+            raise ConfigError(f"{option}.size has shortest_edge and longest_edge, numbers of pixels", param=option)
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if edge in size:
+                values.setdefault(name, size[edge])
+        found = converted(option, values, cls, ("min_pixels", "max_pixels"))
+        for number in (found.min_pixels, found.max_pixels):
+            if number is not None and number < 1:
+                raise ConfigError(f"{option}: min_pixels and max_pixels must be at least 1", param=option)
+        if found.min_pixels is not None and found.max_pixels is not None and found.min_pixels > found.max_pixels:
+            raise ConfigError(f"{option}: min_pixels must be at most max_pixels", param=option)
+        return found
+
+
+OF_FILES = ProcessorOptions()
+"""Those of the model's files."""
+
+
+@dataclass(frozen=True)
+class MediaConfig:
+    """language_model_only: the model takes text alone, and no tower is loaded. max_images: of one prompt. background:
+    what transparent pictures are laid over. cache_bytes: of processed pictures that a front end keeps. domains: hosts
+    that http and https URLs may name, in lower case. networks: addresses that are not public, and that those hosts may
+    have. local_path: files below it may be named by file URLs; None: none may."""
+
+    language_model_only: bool = False
+    max_images: int = MAX_IMAGES
+    processor: ProcessorOptions = OF_FILES
+    background: Color = WHITE
+    cache_bytes: int = int(CACHE_GIB * 2**30)
+    domains: tuple[str, ...] = ()
+    networks: tuple[Network, ...] = ()
+    local_path: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        language_model_only: bool,
+        limit_mm_per_prompt: Mapping[str, Any],
+        mm_processor_kwargs: Mapping[str, Any],
+        media_io_kwargs: Mapping[str, Any],
+        mm_processor_cache_gb: float,
+        allowed_media_domains: list[str],
+        allowed_local_media_path: str,
+    ) -> MediaConfig:
+        """Raises ConfigError for names and values that there are not."""
+        if mm_processor_cache_gb < 0:
+            raise ConfigError("mm_processor_cache_gb must be at least 0", param="mm_processor_cache_gb")
+        max_images = _max_images(limit_mm_per_prompt)
+        return cls(
+            language_model_only=language_model_only or max_images == 0,
+            max_images=max_images,
+            processor=ProcessorOptions.of(mm_processor_kwargs),
+            background=background_of(media_io_kwargs),
+            cache_bytes=int(mm_processor_cache_gb * 2**30),
+            domains=tuple(each.lower().rstrip(".") for each in allowed_media_domains),
+            networks=tuple(found for each in allowed_media_domains if (found := _network(each)) is not None),
+            local_path=_directory(allowed_local_media_path),
+        )
+
+
+def background_of(media_io_kwargs: Mapping[str, Any], option: str = "media_io_kwargs") -> Color:
+    """The color that `media_io_kwargs` lays transparent pictures over. Raises ConfigError."""
+    for kind, settings in media_io_kwargs.items():
+        if kind != "image" or not isinstance(settings, Mapping):
+            raise ConfigError(f"{option} has an object for 'image' alone, not {kind!r:.50}", param=option)
+    image = dict(media_io_kwargs.get("image", {}))
+    color = image.pop("rgba_background_color", WHITE)
+    image.pop("image_mode", "RGB")
+    if image or media_io_kwargs.get("image", {}).get("image_mode", "RGB") != "RGB":
+        raise ConfigError(f"{option}.image has rgba_background_color, and image_mode 'RGB'", param=option)
+    is_color = isinstance(color, list | tuple) and len(color) == 3
+    if not is_color or not all(type(each) is int and 0 <= each <= 255 for each in color):
+        raise ConfigError(f"{option}.image.rgba_background_color must be three numbers from 0 to 255", param=option)
+    red, green, blue = color
+    return red, green, blue
+
+
+def _max_images(limits: Mapping[str, Any]) -> int:
+    option, counts = "limit_mm_per_prompt", {}
+    for kind, limit in limits.items():
+        if kind not in ("image", *OTHER_MEDIA):
+            known = ", ".join(("image", *OTHER_MEDIA))
+            raise ConfigError(f"{option}: {kind!r:.50} is no kind of input ({known})", param=option)
+        if isinstance(limit, Mapping):
+            if limit.keys() - {"count"}:
+                raise ConfigError(f"{option}.{kind} has count alone: mm_processor_kwargs bounds sizes", param=option)
+            limit = limit.get("count", MAX_IMAGES)
+        if type(limit) is not int or limit < 0:
+            raise ConfigError(f"{option}.{kind} must be a number from 0 on, not {limit!r:.50}", param=option)
+        counts[kind] = limit
+    return counts.get("image", MAX_IMAGES)
+
+
+def _network(text: str) -> Network | None:
+    try:
+        return ipaddress.ip_network(text.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _directory(text: str) -> Path | None:
+    if not text:
+        return None
+    path = Path(text).expanduser().resolve()
+    if not path.is_dir():
+        raise ConfigError(f"allowed_local_media_path: {text} is no directory", param="allowed_local_media_path")
+    return path
+
+
+TEXT_DEFAULTS = MediaConfig()
+"""No option is given."""

@@ -1,0 +1,183 @@
+"""Adapters in PEFT's layout: what adapter_config.json says, and a digest of the content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.adapter_orders import AdapterRef
+from quire.config.adapters import AdaptersConfig
+from quire.config.hf_json import Fields, read_json, shown
+from quire.errors import ModelLoadError, UserError
+from quire.utils.model_files import file_bytes
+from quire.utils.safetensors_header import read_header
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+MOST_RANK = 2**14
+PATTERN_CHARACTERS = 1024
+MOST_PATTERNS = 4096
+REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA's magnitudes change the base's own product",
+    "use_qalora": "QALoRA pools the inputs of quantised layers",
+    "use_bdlora": "block-diagonal matrices are not read",
+    "lora_bias": "matrices with biases are not read",
+    "trainable_token_indices": "it brings rows of the embedding",
+    "layer_replication": "it repeats layers of the base",
+    "alora_invocation_tokens": "it counts from certain tokens on (aLoRA)",
+    "arrow_config": "it mixes adapters",
+    "monteclora_config": "it draws its weights",
+    "kasa_config": "it changes the base's own matrices",
+    "velora_config": "it is not read",
+    "megatron_config": "its layers are Megatron's",
+    "target_parameters": "it names parameters in place of modules, such as stacked experts",
+    "modules_to_save": "it brings whole modules of its own",
+}
+"""Keys that change what an adapter computes, and are refused unless they are off."""
+BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that stand for an adapter of another base than the model's checkpoint."""
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """rank, alpha: of modules that no pattern names. rank_pattern, alpha_pattern: regular expressions of the ends of
+    modules' names, in their order. rank_stabilised: scales are alpha / sqrt(rank). target_modules: names (None: an
+    expression, or all linear layers)."""
+
+    path: Path
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    rank_stabilised: bool
+    target_modules: tuple[str, ...] | None
+    base_model: str | None
+
+    def rank_of(self, module: str) -> int:
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What the product of A and B is multiplied with."""
+        rank = self.rank_of(module)
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
+
+    @property
+    def largest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def read_peft_config(directory: Path) -> PeftConfig:
+    """Read adapter_config.json. Raises ModelLoadError, naming file and key, for what is not computed here."""
+    path = directory / CONFIG_FILE
+    if file_bytes(path) is None:
+        raise ModelLoadError(f"{directory} holds no adapter: there is no {CONFIG_FILE} in it")
+    values = read_json(path)
+    fields = Fields(values, str(path))
+    kind = fields.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise fields.error(f"peft_type {shown(kind)} is not supported: LORA is")
+    for key, why in REFUSED.items():
+        if values.get(key):
+            raise fields.error(f"{key} = {shown(values[key])} is not supported: {why}")
+    if (bias := fields.text("bias", "none")) != "none":
+        raise fields.error(f"bias {shown(bias)} is not supported: biases are the base's")
+    init = values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
+        raise fields.error(
+            f"init_lora_weights {shown(init)} is not supported: such an adapter is of another base than the "
+            "checkpoint; PEFT's save_pretrained converts it with path_initial_model_for_weight_conversion"
+        )
+    for key in ("use_rslora", "fan_in_fan_out", "inference_mode"):
+        fields.boolean(key, False)
+    return PeftConfig(
+        path,
+        fields.integer("r", maximum=MOST_RANK),
+        fields.number("lora_alpha"),
+        _patterns(fields, "rank_pattern", whole=True),
+        _patterns(fields, "alpha_pattern", whole=False),
+        fields.boolean("use_rslora", False),
+        _target_modules(fields),
+        base if isinstance(base := values.get("base_model_name_or_path"), str) else None,
+    )
+
+
+def _patterns(fields: Fields, key: str, *, whole: bool) -> dict[str, Any]:
+    given = fields.values.get(key) or {}
+    if not isinstance(given, dict) or len(given) > MOST_PATTERNS:
+        raise fields.error(f"{key} must map at most {MOST_PATTERNS} expressions to numbers")
+    found: dict[str, Any] = {}
+    for pattern, value in given.items():
+        own = Fields({pattern: value}, f"{fields.where}: {key}")
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError):
+            raise fields.error(f"{key}: {shown(pattern)} is no regular expression") from None
+        if len(pattern) > PATTERN_CHARACTERS or re.search(r"[*+}?]\)*[*+{]", pattern):
+            raise fields.error(f"{key}: {shown(pattern)} is too long, or repeats a repetition")
+        found[pattern] = own.integer(pattern, maximum=MOST_RANK) if whole else own.number(pattern)
+    return found
+
+
+def _target_modules(fields: Fields) -> tuple[str, ...] | None:
+    given = fields.values.get("target_modules")
+    if given is None or isinstance(given, str):
+        return None
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise fields.error(f"target_modules must be a list of names, an expression or null, not {shown(given)}")
+    return tuple(given)
+
+
+def weight_file(directory: Path) -> Path:
+    """The file of an adapter's tensors. Raises ModelLoadError when there is none."""
+    for name in WEIGHT_FILES:
+        if file_bytes(directory / name) is not None:
+            return directory / name
+    raise ModelLoadError(f"{directory} holds no adapter's weights (looked for {', '.join(WEIGHT_FILES)})")
+
+
+def content_digest(directory: Path) -> bytes:
+    """SHA-256 of what an adapter computes: its tensors' file, and the keys of its config that count."""
+    config, path = read_peft_config(directory), weight_file(directory)
+    counted = (config.rank, config.alpha, dict(config.rank_pattern), dict(config.alpha_pattern), config.rank_stabilised)
+    digest = hashlib.sha256(json.dumps(counted).encode())
+    try:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from None
+    return digest.digest()
+
+
+def open_adapter(path: str, limits: AdaptersConfig) -> AdapterRef:
+    """The adapter in a directory. Raises UserError for one that the engine does not take; whether its tensors fit the
+    model the workers say when they load it."""
+    directory = Path(os.path.abspath(os.path.expanduser(path)))
+    try:
+        if not directory.is_dir():
+            raise ModelLoadError(f"{path} is no directory of an adapter")
+        config, file = read_peft_config(directory), weight_file(directory)
+        if config.largest_rank > limits.max_rank:
+            raise ModelLoadError(
+                f"{config.path}: an adapter of rank {config.largest_rank} needs max_lora_rank of as much, which is "
+                f"{limits.max_rank}"
+            )
+        if file.suffix == ".safetensors":
+            read_header(file)
+        return AdapterRef(str(directory), content_digest(directory))
+    except ModelLoadError as error:
+        raise UserError(error.message, param="lora_path") from None

@@ -1,0 +1,114 @@
+"""The adapters that a front end knows: by number, as vLLM's calls name them, and by name, as a server does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.adapter_orders import AdapterRef
+from quire.config.adapters import AdaptersConfig
+from quire.config.hub import fetch_adapter, looks_like_a_path
+from quire.config.peft import open_adapter
+from quire.errors import ModelLoadError, UserError, nearest_name
+from quire.lora_request import LoRARequest
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts of a call, or one each."""
+
+
+class KnownAdapters:
+    """Thread-safe. An adapter is read when it is named first, or again where that is asked for: a file that changes
+    later changes no request, which carries the digest of what it was named with."""
+
+    def __init__(self, config: AdaptersConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._by_number: dict[int, tuple[LoRARequest, AdapterRef]] = {}
+        self._by_name: dict[str, LoRARequest] = {}
+
+    def refuse(self) -> None:
+        """Raise UserError for an engine without adapters."""
+        if not self._config.is_on:
+            raise UserError("lora_request needs an engine with enable_lora=True", param="lora_request")
+
+    def resolve(self, lora_request: LoRARequest | None) -> AdapterRef | None:
+        """What a request carries. Raises UserError for what is no adapter, or not this engine's to take."""
+        if lora_request is None:
+            return None
+        self.refuse()
+        if not isinstance(lora_request, LoRARequest):
+            raise UserError(
+                f"lora_request must be a LoRARequest, not {type(lora_request).__name__}", param="lora_request"
+            )
+        with self._lock:
+            known = self._by_number.get(lora_request.lora_int_id)
+            if known is not None and not lora_request.load_inplace:
+                if known[0].lora_path != lora_request.lora_path:
+                    raise UserError(
+                        f"lora_int_id {lora_request.lora_int_id} stands for {known[0].lora_path!r}: another adapter "
+                        "has another number, or load_inplace=True",
+                        param="lora_int_id",
+                    )
+                return known[1]
+        ref = open_adapter(_directory(lora_request.lora_path), self._config)
+        with self._lock:
+            self._by_number[lora_request.lora_int_id] = (lora_request, ref)
+        return ref
+
+    def each(self, lora_request: LoRARequests, count: int) -> list[AdapterRef | None]:
+        """What each of `count` requests carries. Raises as `resolve`."""
+        if isinstance(lora_request, str) or not isinstance(lora_request, Sequence):
+            return [self.resolve(lora_request)] * count
+        if len(lora_request) != count:
+            raise UserError(f"got {len(lora_request)} lora_requests for {count} prompts", param="lora_request")
+        return [self.resolve(one) for one in lora_request]
+
+    def forget(self, number: int) -> bool:
+        """Let a number stand for no adapter; returns whether it did. Requests that have it go on."""
+        with self._lock:
+            return self._by_number.pop(number, None) is not None
+
+    # -- by name ----------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def named(self, name: str) -> LoRARequest | None:
+        return self._by_name.get(name)
+
+    def add(self, name: str, path: str, base_model_name: str | None = None, *, load_inplace: bool = False) -> None:
+        """Give an adapter a name. Raises UserError for a name that another adapter has, unless `load_inplace`, and as
+        `resolve`."""
+        self.refuse()
+        with self._lock:
+            known = self._by_name.get(name)
+            if known is not None and not load_inplace:
+                raise UserError(
+                    f"the adapter {name!r} has been loaded already: load_inplace replaces it", param="lora_name"
+                )
+            number = max(self._by_number, default=0) + 1 if known is None else known.lora_int_id
+            request = LoRARequest(name, number, path, base_model_name, load_inplace=load_inplace)
+        self.resolve(request)
+        with self._lock:
+            self._by_name[name] = LoRARequest(name, number, path, base_model_name)
+
+    def remove(self, name: str) -> None:
+        """Take a name away. Raises UserError for one that there is not. Requests that run go on."""
+        with self._lock:
+            known = self._by_name.pop(name, None)
+            if known is None:
+                nearest = nearest_name(name, self._by_name)
+                raise UserError(f"the adapter {name!r} cannot be found{nearest}", param="lora_name")
+            self._by_number.pop(known.lora_int_id, None)
+
+
+def _directory(path: str) -> str:
+    """Where an adapter lies: its directory, or what the hub has under this id."""
+    if Path(path).expanduser().exists() or looks_like_a_path(path):
+        return path
+    try:
+        return str(fetch_adapter(path))
+    except ModelLoadError as error:
+        raise UserError(error.message.replace("model ", "adapter ", 1), param="lora_path") from None

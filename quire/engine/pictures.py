@@ -1,0 +1,124 @@
+"""The pictures of a front end with an event loop: fetched, decoded and resized beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from quire.engine.front_end import FrontEnd
+from quire.engine.input_processor import PlacedImages, Prompt
+from quire.errors import PromptTooLongError
+from quire.multimodal.cache import ReadyImages
+from quire.multimodal.inputs import IMAGES, NO_OPTIONS, ImageInputs, MediaOptions, NoImages, images_of
+from quire.multimodal.sources import Picture
+from quire.prompt_image import ReadyImage
+from quire.utils.fair_threads import FairThreads
+
+MAX_FETCHES = 8
+"""Pictures that are fetched at a time."""
+OBJECT_BYTES = 2**20
+"""Size, for the turns of callers, of a picture that is no file."""
+_HELPER = "quire.multimodal.preparing:prepare_file"
+_IMAGES = msgspec.msgpack.Decoder(ReadyImage)
+
+
+class Pictures:
+    """Makes pictures ready. Files are decoded by helpers; what was made of a file before is kept."""
+
+    def __init__(self, front_end: FrontEnd, threads: FairThreads) -> None:
+        """threads: which wait for helpers."""
+        self._front_end = front_end
+        self._helpers = front_end.helpers
+        self._threads = threads
+        self._fetching = ThreadPoolExecutor(MAX_FETCHES, "quire-fetch")
+        self.kept = ReadyImages(front_end.config.media.cache_bytes)
+
+    def close(self) -> None:
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+
+    async def of_prompt(self, prompt: Prompt) -> Prompt:
+        """The prompt with its images made ready. Raises UserError, naming the image."""
+        if not isinstance(prompt, Mapping) or isinstance(prompt["multi_modal_data"], PlacedImages):
+            return prompt
+        inputs = (await asyncio.to_thread(lambda: self._front_end.input_processor)).images
+        if isinstance(inputs, NoImages):
+            return prompt  # the input processor says why it takes none
+        found = images_of(prompt["multi_modal_data"])
+        inputs.check_number(len(found), IMAGES)
+        pictures = []
+        for index, image in enumerate(found):
+            where = f"{IMAGES}[{index}]"
+            pictures.append(Picture.of_url(image, where) if isinstance(image, str) else Picture(where, image))
+        ready = await self.ready(inputs, pictures)
+        changed: Any = {**prompt, "multi_modal_data": {"image": ready}}
+        return changed  # type: ignore[no-any-return]
+
+    async def ready(
+        self, inputs: ImageInputs, pictures: Sequence[Picture], options: MediaOptions = NO_OPTIONS
+    ) -> list[ReadyImage]:
+        """The pictures of one prompt, in order. One after the other is decoded, so that one prompt holds the memory of
+        one picture that is not resized yet, and none behind the model's context. Raises UserError, naming the picture,
+        and PromptTooLongError."""
+        longest = self._front_end.input_processor.max_model_len
+        found: list[ReadyImage] = []
+        for picture in await self._fetched(inputs, pictures):
+            found.append(await self._one(inputs, picture, options))
+            if (num_tokens := sum(each.num_tokens for each in found)) >= longest:
+                raise PromptTooLongError(
+                    f"{picture.where}: the images up to this one have {num_tokens} tokens, and the model's context is "
+                    f"{longest} tokens",
+                    param=picture.where,
+                )
+        return found
+
+    async def _fetched(self, inputs: ImageInputs, pictures: Sequence[Picture]) -> list[Picture]:
+        """The pictures with files in place of URLs."""
+
+        async def one(picture: Picture) -> Picture:
+            if not isinstance(picture.image, str):
+                return picture
+            from quire.multimodal.fetching import fetch_image
+
+            loop = asyncio.get_running_loop()
+            data = await loop.run_in_executor(self._fetching, fetch_image, picture.image, picture.where, inputs.media)
+            return msgspec.structs.replace(picture, image=data)
+
+        tasks = [asyncio.ensure_future(one(picture)) for picture in pictures]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, inputs: ImageInputs, picture: Picture, options: MediaOptions) -> ReadyImage:
+        image = picture.image
+        if isinstance(image, ReadyImage):
+            return image
+        if isinstance(image, bytes):
+            return await self._in_turn(len(image), lambda: self._of_file(inputs, picture, image, options))
+        return await self._in_turn(OBJECT_BYTES, lambda: inputs.prepare(picture, options))
+
+    async def _in_turn(self, size: int, work: Any) -> ReadyImage:
+        found: ReadyImage = await asyncio.wrap_future(self._threads.submit(size, work))
+        return found
+
+    def _of_file(self, inputs: ImageInputs, picture: Picture, data: bytes, options: MediaOptions) -> ReadyImage:
+        """On a thread, which waits for a helper."""
+        how = inputs.preparation(picture.detail, options)
+        key = self.kept.key(data, repr(how))
+        found = self.kept.get(key)
+        if found is None:
+            if self._helpers is None:
+                found = how.prepare(data, picture.where)
+            else:
+                from quire.multimodal.preparing import FileJob
+
+                argument = msgspec.json.encode(FileJob(how, picture.where)).decode()
+                found = _IMAGES.decode(self._helpers.read(_HELPER, argument, [data]))
+            self.kept.put(key, found)
+        return found

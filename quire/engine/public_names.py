@@ -1,0 +1,55 @@
+"""What the engines of programs have in common: how they show themselves, their tokenizer, names that they have not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.config.options import EngineOptions
+from quire.errors import UserError, nearest_name
+from quire.tokenization.conversation import conversation_of
+from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.user_tokenizer import UserTokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.input_processor import InputProcessor
+
+_OF_WORKERS = "no code of users runs in the workers"
+REASONS: Mapping[str, str] = {
+    "llm_engine": "the engine's facts are in `model_config` and `ready`",
+    "collective_rpc": _OF_WORKERS,
+    "apply_model": _OF_WORKERS,
+    "start_profile": "step_log writes what each step computed and how long it took",
+    "stop_profile": "step_log writes what each step computed and how long it took",
+    "get_metrics": "stats() has the counters and gauges, a server's /metrics the histograms",
+    "set_tokenizer": "the option tokenizer names another one",
+    "encode_with_tokenizer": "get_tokenizer() has Transformers' methods",
+}
+"""Names of vLLM's engines that have no meaning here."""
+
+
+def described(options: EngineOptions) -> str:
+    """The options that are not the defaults, as they are written in Python; the model always."""
+    usual = EngineOptions()
+    values = {name: getattr(options, name) for name in options.__struct_fields__}
+    parts = [f"{name}={value!r}" for name, value in values.items() if name != "model" and value != getattr(usual, name)]
+    return ", ".join([repr(options.model), *parts])
+
+
+def user_tokenizer(tokenizer: Tokenizer | None, inputs: InputProcessor) -> UserTokenizer:
+    """A tokenizer with the methods that Transformers' have. Raises UserError where there is none."""
+    if tokenizer is None:
+        raise UserError("this model has no tokenizer")
+
+    def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return inputs.write_text(inputs.prepare_chat(conversation_of(messages, **options))).text
+
+    return UserTokenizer(tokenizer, render)
+
+
+def missing(engine: object, name: str) -> AttributeError:
+    """The error of a name that an engine has not."""
+    kind = type(engine)
+    known = [each for each in dir(kind) if not each.startswith("_")]
+    why = f": {REASONS[name]}" if name in REASONS else nearest_name(name, known)
+    return AttributeError(f"{kind.__name__} has no attribute {name!r}{why}", name=name, obj=engine)

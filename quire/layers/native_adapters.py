@@ -1,0 +1,75 @@
+"""Adapters for native kernels: matrices in their layout, found through a table that recorded programs keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.recorder import Buffer, RecordedIndices
+from quire.layers.adapters import AdapterStack, LowRank, padded
+
+TYPES = {
+    torch.float32: _native.WeightType.F32,
+    torch.bfloat16: _native.WeightType.BF16,
+    torch.float16: _native.WeightType.F16,
+}
+ALIGNMENT: int = _native.ADAPTER_ALIGNMENT
+
+
+@dataclass(slots=True)
+class NativeStack:
+    """What the kernels find of a layer's adapters. kept: by slot, the tensors that the table names by address."""
+
+    table: _native.AdapterTable
+    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class NativeAdapterStorage:
+    """Implements AdapterStorage. A: [rank, inputs], rows padded to ALIGNMENT; B: panels of ALIGNMENT outputs,
+    [panel, rank, ALIGNMENT], padded with zeros."""
+
+    def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+        self.num_slots, self.max_rank, self._dtype = num_slots, max_rank, dtype
+
+    def attach(self, stack: AdapterStack) -> None:
+        segments = []
+        for number, piece in enumerate(stack.pieces):
+            for part in piece:
+                segments.append((number, *stack.columns(part), stack.parts[part].local))
+        sizes = (self.num_slots, stack.in_features, self.max_rank, max(1, len(stack.pieces)))
+        stack.stored = NativeStack(_native.AdapterTable(TYPES[self._dtype], *sizes, segments))
+
+    def load(self, stack: AdapterStack, slot: int, piece: int, matrices: LowRank) -> None:
+        a = padded(matrices.a.to(self._dtype), 1, ALIGNMENT).contiguous()
+        panels = [padded(b.to(self._dtype), 0, ALIGNMENT).unflatten(0, (-1, ALIGNMENT)) for b in matrices.b]
+        b = [each.transpose(1, 2).contiguous() for each in panels]
+        own = stack.stored
+        own.kept.setdefault(slot, []).extend((a, *b))
+        own.table.set(slot, piece, a.data_ptr(), len(a), matrices.scale, [each.data_ptr() for each in b])
+
+    def clear(self, stack: AdapterStack, slot: int) -> None:
+        stack.stored.table.clear(slot)
+        stack.stored.kept.pop(slot, None)
+
+
+def record_adapted(stack: AdapterStack, x: Buffer, y: Buffer, slots: RecordedIndices) -> Buffer:
+    """`Operations.add_adapted` over a recorder's placeholders."""
+    if not stack.pieces:
+        return y  # no matrix of a checkpoint is the layer's
+    own: NativeStack = stack.stored
+    x.recorder.keep.append(own)
+    width = len(stack.pieces) * own.table.max_rank
+    inner = x.recorder.call("adapter_shrink", width, buffers={"x": x}, table=own.table, column=slots.column)
+    return x.recorder.call(
+        "adapter_expand",
+        y.width,
+        over=y,
+        in_place=True,
+        buffers={"inner": inner},
+        table=own.table,
+        column=slots.column,
+        first_segment=0,
+        num_segments=sum(len(piece) for piece in stack.pieces),
+    )

@@ -1,0 +1,102 @@
+"""A stage of a pipeline as a model of its own: some layers, with hidden states that come in and go out by links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.kernels.rotation import RotationTable
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec, layer_specs
+from quire.layers.batch import ForwardBatch, ForwardResult
+from quire.layers.context import LayerContext, WeightSlots
+from quire.models.interface import CausalLM
+from quire.parallel.stage import Stage
+from quire.quantization.integer_weight import WeightSource
+
+if TYPE_CHECKING:
+    from quire.models.decoder import DecoderLayer
+
+
+class ElsewhereLayer:
+    """A layer that another stage computes. Implements DecoderLayer but for its call."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        raise AssertionError("another stage computes this layer")
+
+    def cache_spec(self) -> LayerSpec:
+        return self._spec
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
+def make_layers(
+    config: ModelConfig, context: LayerContext, make_layer: Callable[[int], DecoderLayer]
+) -> list[DecoderLayer]:
+    """All layers of a model, of which those of other stages are no more than what they keep. make_layer: from a layer's
+    number."""
+    stage = context.stage
+    if stage.count == 1:
+        return [make_layer(number) for number in range(config.num_layers)]
+    specs = enumerate(layer_specs(config, context.group.size))
+    return [make_layer(number) if number in stage.layers else ElsewhereLayer(spec) for number, spec in specs]
+
+
+class StagedModel:
+    """Implements CausalLM. Every pass of a stage, dummy ones as well, is one of all stages, in the same order."""
+
+    def __init__(self, model: CausalLM, stage: Stage, hidden_size: int, dtype: torch.dtype) -> None:
+        """model: the stage's layers. hidden_size, dtype: of what passes from stage to stage."""
+        self._model = model
+        self._stage = stage
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self._model.columns
+
+    def cache_specs(self) -> list[LayerSpec]:
+        """Of all layers of the model, so that all stages agree."""
+        return self._model.cache_specs()
+
+    @property
+    def output_size(self) -> int:
+        return self._model.output_size
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult[torch.Tensor]:
+        """The hidden states of a stage that is not the last go to the next one, and mean nothing here."""
+        incoming, outgoing = self._stage.incoming, self._stage.outgoing
+        if outgoing is not None:
+            batch = batch._replace(logits_rows=None)  # the next stage reads all
+        if incoming is None:
+            result = self._model.forward(batch)
+        else:
+            rows = incoming.receive((len(cast("torch.Tensor", batch.token_ids)), self._hidden_size), self._dtype)
+            result = self._model.forward(batch.having(hidden=rows))
+            incoming.release()
+        if outgoing is not None:
+            outgoing.send(result.hidden)
+        return result
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._stage.is_last, "the last stage samples"
+        return self._model.compute_logits(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
+        self._model.load_weights(weights)
+
+    def release_workspaces(self) -> None:
+        self._model.release_workspaces()
+
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes()

@@ -1,0 +1,57 @@
+"""Pictures that were made ready before, by their files: a file that comes again is not decoded again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+
+from quire.prompt_image import ReadyImage
+
+ENTRY_BYTES = 512
+"""Bytes of an entry beside its pixels, about."""
+
+
+class ReadyImages:
+    """Up to `max_bytes` of images, those that were used last. Thread-safe. An entry is known by the file's SHA-256 and
+    by all that the image depends on besides, so that nothing that one client sends changes what another one gets."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, ReadyImage] = OrderedDict()
+        self._num_bytes = 0
+        self.num_queries = 0
+        self.num_hits = 0
+
+    @staticmethod
+    def key(data: bytes, how: str) -> bytes:
+        """how: text that names everything but the file."""
+        digest = hashlib.sha256(len(how).to_bytes(8, "little") + how.encode())
+        digest.update(data)  # other threads run meanwhile
+        return digest.digest()
+
+    def get(self, key: bytes) -> ReadyImage | None:
+        with self._lock:
+            self.num_queries += 1
+            found = self._kept.get(key)
+            if found is not None:
+                self.num_hits += 1
+                self._kept.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, image: ReadyImage) -> None:
+        size = len(image.pixels) + ENTRY_BYTES
+        with self._lock:
+            if key in self._kept or size > self._max_bytes:
+                return
+            self._kept[key] = image
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._num_bytes -= len(dropped.pixels) + ENTRY_BYTES
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0

@@ -1,0 +1,110 @@
+"""Where pictures come from: the parts of messages and prompts that hold them, or say where they are.
+
+A process of a server imports this for every conversation, so it imports no NumPy and no Pillow.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.errors import UserError
+
+DETAILS = ("auto", "low", "high", "original")
+"""Values of an image's `detail`. Those but "low" ask for what the model's files say."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""Pixels of a picture of low detail, at most."""
+IMAGE_OF_PART = {"image_url": "image_url", "input_image": "image_url"}
+"""Type of a content part -> the field with its image's URL."""
+OBJECT_OF_PART = {"image": "image", "image_pil": "image_pil"}
+"""As IMAGE_OF_PART, of parts that a program gives, whose images may be objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """max_bytes: of one encoded picture. max_pixels: of one picture, before it is resized."""
+
+    max_bytes: int = 32 * 2**20
+    max_pixels: int = 2**26
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """A picture of a message. where: the path of its field in the request, for errors. image: the bytes of its file, a
+    URL that is no data URL, or what `ImageInputs.prepare` takes of a program. detail: one of DETAILS."""
+
+    where: str
+    image: Any
+    detail: str = "auto"
+
+    @classmethod
+    def of_url(cls, url: object, where: str, detail: object = None) -> Picture:
+        """Raises UserError for a data URL that holds no image, and for another detail."""
+        if not isinstance(url, str) or not url:
+            raise UserError(f"{where}: an image needs a URL", param=where)
+        if detail is not None and detail not in DETAILS:
+            known = ", ".join(DETAILS)
+            raise UserError(f"{where}: detail must be one of {known}, not {detail!r:.50}", param=where)
+        image = read_data_url(url, where) if is_data_url(url) else url
+        return cls(where, image, "auto" if detail is None else str(detail))
+
+
+def picture_of(part: Any, where: str, *, takes_objects: bool = False) -> Picture | None:
+    """The picture of a content part; None for one that is of no image's type. takes_objects: a program gives it, which
+    may give a Pillow image or an array. Raises UserError with the path of the field that is wrong."""
+    if isinstance(part, Picture):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
+        return None
+    name = IMAGE_OF_PART.get(kind) or (OBJECT_OF_PART.get(kind) if takes_objects else None)
+    if name is None:
+        return None
+    image: Any = part.get(name)
+    detail: Any = part.get("detail")
+    if image is None:
+        raise UserError(f"{where}: a content part of type {kind!r} needs a {name}", param=f"{where}.{name}")
+    if isinstance(image, Mapping):
+        if unknown := image.keys() - {"url", "detail"}:
+            raise UserError(f"{where}.{name}: {min(map(str, unknown))!r:.50} is not supported", param=f"{where}.{name}")
+        detail = image.get("detail", detail)
+        image = image.get("url")
+    if kind in OBJECT_OF_PART and not isinstance(image, str):
+        return Picture(where, image)
+    return Picture.of_url(image, f"{where}.{name}", detail)
+
+
+def is_data_url(url: str) -> bool:
+    """Whether the URL holds what it names."""
+    return url[:5].lower() == "data:"
+
+
+def read_data_url(url: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """The bytes that a data: URL holds in base64. where: the field's path, for errors. Raises UserError."""
+    head, comma, body = url.partition(",")
+    kind, *options = head[5:].split(";")
+    if not is_data_url(head) or not comma or "base64" not in options:
+        raise UserError(f"{where}: a data URL of an image must be data:image/...;base64,...", param=where)
+    if kind and not kind.lower().startswith("image/"):
+        raise UserError(f"{where}: a data URL of type {kind!r:.100} holds no image", param=where)
+    return read_base64(body, where, limits)
+
+
+def read_base64(text: str, where: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """The bytes of an encoded picture. Raises UserError."""
+    if len(text) // 4 * 3 > limits.max_bytes + 3:
+        raise too_many_bytes(where, len(text) // 4 * 3, limits)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError(f"{where}: the image's data is not valid base64", param=where) from None
+
+
+def too_many_bytes(where: str, num_bytes: int, limits: ImageLimits) -> UserError:
+    return UserError(f"{where}: an image of {num_bytes} bytes is over the limit of {limits.max_bytes}", param=where)

@@ -1,0 +1,80 @@
+"""The stages of a pipeline, and what passes tensors from one to the next."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from quire.parallel.link_files import NUM_SLOTS, LinkFiles
+
+SlotT = TypeVar("SlotT")
+
+
+class Link:
+    """One end of a link. Tensors arrive in the order in which they were sent."""
+
+    def __init__(self, files: LinkFiles) -> None:
+        """Takes the descriptors over."""
+        size = os.fstat(files.memory).st_size
+        self._files = files
+        self._slots = torch.frombuffer(mmap.mmap(files.memory, size), dtype=torch.uint8).view(NUM_SLOTS, -1)
+        self._next = 0
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor into the next slot, once it is free."""
+        os.eventfd_read(self._files.free)
+        data = tensor.view(torch.uint8).view(-1)
+        self._turn()[: data.numel()].copy_(data)
+        os.eventfd_write(self._files.full, 1)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor, when it has come: a view of its slot, which is valid until `release`."""
+        os.eventfd_read(self._files.full)
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+        return self._turn()[:num_bytes].view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Free the slot that was received last."""
+        os.eventfd_write(self._files.free, 1)
+
+    def _turn(self) -> torch.Tensor:
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % NUM_SLOTS
+        return slot
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of a model's layers that this rank computes, by their numbers. count: stages of the model. incoming,
+    outgoing: from the stage before and to the one behind (None: it is the first, or the last)."""
+
+    number: int = 0
+    count: int = 1
+    layers: range = range(0)
+    incoming: Link | None = None
+    outgoing: Link | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def at_entrance(self, slots: dict[str, SlotT], *, is_head: bool = False) -> dict[str, SlotT]:
+        """What comes before the first layer: nothing on other stages than the first. is_head: the last stage reads it
+        as well."""
+        return slots if self.is_first or (is_head and self.is_last) else {}
+
+    def at_exit(self, slots: dict[str, SlotT]) -> dict[str, SlotT]:
+        """What follows the last layer: nothing on other stages than the last."""
+        return slots if self.is_last else {}
+
+
+WHOLE_MODEL = Stage()
+"""The one stage of a model that is not cut."""

@@ -1,0 +1,136 @@
+"""Adapters as the scheduler sees them: the slot in which the workers hold each, and the requests that wait for a load.
+
+A slot is given to another adapter only while no running request uses it. The worker loads beside steps, so a request
+whose adapter is not held waits (AdapterGate) and others start meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.adapter_orders import AdapterOrders, AdapterRef
+from quire.config.adapters import NO_ADAPTERS, AdaptersConfig
+from quire.decoding.sequence import Deferral, Request
+from quire.errors import UserError
+from quire.scheduler.admission import Quote
+from quire.scheduler.gates import Stage
+from quire.scheduler.running import RunningSet
+
+LOADING = "loading adapter"
+"""The reason of the deferral."""
+
+
+class AdapterSlots:
+    """Slots 1 to num_slots of the workers, and the adapters in them, by digest."""
+
+    def __init__(self, running: RunningSet, config: AdaptersConfig = NO_ADAPTERS) -> None:
+        self._running = running
+        self._config = config
+        self._free = list(range(config.num_slots, 0, -1))
+        self._held: dict[bytes, int] = {}
+        """Slots of loaded adapters, the one that was used least recently first."""
+        self._loading: dict[bytes, int] = {}
+        self._orders: list[tuple[int, AdapterRef]] = []
+        self._refused: list[tuple[Request, UserError]] = []
+        self.num_loads = 0
+
+    def slot_of(self, adapter: AdapterRef) -> int | None:
+        """The slot that holds the adapter, which then counts as used now; None: none does."""
+        slot = self._held.pop(adapter.digest, None)
+        if slot is not None:
+            self._held[adapter.digest] = slot
+        return slot
+
+    def is_loading(self, adapter: AdapterRef) -> bool:
+        return adapter.digest in self._loading
+
+    def begin_load(self, adapter: AdapterRef) -> bool:
+        """Order a load into a free slot, or in place of the adapter that no running request uses and was used least
+        recently; returns whether there is one."""
+        if not self._free:
+            used = self.in_use()
+            idle = next((digest for digest in self._held if digest not in used), None)
+            if idle is None:
+                return False
+            self._free.append(self._held.pop(idle))
+        slot = self._loading[adapter.digest] = self._free.pop()
+        self._orders.append((slot, adapter))
+        self.num_loads += 1
+        return True
+
+    def in_use(self) -> set[bytes]:
+        """Digests of the adapters of running requests."""
+        sequences = self._running.sequences
+        return {each.request.adapter.digest for each in sequences if each.request.adapter is not None}
+
+    def has_room(self, adapter: AdapterRef) -> bool:
+        """Whether a request with this adapter may run beside those that do: no more adapters than `max_loras` at a
+        time."""
+        used = self.in_use()
+        return adapter.digest in used or len(used) < self._config.max_running
+
+    def has_idle_slot(self) -> bool:
+        return bool(self._free) or any(digest not in self.in_use() for digest in self._held)
+
+    def take_orders(self, *, may_wait: bool) -> AdapterOrders | None:
+        """What the next plan orders; None: nothing. may_wait: the plan has nothing else, and none is in flight."""
+        orders, self._orders = self._orders, []
+        if not orders and not (may_wait and self._loading):
+            return None
+        return AdapterOrders(orders, awaits_report=may_wait)
+
+    def update(self, ended: Iterable[tuple[int, str]], requests: Iterable[Request]) -> None:
+        """Take what a result says of loads. requests: those that live; the ones whose adapter cannot be loaded are
+        refused."""
+        for slot, error in ended:
+            digest = next(digest for digest, loading in self._loading.items() if loading == slot)
+            del self._loading[digest]
+            if not error:
+                self._held[digest] = slot
+                continue
+            self._free.append(slot)
+            for request in requests:
+                if request.adapter is not None and request.adapter.digest == digest:
+                    self._refused.append((request, UserError(error, param="lora_request")))
+
+    @property
+    def has_refused(self) -> bool:
+        return bool(self._refused)
+
+    def take_refused(self) -> list[tuple[Request, UserError]]:
+        """Requests to be ended, with the reasons."""
+        refused, self._refused = self._refused, []
+        return [(request, error) for request, error in refused if request.live_sequences]
+
+    def forget_workers(self) -> None:
+        """Note that the workers hold nothing any more."""
+        assert not self._loading, "a load is under way"
+        self._free += self._held.values()
+        self._held.clear()
+
+
+class AdapterGate:
+    """A request with an adapter waits until the workers hold it, and until fewer than `max_loras` others run."""
+
+    reason = LOADING
+    stage = Stage.BEGIN
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+
+    def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
+        slots, adapter = self._slots, request.adapter
+        if adapter is None:
+            return None
+        slot = slots.slot_of(adapter)
+        if slot is None:
+            if slots.is_loading(adapter) or slots.begin_load(adapter):
+                return Deferral(self.reason, 0, lambda: slots.is_loading(adapter), reserves_slots=False)
+            return Deferral(self.reason, 0, lambda: not slots.has_idle_slot(), reserves_slots=False)
+        if not slots.has_room(adapter):
+            return Deferral(self.reason, 0, lambda: not slots.has_room(adapter), reserves_slots=False)
+        request.adapter_slot = slot
+        return None
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,91 @@
+"""The worker's half of adapters: loads that run beside steps, in a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from quire.adapter_orders import AdapterRef
+from quire.config.adapters import ADAPTER_SLOTS
+from quire.errors import ModelLoadError
+from quire.models.adapters import ModelAdapters
+from quire.step import StepPlan
+
+PATIENCE = 0.05
+"""Seconds that a plan without tokens waits for a load to end."""
+NOTHING_HELD: Mapping[int, AdapterRef] = MappingProxyType({})
+
+
+class NoAdapterLoads:
+    """Of a model that takes no adapters."""
+
+    held = NOTHING_HELD
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Nothing is ordered."""
+
+    def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
+        return []
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class AdapterLoads:
+    """held: by slot, what has been loaded."""
+
+    def __init__(self, adapters: ModelAdapters, held: Mapping[int, AdapterRef]) -> None:
+        """held: what the model before this one had, which is loaded again now. Raises ModelLoadError."""
+        self._adapters = adapters
+        self._thread = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
+        self._loading: dict[int, Future[None]] = {}
+        self._orders: dict[int, AdapterRef] = {}
+        self.held = dict(held)
+        for slot, adapter in self.held.items():
+            adapters.load(slot, adapter)
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Start the plan's loads; wait for those of slots whose first rows the plan brings: another rank, whose results
+        the scheduler reads, may have been quicker. Raises ModelLoadError for one that has failed here alone."""
+        for slot, adapter in () if plan.adapters is None else plan.adapters.loads:
+            self.held.pop(slot, None)
+            self._orders[slot] = adapter
+            self._loading[slot] = self._thread.submit(self._adapters.load, slot, adapter)
+        if self._loading:
+            for new in plan.new_sequences:
+                load = self._loading.get(new.columns.get(ADAPTER_SLOTS, 0))
+                if load is not None:
+                    load.result()
+
+    def end_plan(self, plan: StepPlan) -> list[tuple[int, str]]:
+        """The loads that have ended, as StepResult has them."""
+        if plan.adapters is not None and plan.adapters.awaits_report:
+            wait(self._loading.values(), PATIENCE, FIRST_COMPLETED)
+        ended = []
+        for slot in [slot for slot, load in self._loading.items() if load.done()]:
+            load, adapter = self._loading.pop(slot), self._orders.pop(slot)
+            error = load.exception()
+            if error is None:
+                self.held[slot] = adapter
+            elif not isinstance(error, ModelLoadError):
+                raise error
+            ended.append((slot, "" if error is None else str(error)))
+        return ended
+
+    def reserved_bytes(self) -> int:
+        """Memory that adapters take at most."""
+        return self._adapters.reserved_bytes()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def adapter_loads(adapters: ModelAdapters | None, held: Mapping[int, AdapterRef]) -> AdapterLoads | NoAdapterLoads:
+    return NoAdapterLoads() if adapters is None else AdapterLoads(adapters, held)

@@ -1,0 +1,246 @@
+"""Adapters through the whole engine: what Transformers computes with them merged, and the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from quire.errors import UserError
+from quire.llm import LLM
+from quire.lora_request import LoRARequest
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from tests.fakes.adapters import merged, write_adapter
+from tests.long import all_but_long
+from tests.models.families import FAMILIES, qwen3
+from tests.models.harness import random_prompts, randomize, save
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=True)
+TOLERANCE = 1e-4
+SMALL: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "num_threads": 1, "num_blocks_override": 40}
+PROMPTS = random_prompts([21, 5, 21, 21, 3], 97, seed=5)
+PROMPTS[2] = PROMPTS[3] = PROMPTS[0]
+
+
+class Tiny(NamedTuple):
+    model: PreTrainedModel
+    directory: Path
+    first: LoRARequest
+    second: LoRARequest
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Qwen3 with two adapters on all projections, of which one has another rank for some."""
+    directory = tmp_path_factory.mktemp("tiny")
+    model = randomize(qwen3(num_hidden_layers=2, hidden_size=64, intermediate_size=96))
+    save(model, directory / "base")
+    write_adapter(model, directory / "first", rank=16, seed=1)
+    write_adapter(
+        model,
+        directory / "second",
+        rank=4,
+        seed=2,
+        rank_of=lambda name: 7 if name.endswith("gate_proj") else None,
+        rank_pattern={"gate_proj": 7},
+        alpha_pattern={"o_proj": 5},
+        use_rslora=True,
+    )
+    requests = (LoRARequest(name, 1 + i, str(directory / name)) for i, name in enumerate(("first", "second")))
+    return Tiny(model, directory / "base", *requests)
+
+
+def engine(directory: Path, **options: Any) -> LLM:
+    given = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_model_len": 128, **SMALL, **options}
+    return LLM(str(directory), **given)
+
+
+def bits(output: RequestOutput) -> list[tuple[int, dict[int, float]]]:
+    """Tokens, and the log-probabilities beside each."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    entries = [{token: each.logprob for token, each in entry.items()} for entry in completion.logprobs]
+    return list(zip(completion.token_ids, entries, strict=True))
+
+
+def check_logprobs(model: PreTrainedModel, prompt: Sequence[int], output: RequestOutput) -> None:
+    """Compare with what Transformers computes for the same tokens."""
+    found = bits(output)
+    tokens = torch.tensor([[*prompt, *(token for token, _ in found)]])
+    with torch.no_grad():
+        wanted = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for place, (_, entry) in enumerate(found):
+        for token, logprob in entry.items():
+            assert logprob == pytest.approx(wanted[place, token].item(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_two_adapters_and_the_base_in_one_step(tiny: Tiny, backend: str) -> None:
+    which = [tiny.first, tiny.second, None, tiny.second, tiny.first]
+    models = {request: merged(tiny.model, Path(request.path)) for request in (tiny.first, tiny.second)}
+    base = tiny.model.double()
+    with engine(tiny.directory, attention_backend=backend) as llm:
+        together = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+        for prompt, request, output in zip(PROMPTS, which, together, strict=True):
+            check_logprobs(base if request is None else models[request], prompt, output)
+            alone = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            assert bits(alone) == bits(output), "the same bits in any company"
+        assert len({output.outputs[0].token_ids[0] for output in together[:4]}) > 1, "adapters change something"
+    with engine(tiny.directory, attention_backend=backend, enable_lora=False) as llm:
+        assert bits(llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]) == bits(together[2])
+
+
+@pytest.mark.parametrize(
+    "family",
+    all_but_long(
+        [
+            "llama-biases",
+            "qwen2",
+            "gpt2",
+            "opt",
+            "phi3",
+            "gemma2",
+            "gemma3",
+            "glm",
+            "glm4",
+            "granite",
+            "olmo2",
+            "smollm3",
+        ],
+        ["gpt2", "glm", "phi3"],
+    ),
+)
+def test_families(family: str, tmp_path: Path) -> None:
+    model = randomize(FAMILIES[family]())
+    directory, adapter = save(model, tmp_path / "base"), write_adapter(model, tmp_path / "adapter", seed=3)
+    request = LoRARequest("adapter", 1, str(adapter))
+    with engine(directory) as llm:
+        outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[request, None])
+    check_logprobs(merged(model, adapter), PROMPTS[0], outputs[0])
+    check_logprobs(model.double(), PROMPTS[1], outputs[1])
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "int4", "mxfp4"])
+def test_quantised_bases(tiny: Tiny, quantization: str) -> None:
+    """The base's products are quantised, and what adapters add is not: rows without one have the base's bits."""
+    which = [tiny.first, tiny.second, None, tiny.first]
+    with engine(tiny.directory, quantization=quantization) as llm:
+        together = llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False, lora_request=which)
+        alone = [
+            llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            for prompt, request in zip(PROMPTS, which, strict=False)
+        ]
+    assert [bits(output) for output in together] == [bits(output) for output in alone]
+    with engine(tiny.directory, quantization=quantization, enable_lora=False) as llm:
+        assert bits(llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]) == bits(together[2])
+    assert bits(together[0]) != bits(together[2])
+
+
+def test_blocks_are_of_the_adapters_content(tiny: Tiny, tmp_path: Path) -> None:
+    """Neither name, number nor place of an adapter counts for the prefix cache."""
+    copy = write_adapter(tiny.model, tmp_path / "copy", rank=16, seed=1)
+    once = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with engine(tiny.directory) as llm:
+        cached = [
+            llm.generate(PROMPTS[0], once, use_tqdm=False, lora_request=request)[0].num_cached_tokens
+            for request in (tiny.first, None, tiny.second, LoRARequest("other", 9, str(copy)), None)
+        ]
+    assert cached == [0, 0, 0, 16, 16]
+
+
+def test_more_adapters_than_run_at_a_time(tiny: Tiny, tmp_path: Path) -> None:
+    """They take turns in one slot, and requests without an adapter do not wait."""
+    paths = [write_adapter(tiny.model, tmp_path / str(seed), seed=seed) for seed in range(3)]
+    requests = [LoRARequest(path.name, 1 + i, str(path)) for i, path in enumerate(paths)]
+    which = [requests[0], requests[1], None, requests[2], requests[0]]
+    with engine(tiny.directory, max_loras=1) as llm:
+        together = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+    with engine(tiny.directory, max_loras=3) as llm:
+        wide = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=which)
+    assert [bits(output) for output in together] == [bits(output) for output in wide]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks_override": 9, "max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 7, "max_prefill_chunk": 5},
+        {"num_blocks_override": 9, "preemption_mode": "swap", "swap_space": "1MiB"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    ],
+    ids=["preempted", "chunks", "swapped", "drafts"],
+)
+def test_schedules(tiny: Tiny, options: dict[str, Any]) -> None:
+    which = [tiny.first, tiny.second, None, tiny.second, tiny.first]
+    longer = SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, ignore_eos=True)
+    with engine(tiny.directory) as llm:
+        wanted = llm.generate(PROMPTS, longer, use_tqdm=False, lora_request=which)
+    with engine(tiny.directory, **options) as llm:
+        found = llm.generate(PROMPTS, longer, use_tqdm=False, lora_request=which)
+        stats = llm.stats()
+    assert [bits(output) for output in found] == [bits(output) for output in wanted]
+    if "num_blocks_override" in options:
+        assert stats["preemptions_total"] > 0
+
+
+def test_several_sequences_and_beams(tiny: Tiny) -> None:
+    """Forks keep their parent's adapter."""
+    several = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=5, ignore_eos=True)
+    beams = SamplingParams(use_beam_search=True, n=2, temperature=0.0, max_tokens=5, ignore_eos=True)
+    with engine(tiny.directory) as llm:
+        for params in (several, beams):
+            pair = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False, lora_request=[tiny.first, None])
+            alone = llm.generate(PROMPTS[0], params, use_tqdm=False, lora_request=tiny.first)[0]
+            tokens = [[each.token_ids for each in output.outputs] for output in (*pair, alone)]
+            assert tokens[0] == tokens[2] != tokens[1]
+
+
+def test_sleep(tiny: Tiny) -> None:
+    """What was loaded is there again behind a sleep that drops the weights."""
+    with engine(tiny.directory) as llm:
+        before = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert bits(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)[0]) == bits(before)
+
+
+def test_a_changed_directory(tiny: Tiny, tmp_path: Path) -> None:
+    """A number stands for what it was first named with: other content is an error, or asked for."""
+    place = write_adapter(tiny.model, tmp_path / "place", seed=8)
+    request = LoRARequest("place", 5, str(place))
+    with engine(tiny.directory, max_loras=1) as llm:
+        before = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=request)[0]
+        write_adapter(tiny.model, place, seed=9)
+        assert bits(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=request)[0]) == bits(before)
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)  # takes the slot
+        with pytest.raises(UserError, match="has changed since it was named"):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=request)
+        anew = LoRARequest("place", 5, str(place), load_inplace=True)
+        after = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=anew)[0]
+    check_logprobs(merged(tiny.model, place), PROMPTS[0], after)
+
+
+def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
+    wide = write_adapter(tiny.model, tmp_path / "wide", rank=17)
+    with engine(tiny.directory) as llm:
+        for request, message in (
+            (LoRARequest("a", 3, str(tmp_path / "none")), "is no directory of an adapter"),
+            (LoRARequest("a", 4, str(wide)), "rank 17 needs max_lora_rank"),
+            (LoRARequest("a", 1, str(wide)), "stands for"),
+            ("first", "must be a LoRARequest, not str"),
+        ):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)
+            with pytest.raises(UserError, match=message):
+                llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=request)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="got 1 lora_requests for 2 prompts"):
+            llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[tiny.first])
+    with (
+        engine(tiny.directory, enable_lora=False) as llm,
+        pytest.raises(UserError, match="needs an engine with enable_lora"),
+    ):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)

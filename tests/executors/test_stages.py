@@ -1,0 +1,253 @@
+"""Stages of a pipeline as processes: the bits of one rank, several plans at a time, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire.clock import SystemClock
+from quire.config.engine import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import Abort, AddRequest, Call
+from quire.errors import EngineDeadError
+from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
+from quire.executors.multiprocess import RankProcesses
+from quire.executors.ranked import RankedExecutor, SampledTokens
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.step import SamplingInputs, StepPlan, StepResult
+from tests.executors.test_multiprocess import NUM_BLOCKS, Reused, configured, everything, pool, run
+from tests.fakes.masks import AllowedByPosition
+from tests.models.families import FAMILIES, qwen3
+from tests.models.harness import randomize, save
+from tests.processes import has_ended
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(randomize(qwen3(num_hidden_layers=3)), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(directory))
+    return directory
+
+
+def make_core(config: EngineConfig, executor: Executor) -> EngineCore:
+    return EngineCore(config, executor, SystemClock(), masks=AllowedByPosition())
+
+
+def staged(config: EngineConfig, ranks: Any) -> EngineCore:
+    return make_core(config, RankedExecutor(ranks, config.parallel.pp))
+
+
+def open_files() -> set[str]:
+    """What this process has open, without what is opened anew at any time: the listing itself."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(entry.path))
+        except FileNotFoundError:
+            continue
+    return {name for name in found if "/proc/" not in name}
+
+
+def test_the_bits_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
+    """With prefix hits, preemption, constraints, an abort and a pooled request; asleep and awake again. At the end no
+    process, descriptor or file is left."""
+    config = configured(model_path)
+    alone = make_core(config, LocalExecutor(config))
+    expected, vector, bits = run(alone), pool(alone, [7] * 31), everything(alone)
+    alone.shutdown()
+    before, shared = open_files(), sorted(os.listdir("/dev/shm"))
+    config = configured(model_path, pipeline_parallel_size=2)
+    ranks = RankProcesses(config)
+    core = staged(config, ranks)
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    try:
+        assert run(core) == expected
+        assert pool(core, [7] * 31) == vector
+        assert everything(core) == bits
+        stats = core.stats()
+        assert stats.preemptions_total > 0
+        assert stats.prefix_cache_hits_total > 0
+        for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
+            answer = core.handle(Call(1, method, argument))
+            assert answer is not None
+            assert answer.error is None
+        assert run(core) == expected
+        assert "on each of 2 ranks in 2 stages" in core.ready.backend
+    finally:
+        core.shutdown()
+    assert all(has_ended(process) for process in processes)
+    assert list(runtime_directory.iterdir()) == []
+    assert open_files() <= before
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def random_requests(rng: random.Random) -> list[EngineRequest]:
+    """Greedy and drawn, alone, in groups and as searches, with penalties and constraints, some with a beginning in
+    common."""
+    made = []
+    for number in range(10):
+        prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 60))]
+        if rng.random() < 0.4:
+            prompt = [7] * rng.randrange(16, 40) + prompt
+        settings: dict[str, Any] = {"max_tokens": rng.randrange(1, 24), "ignore_eos": True}
+        kind = rng.choice(("greedy", "drawn", "group", "search", "constraint"))
+        if kind == "search":
+            settings |= {"n": 2, "use_beam_search": True}
+        else:
+            settings["temperature"] = 0.0 if kind in ("greedy", "constraint") else 1.3
+        if kind == "group":
+            settings["n"] = 3
+        if kind in ("greedy", "drawn"):
+            settings |= {"presence_penalty": 0.5, "logprobs": 2}
+        params = SamplingParams(**settings)
+        made.append(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=settings["max_tokens"],
+                seed=rng.randrange(2**32),
+                constraint="5" if kind == "constraint" else "",
+            )
+        )
+    return made
+
+
+def outcome(core: EngineCore, seed: int) -> dict[tuple[str, int], list[Any]]:
+    """Tokens of all sequences, and what was told of them, of requests that come while others run. Some are aborted when
+    they begin, and have no place here."""
+    rng = random.Random(seed)
+    waiting, found = random_requests(rng), {}
+    aborted = {request.request_id for request in waiting if rng.random() < 0.15}
+    while core.has_work or waiting:
+        while waiting and (not core.has_work or rng.random() < 0.3):
+            core.handle(AddRequest(waiting.pop()))
+        for update in core.step().updates:
+            if update.request_id in aborted:
+                core.handle(Abort(update.request_id))
+                continue
+            told = found.setdefault((update.request_id, update.index), [])
+            told += [*update.new_token_ids, *(update.logprobs or []), update.finish_reason]
+    core.scheduler.check()
+    return {place: [each for each in told if each is not None] for place, told in found.items()}
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two stages": ({}, {"pipeline_parallel_size": 2}),
+    "three stages": ({}, {"pipeline_parallel_size": 3}),
+    "two stages of two ranks": ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+}
+"""Options of a layout, and of another one with the same bits."""
+WAYS: list[dict[str, Any]] = [
+    {"num_blocks_override": 300, "max_num_batched_tokens": 32},
+    {"max_prefill_chunk": 9, "num_blocks_override": 2 * NUM_BLOCKS},
+    {"preemption_mode": "swap", "swap_space": "16MiB", "num_blocks_override": 2 * NUM_BLOCKS},
+    {"queue_depth": 1, "num_blocks_override": 300},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_schedules(model_path: Path, layout: str) -> None:
+    plain, dealt = LAYOUTS[layout]
+    found: list[list[Any]] = []
+    for options in (plain, dealt):
+        config = configured(model_path, **options)
+        ranks = RankProcesses(config) if config.parallel.num_devices > 1 else None
+        found.append([])
+        for seed in range(8):
+            own = configured(model_path, **{**options, **WAYS[seed % len(WAYS)]})
+            executor = LocalExecutor(own) if ranks is None else RankedExecutor(Reused(ranks), own.parallel.pp)
+            core = make_core(own, executor)
+            found[-1].append(outcome(core, seed))
+            core.shutdown()
+        if ranks is not None:
+            ranks.close()
+    for expected, dealt_found in zip(*found, strict=True):
+        assert dealt_found == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma2", "qwen3-next", "deepseek-v3"])
+def test_groups_of_unlike_layers(tmp_path: Path, family: str) -> None:
+    """Windows, states and latents: each stage has its pages of the groups' blocks, also on disk."""
+    path = save(randomize(FAMILIES[family]()), tmp_path / "model")
+    options = {"num_blocks_override": 300, "swap_space": "16MiB", "kv_offload_dir": str(tmp_path / "kv")}
+    config = configured(path, num_blocks_override=300)
+    alone = make_core(config, LocalExecutor(config))
+    expected = everything(alone)
+    alone.shutdown()
+    config = configured(path, pipeline_parallel_size=2, **options)
+    ranks = RankProcesses(config)
+    try:
+        for _ in range(2):
+            core = staged(config, Reused(ranks))
+            assert everything(core) == expected
+            core.shutdown()
+            ranks.call("sleep", 1)
+    finally:
+        ranks.close()
+    assert len([each for each in (tmp_path / "kv").iterdir() if each.is_dir()]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_stage_that_is_killed_ends_the_others(model_path: Path, killed: int) -> None:
+    """While prompts are computed, of which there are plans in flight."""
+    config = configured(model_path, pipeline_parallel_size=2)
+    ranks = RankProcesses(config)
+    core = staged(config, ranks)
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    for seed in range(3):
+        for request in random_requests(random.Random(seed)):
+            core.handle(AddRequest(EngineRequest(**{**_fields(request), "request_id": f"{seed} {request.request_id}"})))
+    for _ in range(4):
+        core.step()
+    processes[killed].kill()
+    with pytest.raises(EngineDeadError, match=rf"rank {killed} of 2 \(process \d+\) was killed by signal 9"):
+        drain(core)
+    deadline = time.monotonic() + 60
+    while not all(has_ended(process) for process in processes):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.01)
+    core.shutdown()
+
+
+def drain(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def _fields(request: EngineRequest) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+def plan(step_id: int, samples: list[int], released: list[int]) -> StepPlan:
+    count = len(samples)
+    return StepPlan(step_id, samples, [0] * count, [1] * count, samples, list(range(count)), released=released)
+
+
+def test_tokens_come_with_the_next_plan() -> None:
+    """Those of sequences that were released meanwhile, of discarded and of pooled samples do not."""
+    tokens = SampledTokens()
+    assert tokens.bring(plan(1, [10, 11, 12, 13, 14], [])).sampled == []
+    assert tokens.bring(plan(2, [20], [11])).sampled == []
+    tokens.discard(SamplingInputs(1, {}, [2]))
+    tokens.take(StepResult(1, [[5], [6], [7], [], [8]]))
+    assert tokens.bring(plan(3, [10], [10])).sampled == [(10, 5), (14, 8)]
+    tokens.take(StepResult(2, [[9]]))
+    tokens.take(StepResult(3, [[4]]))
+    assert tokens.bring(plan(4, [], [])).sampled == [(20, 9), (10, 4)]

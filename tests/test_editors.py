@@ -1,0 +1,46 @@
+"""What an editor completes and an engine says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+
+from quire import LLM, AsyncLLM, LLMEngine, SamplingParams
+from quire.config.engine_keywords import EngineKeywords
+from quire.config.options import EngineOptions
+from quire.engine.public_names import REASONS, described, missing
+
+
+def test_keywords_are_the_options() -> None:
+    options = typing.get_type_hints(EngineOptions)
+    assert typing.get_type_hints(EngineKeywords) == {name: kind for name, kind in options.items() if name != "model"}
+    for engine in (LLM, LLMEngine, AsyncLLM):
+        parameters = inspect.signature(engine).parameters
+        assert parameters["engine_options"].annotation == "Unpack[EngineKeywords]"
+        assert parameters["model"].default == EngineOptions().model
+
+
+def test_an_engine_shows_what_it_was_given() -> None:
+    assert described(EngineOptions()) == "'bundled'"
+    assert described(EngineOptions(model="m", max_model_len=8, seed=3)) == "'m', seed=3, max_model_len=8"
+
+
+@pytest.mark.parametrize("engine", [LLM, LLMEngine, AsyncLLM])
+def test_names_that_an_engine_has_not(engine: type) -> None:
+    bare = engine.__new__(engine)
+    assert not hasattr(bare, "llm_engine")
+    with pytest.raises(AttributeError, match=f"{engine.__name__} has no attribute 'get_metrics': stats"):
+        bare.get_metrics  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="did you mean 'get_tokenizer'"):
+        bare.get_tokeniser  # noqa: B018
+    assert not set(REASONS) & set(dir(engine))
+    assert "did you mean" not in str(missing(bare, "zzzzz"))
+
+
+def test_a_wrong_sampling_parameter_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="SamplingParams has no field 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(3)  # type: ignore[misc]
