@@ -394,10 +394,11 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
             f"preemption_mode={options.preemption_mode!r} moves a KV cache, and {model.architecture} keeps none",
             param="preemption_mode",
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(options, name) > 1:
-            message = f"{name}={getattr(options, name)} is not available for {model.architecture} yet"
-            raise ConfigError(message, param=name)
+    if options.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={options.pipeline_parallel_size} is not available for {model.architecture} yet",
+            param="pipeline_parallel_size",
+        )
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from quire.dashboard.recent import Recent
 from quire.kv_cache.stats import EngineStats
 from quire.scheduler.snapshot import KVSnapshot, RequestView
 
@@ -31,6 +32,7 @@ class Frame(msgspec.Struct):
     kv: KVSnapshot
     shares: dict[str, float] = {}
     """What follows from `stats`: the shares of `quire.kv_cache.stats.shares`."""
+    recent: Recent = Recent()
     task: str = "completion"
     """What the model is for: "chat", "completion" without a chat template, "embed" or "classify"."""
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
+from quire.dashboard.recent import Recent
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
 from quire.scheduler.snapshot import KVSnapshot, RequestView
 
@@ -90,7 +91,7 @@ def render(frame: Frame, history: History, url: str) -> RenderableType:
     block_map = BlockMap(frame.kv)
     caption = "  ".join(f"{count:,} {name}" for name, count in counts.items())
     panel = Panel(block_map, title=f"{caption} [dim]of {len(frame.kv.states) - 1:,} blocks[/]", title_align="left")
-    return Group(title, _rates(frame, history, counts["used"]), panel, _requests(frame))
+    return Group(title, _rates(frame, history, counts["used"]), panel, _requests(frame), _ended(frame.recent))
 
 
 def _rates(frame: Frame, history: History, num_used: int) -> Table:
@@ -117,6 +118,16 @@ def sparkline(values: list[float | None], width: int) -> str:
     return "".join(
         " " if value is None else SPARKS[min(7, int(8 * value / highest)) if highest > 0 else 0] for value in shown
     )
+
+
+def _ended(recent: Recent) -> Text:
+    """What most of the requests that have ended took."""
+    parts = [
+        f"{name} {_milliseconds(times.p50)}, 95 % {_milliseconds(times.p95)}"
+        for name, times in (("first token", recent.time_to_first_token), ("last token", recent.seconds))
+        if times is not None
+    ]
+    return Text(f"ended: {'; '.join(parts)}" if parts else "", "dim")
 
 
 def _requests(frame: Frame) -> RenderableType:

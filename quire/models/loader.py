@@ -107,7 +107,7 @@ def load_model(
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
     else:
         with torch.inference_mode():
-            _load_from(model, files, config, report, elsewhere, context.cache_scales)
+            _load_from(model, files, config, report, elsewhere - model.slots.keys(), context.cache_scales)
     if adapters is not None:
         adapters.model_is_loaded(model.slots, CheckpointNames.of(config))
     if runtime is None or config.impl == "transformers":
@@ -273,7 +273,7 @@ def _load_from(
     quantization = config.quantization
     with _named_errors(files):
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
-            model.load_weights(files.stream(report), elsewhere)
+            model.load_weights(files.stream(report, elsewhere))
             return
         tensors = load_cache_scales(checkpoint_tensors(files, config, report), cache_scales, config, files.directory)
         if quantization is None or quantization.checkpoint_format is None:

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 
 from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame, Observations
+from quire.dashboard.recent import RecentRequests
 from quire.kv_cache.stats import shares
 from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
@@ -26,14 +27,16 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
     encoder = msgspec.json.Encoder()
 
     async def poll() -> bytes:
-        return encoder.encode(await take_frame(context))
+        return encoder.encode(await take_frame(context, recent))
 
+    recent = RecentRequests()
+    context.engine.add_listener(recent)
     feed = Feed(poll)
     context.on_close.append(feed.close)
 
     @app.get("/debug/kv")
     async def kv() -> Response:
-        return json_response(await take_frame(context), {"Cache-Control": "no-store"})
+        return json_response(await take_frame(context, recent), {"Cache-Control": "no-store"})
 
     @app.get("/debug/kv/events")
     @takes_query("rate")
@@ -41,7 +44,7 @@ def add_live_routes(app: FastAPI, context: ServerContext) -> None:
         return EventStream(feed.events(parse_rate(request.query_params.get("rate"))))
 
 
-async def take_frame(context: ServerContext) -> Frame:
+async def take_frame(context: ServerContext, recent: RecentRequests) -> Frame:
     """Ask the engine. Raises EngineDeadError when it is gone."""
     kv = await context.engine.kv_snapshot()
     metrics = context.metrics
@@ -57,6 +60,7 @@ async def take_frame(context: ServerContext) -> Frame:
         stats=metrics.stats,
         kv=kv,
         shares=shares(metrics.stats),
+        recent=recent.recent(),
     )
 
 

@@ -98,7 +98,7 @@ class ColumnValues:
         return dict(zip(self.names, torch.from_numpy(values), strict=True))
 
     def _ruled(self, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Values of tokens by the rules, [C, T]. values: those of the tokens' rows, [T, C]; positions: [T]."""
+        """Values of tokens by the rules, [C, T]. values: the tokens' rows' values, [T, C]; positions: [T]."""
         found = np.ascontiguousarray(values.T)
         found[self.rules == Rule.SHIFTED] += positions
         reached = self.rules == Rule.REACHED

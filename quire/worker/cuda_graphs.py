@@ -61,9 +61,9 @@ PaddedInputs = Callable[[Execution], tuple[DeviceBatch, TokenColumns]]
 
 @dataclass(frozen=True)
 class PassShape:
-    """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
-    be. num_rows: [1] int32, gets the number of a pass's tokens that are no padding (None: nothing asks). taps: those of
-    ForwardBatch, in every pass."""
+    """Sizes, dtype and device of the passes of a model. attention_size: elements of a token's attention over all heads.
+    longest: tokens of the longest sequence there can be. num_rows: [1] int32, gets the number of a pass's tokens that
+    are no padding (None: nothing asks). taps: `ForwardBatch.taps` of every pass."""
 
     attention_size: int
     longest: int

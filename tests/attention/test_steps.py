@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionStep
-from quire.attention.native_backend import NativeAttention
-from quire.attention.torch_backend import TorchAttention
-from quire.attention.triton_backend import TritonAttention
+from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
+from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
 from quire.kernels.arguments import HeadWeights, LayerAttention, NormWeights, RotaryFrequencies
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
@@ -21,6 +21,7 @@ from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.layers.operations import Operations, TorchOperations
+from quire.worker.cuda_graphs import _Pieces
 from quire.worker.kv_tensors import allocate_pages, layer_pages
 from tests.models.test_toy import Planner
 
@@ -109,3 +110,11 @@ def test_apart_is_the_same_as_at_once(way: Callable[..., torch.Tensor]) -> None:
     assert torch.equal(way(apart), whole)
     torch.testing.assert_close(whole, torch_way(at_once), rtol=0, atol=1e-5)
     assert whole[:, :WIDTH].std() > 0.1
+
+
+@pytest.mark.parametrize("step", [TorchAttentionStep, NativeAttentionStep, TritonAttentionStep, _Pieces])
+def test_a_step_over_pages_has_every_operation(step: type[AttentionStep]) -> None:
+    """Those of AttentionStep raise NotImplementedError, for steps of encoders, which attend alone."""
+    operations = {name for name in vars(AttentionStep) if not name.startswith("_")}
+    assert len(operations) == 6
+    assert {name for name in operations if getattr(step, name) is getattr(AttentionStep, name)} == set()

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from quire.dashboard.page import load_page
+from quire.dashboard.recent import EndedRequest, Percentiles, Recent
 from tests.dashboard.chromium import Chromium, browser, find_chromium
 from tests.dashboard.frames import frame_of
 from tests.dashboard.test_page import COUNTS, text
@@ -81,6 +82,22 @@ def test_preempted_and_waiting_requests_have_their_queues(tab: Chromium) -> None
             statuses, key=["running", "preempted", "waiting"].index
         )
         assert tab.evaluate(f"Number({COUNTS}.used)") == frame.stats.num_used_blocks
+
+
+def test_requests_that_have_ended(tab: Chromium) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    ended = [
+        EndedRequest(name, ["stop"], 12, 8, 64, 0.04, 1.25),
+        EndedRequest("b", ["abort"], 3, 0, 0, None, None),
+    ]
+    frame = frame_of(pressed_driver(1))
+    frame.recent = Recent(ended, Percentiles(0.04, 0.5), Percentiles(1.25, 2.0))
+    with shown(tab, frame):
+        lines = tab.evaluate("[...document.querySelectorAll('.past')].map((line) => line.innerText)")
+        assert lines == ["stop 12 (8 cached) + 64 tokens · first 40 ms · 1.3 s", "abort 3 + 0 tokens"]
+        times = tab.evaluate("document.querySelector('.ended .more').innerText")
+        assert times == "first token after 40 ms (95 %: 500 ms), the last one after 1.3 s (95 %: 2.0 s)"
+        assert tab.evaluate("document.querySelector('.past').title") == name
 
 
 @pytest.mark.parametrize("num_blocks", [50, 50_000])

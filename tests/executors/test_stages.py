@@ -181,6 +181,22 @@ def test_random_schedules(model_path: Path, layout: str) -> None:
 
 
 @pytest.mark.long
+def test_random_schedules_of_two_ranks(model_path: Path) -> None:
+    """Sums of ranks have the bits of no other layout; every way has the same ones."""
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
+    try:
+        for seed in range(4):
+            found = []
+            for way in WAYS:
+                core = make_core(configured(model_path, tensor_parallel_size=2, **way), RankedExecutor(Reused(ranks)))
+                found.append(outcome(core, seed))
+                core.shutdown()
+            assert all(each == found[0] for each in found)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "qwen3-next", "deepseek-v3"])
 def test_groups_of_unlike_layers(tmp_path: Path, family: str) -> None:
     """Windows, states and latents: each stage has its pages of the groups' blocks, also on disk."""

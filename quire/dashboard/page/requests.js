@@ -9,6 +9,7 @@ const QUEUES = [
 ];
 const ROWS_SHOWN = 50;
 
+const ended = { shown: "", section: null, list: null, times: null };
 const rows = new Map(); // request id -> its button
 const queues = new Map(); // status -> {section, count, list, more}
 
@@ -25,6 +26,38 @@ function buildQueues() {
     byId("queues").append(section);
     queues.set(status, { section, count, list, more, none });
   }
+  ended.section = element("section", "queue ended");
+  ended.list = element("ul");
+  ended.times = element("p", "more");
+  ended.section.append(element("h3", "", "Ended"), ended.times, ended.list);
+  byId("queues").append(ended.section);
+}
+
+const secondsOf = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(1)} s`);
+
+// The latest requests that have ended, and what most of the last 200 took.
+function drawEnded() {
+  const { recent } = state.frame;
+  const signature = JSON.stringify(recent);
+  if (signature === ended.shown) return;
+  ended.shown = signature;
+  ended.section.hidden = recent.ended.length === 0;
+  const shares = ({ p50, p95 }) => `${secondsOf(p50)} (95 %: ${secondsOf(p95)})`;
+  const times = [];
+  if (recent.time_to_first_token) times.push(`first token after ${shares(recent.time_to_first_token)}`);
+  if (recent.seconds) times.push(`the last one after ${shares(recent.seconds)}`);
+  ended.times.textContent = times.join(", ");
+  ended.list.replaceChildren(...recent.ended.map(endedItem));
+}
+
+function endedItem(request) {
+  const item = element("li", "past");
+  const cached = request.num_cached_tokens ? ` (${request.num_cached_tokens} cached)` : "";
+  const notes = [`${request.num_prompt_tokens}${cached} + ${request.num_generated} tokens`];
+  if (request.seconds !== null) notes.push(`first ${secondsOf(request.time_to_first_token)}`, secondsOf(request.seconds));
+  item.append(element("b", "", request.finish_reasons.join(", ")), " ", element("span", "what", notes.join(" · ")));
+  item.title = request.request_id;
+  return item;
 }
 
 function drawQueues() {
@@ -42,6 +75,7 @@ function drawQueues() {
     parts.more.hidden = found.length <= ROWS_SHOWN;
     parts.more.textContent = `and ${found.length - ROWS_SHOWN} more`;
   }
+  drawEnded();
   for (const id of rows.keys()) if (!state.requests.has(id)) rows.delete(id);
   const requests = [...state.requests.values()].filter((request) => request.status !== "pinned");
   const sequences = requests.reduce((sum, request) => sum + request.sequences.length, 0);

@@ -250,10 +250,10 @@ def attend_range(
 ):
     """Add the keys at [start, stop) to the running softmax of a tile of queries; `start` a multiple of BLOCK_N.
 
-    queries, odd_queries, query_factor: results of `split_queries`. pages: those of one layer, at the first element of
-    the key head. table: the sequence's row. positions: [BLOCK_M] of the rows, between first_position and last_position.
-    Keys that no row sees, and blocks that hold nothing else, are not read. Tiles that all rows see whole, nearly all of
-    a long context, go through a loop without masks.
+    queries, odd_queries, query_factor: results of `split_queries`. pages: one layer's, at the first element of the key
+    head. table: the sequence's row. positions: [BLOCK_M] of the rows, between first_position and last_position. Keys
+    that no row sees, and blocks that hold nothing else, are not read. Tiles that all rows see whole, nearly all of a
+    long context, go through a loop without masks.
     """
     odd_values = total
     if PAIRS:

@@ -146,7 +146,7 @@ class BlockCopier:
     blocks mean what they say."""
 
     def __init__(self, pages: Sequence[torch.Tensor], upload: Upload) -> None:
-        """pages: those that PageTable.of_pages takes. upload: copies integers to the device without waiting for it."""
+        """pages: the pool's, for PageTable.of_pages. upload: copies integers to the device without waiting for it."""
         self._pool = PageTable.of_pages(pages)
         self._upload = upload
 

@@ -30,7 +30,8 @@ from quire.kernels.triton.runtime import bind, bound, next_power_of_2
 UNROLLED = 8
 """Fixed splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
 FEW_PARTS = 8
-"""Most splits of a plan with which one program merges all heads of a group; with more, a program merges one head."""
+"""Splits of a plan, at most, with which one program merges all heads of a group; with more, a program merges one
+head."""
 
 
 @dataclass(frozen=True, slots=True)

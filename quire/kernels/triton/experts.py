@@ -177,7 +177,7 @@ def apply_experts(
     weighs_input: bool,
 ) -> torch.Tensor:
     """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] of one dtype, in which
-    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: those of Gating and
+    plain matrices are. routing: [T, 2 * top_k] float32. activation, limit, weighs_input: fields of Gating and
     ExpertWeights."""
     num_rows, size = x.shape
     if num_rows == 0:

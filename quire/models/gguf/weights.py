@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,11 +58,14 @@ class GGUFWeights:
         """The files, in the order of their parts."""
         return parts_of(self.directory)
 
-    def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
+    def stream(
+        self, report: Callable[[int, int], None], elsewhere: Collection[str] = ()
+    ) -> Iterator[tuple[str, WeightTensor]]:
         """All tensors, quantised matrices as integers; the next one is made while the last is stored. report: called
-        with (bytes done, bytes in all). Raises ModelLoadError."""
+        with (bytes done, bytes in all). elsewhere: names that only other ranks have, which are left out. Raises
+        ModelLoadError."""
         try:
-            for each in read_ahead(self._read(), 2):
+            for each in read_ahead(self._read(elsewhere), 2):
                 if isinstance(each, _Done):
                     report(each.done, each.total)
                 else:
@@ -72,7 +75,7 @@ class GGUFWeights:
             self.current = self._reading
             raise
 
-    def _read(self) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
+    def _read(self, elsewhere: Collection[str]) -> Generator[tuple[Path, str, WeightTensor] | _Done, None, None]:
         """Tensors with their files; behind the tensors of an entry, how far it is."""
         with GGUFFile(self.directory) as file:
             layout = head_layout(file)
@@ -84,8 +87,8 @@ class GGUFWeights:
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
                     self._reading = file.paths[entry.part]
-                    is_held = False
-                    for own, weight in _named(file, entry, layout, name):
+                    is_held, first = False, name.replace(EXPERT, "0").replace(HEAD, "0")
+                    for own, weight in () if first in elsewhere else _named(file, entry, layout, name):
                         is_held = isinstance(weight, BlockWeight)
                         yield self._reading, own, weight
                     if not is_held:

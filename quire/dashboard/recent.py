@@ -1,0 +1,101 @@
+"""Requests that have ended, for people who look at a server: the latest of them, and how long most took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+import msgspec
+
+from quire.clock import Clock, SystemClock
+from quire.kv_cache.stats import EngineStats
+from quire.metrics.progress import RequestProgress
+from quire.outputs import RequestOutput
+from quire.request import EngineRequest
+
+KEPT, SHOWN = 200, 20
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """finish_reasons: those of its sequences, once each. Seconds are None for a request that never got a token."""
+
+    request_id: str
+    finish_reasons: list[str]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated: int
+    time_to_first_token: float | None
+    seconds: float | None
+    """From its arrival to its last token."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Seconds that half of the kept requests, and 95 % of them, took at most."""
+
+    p50: float
+    p95: float
+
+
+class Recent(msgspec.Struct, frozen=True):
+    """The latest requests that have ended, the last one first, and what the kept ones took (None: there are none)."""
+
+    ended: list[EndedRequest] = []
+    time_to_first_token: Percentiles | None = None
+    seconds: Percentiles | None = None
+
+
+class RecentRequests:
+    """A StatsListener of AsyncLLM. It hears of the requests of its own process."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._running: dict[str, RequestProgress] = {}
+        self._ended: deque[EndedRequest] = deque(maxlen=KEPT)
+
+    def record_request(self, request_id: str, request: EngineRequest, text: str | None) -> None:
+        """A request is of interest when it ends."""
+
+    def record_rejected(self, request_id: str) -> None:
+        """The client's answer says why."""
+
+    def record_stats(self, stats: EngineStats) -> None:
+        """These are in a frame anyway."""
+
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
+        now = self._clock.now()
+        for output in outputs:
+            progress = self._running.get(output.request_id)
+            if progress is None:
+                progress = self._running[output.request_id] = RequestProgress(now)
+            for completion in output.outputs:
+                progress.observe_tokens(completion, now)
+            if output.finished:
+                del self._running[output.request_id]
+                self._ended.appendleft(_ended(output, progress, now))
+
+    def recent(self) -> Recent:
+        firsts = [each.time_to_first_token for each in self._ended]
+        return Recent(
+            list(islice(self._ended, SHOWN)), _percentiles(firsts), _percentiles(each.seconds for each in self._ended)
+        )
+
+
+def _ended(output: RequestOutput, progress: RequestProgress, now: float) -> EndedRequest:
+    times = progress.phases(output, now)
+    return EndedRequest(
+        output.request_id,
+        sorted({each.finish_reason for each in output.outputs if each.finish_reason is not None}),
+        len(output.prompt_token_ids),
+        output.num_cached_tokens,
+        progress.num_generated,
+        None if times is None else times.to_first_token,
+        None if times is None else times.total,
+    )
+
+
+def _percentiles(values: Iterable[float | None]) -> Percentiles | None:
+    found = sorted(value for value in values if value is not None)
+    if not found:
+        return None
+    return Percentiles(found[(len(found) - 1) // 2], found[(95 * (len(found) - 1) + 99) // 100])
