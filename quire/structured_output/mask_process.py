@@ -59,9 +59,8 @@ SLOW_SECONDS = 0.003
 """Processor time of a token and its mask from which on a sequence is slow."""
 SLOW_TOKENS = 4
 """Quick ones in a row until it is no longer."""
-MAX_BRIEF = 8
 BRIEF_SECONDS = 0.0001
-"""Tasks of a message, and processor time for their masks in all, up to which answers wait for masks."""
+"""Processor time of a mask up to which the answer waits for it, where the message asks for no other one."""
 PATIENCE = 0.004
 """Seconds that one piece of work may take until another thread leads."""
 IDLE_SECONDS = 0.05
@@ -287,7 +286,7 @@ class MaskProcess:
         if not frames:
             os._exit(0)  # the engine core is gone
         tasks = [task for frame in frames for task in self._take(self._decoder.decode(frame))]
-        is_brief = len(tasks) <= MAX_BRIEF and sum(task.slot.mask_seconds for task in tasks) < BRIEF_SECONDS
+        is_brief = len(tasks) == 1 and tasks[0].slot.mask_seconds < BRIEF_SECONDS
         with self._lock:
             self._last_message = time.monotonic()
             for task in tasks:

@@ -19,30 +19,31 @@ TOKEN_SECONDS = 0.001
 """Processor time that one request's tokens and masks may take in all: so much, and so much for each token."""
 NO_SLOT = -1
 NUM_PLACES = 1024
-UNKNOWN, GOES_ON, STOPS = range(3)
+UNKNOWN, GOES_ON, STOPS = 0, 1, 4
 
 
 class ConstraintText:
     """A text that live requests name. Its rehearsal ends with the last of them."""
 
-    def __init__(self, service: ConstraintService, text: str) -> None:
+    def __init__(self, service: ConstraintService, text: str, behind: bytearray | None = None) -> None:
+        """behind: what requests before have seen behind its tokens."""
         self._service = service
         self.text = text
         self.outcome: Outcome | None = None
         """None: it is not rehearsed yet."""
         self.job = 0
         """Number of its rehearsal; 0: none has begun."""
-        self._behind = bytearray(NUM_PLACES)
-        """What was seen behind tokens, by their ids modulo NUM_PLACES: STOPS where one of them ended a sequence or
-        forced others, even once; GOES_ON where they did not."""
+        self.behind = bytearray(NUM_PLACES) if behind is None else behind
+        """What was seen behind tokens, by their ids modulo NUM_PLACES: STOPS where the last one ended a sequence or
+        forced others, one less for each that did not since; GOES_ON is the least."""
 
     def note(self, token_id: int, *, stops: bool) -> None:
         """A sequence had this token. stops: it ended there, or others were forced behind it."""
         place = token_id % NUM_PLACES
-        self._behind[place] = max(self._behind[place], STOPS if stops else GOES_ON)
+        self.behind[place] = STOPS if stops else max(self.behind[place] - 1, GOES_ON)
 
     def goes_on_behind(self, token_id: int) -> bool:
-        return self._behind[token_id % NUM_PLACES] == GOES_ON
+        return self.behind[token_id % NUM_PLACES] == GOES_ON
 
     def __del__(self) -> None:
         if self.job and self.outcome is None:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -77,7 +78,7 @@ class ConstraintService:
         self._is_closed = False
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self._texts: weakref.WeakValueDictionary[str, ConstraintText] = weakref.WeakValueDictionary()
-        self._outcomes: RecentTexts[Outcome] = RecentTexts(lambda text, _: len(text))
+        self._outcomes: RecentTexts[Known] = RecentTexts(lambda text, _: len(text))
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
         self._charges = itertools.count(1)
@@ -85,13 +86,13 @@ class ConstraintService:
         """Rehearsals of texts that no request names any more."""
 
     def constraint(self, text: str, client: str = "") -> RemoteConstraint:
-        outcome = self._outcomes.get(text)
-        if outcome is not None and outcome.reason:
-            raise refusal(outcome.reason)
+        known = self._outcomes.get(text)
+        if known is not None and known.outcome.reason:
+            raise refusal(known.outcome.reason)
         found = self._texts.get(text)
         if found is None:
-            found = self._texts[text] = ConstraintText(self, text)
-        found.outcome = found.outcome or outcome
+            found = self._texts[text] = ConstraintText(self, text, None if known is None else known.behind)
+        found.outcome = found.outcome or (None if known is None else known.outcome)
         return RemoteConstraint(self, found, client, next(self._charges))
 
     def begin(self, matcher: RemoteMatcher) -> None:
@@ -236,7 +237,7 @@ class ConstraintService:
             text.job = 0
             text.outcome = outcome if is_final else None
             if is_final:
-                self._keep(text.text, outcome)
+                self._keep(text, outcome)
         for reference in job.matchers:
             matcher = reference()
             if matcher is not None and outcome.reason:
@@ -247,13 +248,20 @@ class ConstraintService:
     def _refuse(self, matcher: RemoteMatcher, outcome: Outcome) -> None:
         self.masks.refuse(matcher, refusal(outcome.reason))
 
-    def _keep(self, text: str, outcome: Outcome) -> None:
+    def _keep(self, text: ConstraintText, outcome: Outcome) -> None:
         """Remember what became of a text."""
-        self._outcomes.put(text, outcome, MAX_OUTCOMES, MAX_OUTCOME_CHARACTERS)
+        self._outcomes.put(text.text, Known(outcome, text.behind), MAX_OUTCOMES, MAX_OUTCOME_CHARACTERS)
 
     def _condemn(self, text: ConstraintText, reason: str) -> None:
         text.outcome = Outcome(reason)
-        self._keep(text.text, text.outcome)
+        self._keep(text, text.outcome)
+
+
+class Known(NamedTuple):
+    """The outcome of a text, and what was seen behind its tokens (ConstraintText)."""
+
+    outcome: Outcome
+    behind: bytearray
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ def test_masks_behind_drafts(mark: list[str], drafts: str, count: int) -> None:
     ids = [tokenizer.encode(each)[-1] for each in ("a", *drafts)]
     grammar = Grammar(0, "start: /[abc]{2,4}d?/" if mark else "start: /[abc]{4}d/", 0.0, 0.0)
     new = New(0, 1, 0, 0, [], [tokenizer.encode(each)[-1] for each in mark], False, None)
-    advance = Advance(0, 2, ids[:1], 0, False, ids[1:], [5, 6, 7, 8][: len(drafts)])
+    advance = Advance(0, 2, ids[:1], 0, True, ids[1:], [5, 6, 7, 8][: len(drafts)])
     core.sendall(encode_frame(Work(16, [], [], [grammar], [], [new], [advance])))
     while not process._slots or process._firsts or process._masks:
         process._turn(0, scratch)

@@ -290,6 +290,27 @@ def test_what_became_of_a_text_is_known(service: ConstraintService) -> None:
     assert next(service._numbers) == number + 1
 
 
+def test_what_was_seen_behind_tokens_outlives_the_requests(service: ConstraintService, tokenizer: Tokenizer) -> None:
+    text = text_of(regex="[a-z]{1,77}")
+    (token_id,) = tokenizer.encode("a", add_special_tokens=False)
+    matcher = start(service, text)
+    assert not matcher.goes_on_behind(token_id)
+    advance(service, matcher, token_id)
+    assert matcher.goes_on_behind(token_id)
+    del matcher
+    assert text not in service._texts
+    assert start(service, text).goes_on_behind(token_id)
+
+
+def test_a_token_behind_which_others_were_forced_is_waited_for_three_times(service: ConstraintService) -> None:
+    text = service.constraint(text_of(regex="[a-z]{1,78}")).text
+    seen = []
+    for stops in (False, True, False, False, False, True):
+        text.note(5, stops=stops)
+        seen.append(text.goes_on_behind(5))
+    assert seen == [True, False, False, False, True, False]
+
+
 def test_outcomes_are_bounded(service: ConstraintService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_OUTCOMES", 10)
     for number in range(25):
