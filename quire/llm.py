@@ -193,7 +193,8 @@ class LLM(OfflineEngine):
         index, before anything runs, and for a model that gives no vectors; else as `LLM.generate`.
         """
         cut = _truncation(truncate_prompt_tokens, options)
-        return self._pooled("embed", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.embedding)
+        finish, lora = self._pooling_processor.embedding, options.get("lora_request")
+        return self._pooled("embed", prompts, pooling_params, cut, use_tqdm, finish, lora)
 
     def classify(
         self,
@@ -206,7 +207,8 @@ class LLM(OfflineEngine):
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of a classifier's labels for every prompt. Arguments and errors as for `embed`."""
         cut = _truncation(truncate_prompt_tokens, options)
-        return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.classification)
+        finish, lora = self._pooling_processor.classification, options.get("lora_request")
+        return self._pooled("classify", prompts, pooling_params, cut, use_tqdm, finish, lora)
 
     def encode(
         self,
@@ -223,7 +225,8 @@ class LLM(OfflineEngine):
         if pooling_task is not None:
             self._pooling_processor.check_task(PoolingParams(task=pooling_task).task or "encode")
         cut = _truncation(truncate_prompt_tokens, options)
-        return self._pooled("encode", prompts, pooling_params, cut, use_tqdm, self._pooling_processor.pooled)
+        finish, lora = self._pooling_processor.pooled, options.get("lora_request")
+        return self._pooled("encode", prompts, pooling_params, cut, use_tqdm, finish, lora)
 
     def score(
         self,
@@ -247,10 +250,10 @@ class LLM(OfflineEngine):
         params = _merged(pooling_params or PoolingParams(), _truncation(truncate_prompt_tokens, options))
         if self._pooling_processor.is_cross_encoder:
             pairs = [(firsts[min(i, len(firsts) - 1)], second) for i, second in enumerate(seconds)]
-            outputs = self._pool(pairs, [params] * len(pairs), use_tqdm)
+            outputs = self._pool(pairs, [params] * len(pairs), use_tqdm, options.get("lora_request"))
             return [self._pooling_processor.pair_score(output, params) for output in outputs]
         texts = [(text, None) for text in (*firsts, *seconds)]
-        outputs = self._pool(texts, [params] * len(texts), use_tqdm)
+        outputs = self._pool(texts, [params] * len(texts), use_tqdm, options.get("lora_request"))
         lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
         return [
             self._pooling_processor.similarity(lefts[min(i, len(lefts) - 1)], right, params)
@@ -265,6 +268,7 @@ class LLM(OfflineEngine):
         truncate: int | None,
         use_tqdm: bool | MakeBar,
         finish: Callable[[RequestOutput, PoolingParams], T],
+        lora_request: LoRARequests,
     ) -> list[T]:
         self._pooling_processor.check_task(task)
         listed = _as_list(prompts)
@@ -276,19 +280,25 @@ class LLM(OfflineEngine):
             if task != "encode":
                 raise UserError(f"pooling_params ask for the task {asked!r}, and the call for {task!r}", param="task")
             self._pooling_processor.check_task(asked)
-        outputs = self._pool([(prompt, None) for prompt in listed], merged, use_tqdm)
+        outputs = self._pool([(prompt, None) for prompt in listed], merged, use_tqdm, lora_request)
         return [finish(output, one) for output, one in zip(outputs, merged, strict=True)]
 
     def _pool(
-        self, prompts: Sequence[tuple[Prompt, str | None]], params: Sequence[PoolingParams], use_tqdm: bool | MakeBar
+        self,
+        prompts: Sequence[tuple[Prompt, str | None]],
+        params: Sequence[PoolingParams],
+        use_tqdm: bool | MakeBar,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
         """Run pooled requests to their end, in order; each prompt may have a second text."""
         with self._busy:
             requests = []
+            adapters = self._adapters.each(lora_request, len(prompts))
             for index, ((prompt, second), each) in enumerate(zip(prompts, params, strict=True)):
                 with _naming(index, "prompt", of=len(prompts)):
                     request_id = str(next(self._numbers))
-                    requests.append(self._pooling_processor.request(request_id, prompt, each, second=second))
+                    request = self._pooling_processor.request(request_id, prompt, each, second=second)
+                    requests.append(msgspec.structs.replace(request, adapter=adapters[index]))
             return self._run(requests, [prompt_text(prompt) for prompt, _ in prompts], use_tqdm)
 
     def _process(

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from quire.decoding.sequence import Request, RequestStatus, Sequence
-from quire.kv_cache.stats import EngineStats
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import FinishReason
 from quire.scheduler.beam_reorder import hypothesis_updates
-from quire.step import PromptLogprobs, StepResult
+from quire.step import PromptLogprobs
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float, *, can_wait: bool = False) -> None:

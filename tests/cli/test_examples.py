@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 import quire
 from quire import LLM, RequestOutput
@@ -44,6 +45,7 @@ NOT_RUN = {
 """How commands of README.md begin that no test here runs, and why not."""
 
 PYTHON_NOT_RUN = {
+    "docs/adapters.md": "adapters of the reader's machine; tests/e2e/test_adapters.py runs these calls",
     "docs/adding-a-model.md": "parts of files that a reader writes",
     "docs/disk-tier.md": "a directory of the reader's machine",
     "docs/images.md": "a model of gigabytes; tests/e2e/test_images.py runs these calls",
@@ -209,6 +211,7 @@ def test_runs_of_the_command_line(
 ) -> None:
     """With the commands that write their files, in the order of the document. bash expands the lines."""
     monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64), "red").save("picture.png")  # a reader's own
     texts = []
     for _, command in [each for each in shown(is_run_or_writes) if each[0] == document]:
         subprocess.run(["bash", "-c", KEEP + command], stdin=subprocess.DEVNULL, check=True)

@@ -242,7 +242,9 @@ def test_devices_share_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert (two["num_devices"], four["num_devices"], staged["num_devices"]) == (2, 4, 4)
     assert two["weight_bytes"] == four["weight_bytes"] == 2 * two["num_parameters"]
     assert four["weight_bytes_per_device"] == two["weight_bytes_per_device"] / 2
-    assert two["kv_bytes_per_token"] == 2 * four["kv_bytes_per_token"] == 2 * staged["kv_bytes_per_token"]
+    assert two["kv_bytes_per_token"] == 2 * four["kv_bytes_per_token"]
+    # The stage without the head has a layer more than the other.
+    assert staged["kv_bytes_per_token"] == two["kv_bytes_per_token"] * 41 / 80
     assert four["num_blocks"] > 2 * two["num_blocks"]
     times = {name: plan["speed"][0]["decoding"][0]["step_seconds"] for name, plan in (("two", two), ("four", four))}
     assert times["two"] / 2 < times["four"] < times["two"]

@@ -257,3 +257,21 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
         pytest.raises(UserError, match="needs an engine with enable_lora"),
     ):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=tiny.first)
+
+
+def test_vectors_of_adapters(tiny: Tiny) -> None:
+    """A vector is that of Transformers with the adapter merged; one without an adapter has the base's bits."""
+    prompts: Any = [{"prompt_token_ids": each} for each in PROMPTS[:3]]
+    with engine(tiny.directory, runner="pooling") as llm:
+        found = llm.embed(prompts, lora_request=[tiny.first, None, tiny.second], use_tqdm=False)
+        with pytest.raises(UserError, match="got 1 lora_requests for 3 prompts"):
+            llm.embed(prompts, lora_request=[tiny.first], use_tqdm=False)
+    with LLM(str(tiny.directory), runner="pooling", max_model_len=128, **SMALL) as llm:
+        (base,) = llm.embed(prompts[1:2], use_tqdm=False)
+    assert found[1].outputs.embedding == base.outputs.embedding
+    for place, request in ((0, tiny.first), (2, tiny.second)):
+        model = merged(tiny.model, Path(request.path))
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([PROMPTS[place]])).last_hidden_state[0, -1]
+        wanted = torch.nn.functional.normalize(hidden.float(), dim=0)
+        assert torch.allclose(torch.tensor(found[place].outputs.embedding), wanted, atol=TOLERANCE)
