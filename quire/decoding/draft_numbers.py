@@ -15,23 +15,29 @@ RARE = 16
 
 
 class DraftRecord:
-    """The drafts of one sequence. most: drafts of a step at most."""
+    """The drafts of one sequence. most: drafts of a step at most. mean: accepted drafts of a trial that are expected
+    before there was one."""
 
-    __slots__ = ("_mean", "_most", "_num_left_out")
+    __slots__ = ("_most", "_num_left_out", "mean")
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, mean: float = FIRST_MEAN) -> None:
         self._most = most
-        self._mean = min(FIRST_MEAN, most)
+        self.mean = min(mean, most)
         self._num_left_out = 0
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Take in a trial of `num_drafts` (>= 1). Where all were accepted, more would have been."""
         reached = num_accepted if num_accepted < num_drafts else min(2 * num_accepted, self._most)
-        self._mean += WEIGHT * (reached - self._mean)
+        self.mean += WEIGHT * (reached - self.mean)
 
-    def next_limit(self) -> int:
-        """The most drafts of the next step; asked once for each step that may have some."""
-        if self._mean >= LEAST_MEAN:
-            return 1 + int(1.5 * self._mean)
+    @property
+    def limit(self) -> int:
+        """The most drafts of a trial, from 1 on."""
+        return 1 + int(1.5 * self.mean) if self.mean >= LEAST_MEAN else 1
+
+    def wants_trial(self) -> bool:
+        """The next step may have drafts. Asked once for each step for which there are some."""
+        if self.mean >= LEAST_MEAN:
+            return True
         self._num_left_out += 1
-        return int(self._num_left_out % RARE == 0)
+        return self._num_left_out % RARE == 0

@@ -11,12 +11,15 @@ from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
-from quire.decoding.draft_numbers import DraftRecord
+from quire.decoding.draft_numbers import FIRST_MEAN, DraftRecord
 from quire.decoding.masks import drafts_behind
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.stats import EngineStats
 from quire.step import StepPlan, StepResult
+
+SHARE_OF_ONE = 1 / 16
+"""Weight of one trial in what new sequences expect."""
 
 
 class Drafts(NamedTuple):
@@ -73,6 +76,8 @@ class WorkerDrafts:
         self._ends = [end for end, _ in by_batch_size]
         self._numbers = [number for _, number in by_batch_size]
         self._adapts = adapts
+        self._mean = FIRST_MEAN
+        """Accepted drafts of a trial that a new sequence expects: those of the sequences before it."""
 
     def propose(self, sequence: Sequence, limit: int, batch_size: int) -> Drafts:
         if self._ends:
@@ -80,8 +85,9 @@ class WorkerDrafts:
         limit = min(limit, sequence.num_found_drafts)
         if limit and self._adapts:
             if sequence.draft_record is None:
-                sequence.draft_record = DraftRecord(self.max_drafts)
-            limit = min(limit, sequence.draft_record.next_limit())
+                sequence.draft_record = DraftRecord(self.max_drafts, self._mean)
+            limit = min(limit, sequence.draft_record.limit)
+            self._mean += SHARE_OF_ONE * (sequence.draft_record.mean - self._mean)
         if sequence.request.constraint is None:
             return Drafts(limit)
         token_ids = sequence.draft_token_ids[:limit]
@@ -89,13 +95,17 @@ class WorkerDrafts:
 
 
 def note_found_drafts(samples: list[Sequence], result: StepResult) -> None:
-    """Note which drafts the workers have for the sequences of a result."""
+    """Note which drafts the workers have for the sequences of a result. A sequence whose drafts are hardly ever right
+    takes the fast path past most of them."""
     for index, sequence in enumerate(samples):
-        sequence.num_found_drafts = num_found = result.found_drafts.get(index, 0)
-        if num_found:
+        num_found, record = result.found_drafts.get(index, 0), sequence.draft_record
+        if num_found and (record is None or record.wants_trial()):
             sequence.fast_path_until = 0
+        else:
+            num_found = 0
+        sequence.num_found_drafts = num_found
         if sequence.request.constraint is not None:
-            sequence.draft_token_ids = result.draft_token_ids.get(index, [])
+            sequence.draft_token_ids = result.draft_token_ids.get(index, []) if num_found else []
 
 
 def count_drafts(stats: EngineStats, plan: StepPlan, result: StepResult) -> None:

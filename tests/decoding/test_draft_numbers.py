@@ -11,8 +11,8 @@ def run(record: DraftRecord, chance: float, steps: int, most: int = 8) -> tuple[
     """Drafts, and accepted ones, of as many steps, where each draft is right with this probability."""
     draw, num_drafts, num_accepted = random.Random(1), 0, 0
     for _ in range(steps):
-        count = min(record.next_limit(), most)
-        if count:
+        if record.wants_trial():
+            count = min(record.limit, most)
             accepted = next((place for place in range(count) if draw.random() >= chance), count)
             record.note(count, accepted)
             num_drafts, num_accepted = num_drafts + count, num_accepted + accepted

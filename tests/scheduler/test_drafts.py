@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 
-from quire.decoding.drafts import Drafts, WorkerDrafts, count_drafts
+from quire.decoding.drafts import Drafts, WorkerDrafts, count_drafts, note_found_drafts
 from quire.decoding.sequence import Sequence
 from quire.kv_cache.stats import EngineStats
 from quire.request import FinishReason
@@ -334,3 +334,27 @@ def test_drafts_are_counted() -> None:
         assert stats.accepted_drafts_by_position is not before
     assert (stats.drafts_total, stats.draft_tokens_total, stats.accepted_draft_tokens_total) == (6, 12, 5)
     assert stats.accepted_drafts_by_position == [3, 1, 1]
+
+
+def test_a_new_sequence_expects_what_those_before_it_had() -> None:
+    drafter = WorkerDrafts(8)
+    driver = CoreDriver(make_config())
+    driver.add("a", [1, 2, 3], max_tokens=4)
+    driver.step()
+    (sequence,) = driver.scheduler._running.sequences
+    sequence.num_found_drafts = 8
+    assert drafter.propose(sequence, 8, 1).num_tokens == 4, "two of a trial are expected at first"
+    for _ in range(100):
+        assert sequence.draft_record is not None
+        sequence.draft_record.note(1, 0)
+        drafter.propose(sequence, 8, 1)
+    sequence.draft_record = None
+    assert drafter.propose(sequence, 8, 1).num_tokens == 1
+    result = StepResult(1, [[3]], found_drafts={0: 8})
+    wanted = []
+    for _ in range(32):
+        sequence.fast_path_until = 5
+        note_found_drafts([sequence], result)
+        wanted.append(sequence.num_found_drafts)
+        assert (sequence.fast_path_until == 0) == (sequence.num_found_drafts == 8)
+    assert wanted.count(8) == 2, "the others take the fast path"
