@@ -154,10 +154,20 @@ class ServedAdapters:
 def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
     """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which answer as vLLM's do."""
 
+    def check_alone() -> None:
+        """Raise ApiError where other API processes would not hear of it."""
+        if context.settings.api_server_count > 1:
+            raise invalid_request(
+                "with --api-server-count above 1 adapters are those of --lora-modules and --lora-dir: one process alone "
+                "would know of this one",
+                param="lora_name",
+            )
+
     @app.post("/v1/load_lora_adapter")
     @admin
     async def load_lora_adapter(request: Request) -> Response:
         body = await read_request(request, context, LoadAdapter)
+        check_alone()
         context.check_alive()
         module = LoraModule(body.lora_name, body.lora_path, body.base_model_name)
         await context.adapters.load(module, load_inplace=body.load_inplace)
@@ -167,5 +177,6 @@ def add_adapter_routes(app: FastAPI, context: ServerContext) -> None:
     @admin
     async def unload_lora_adapter(request: Request) -> Response:
         body = await read_request(request, context, UnloadAdapter)
+        check_alone()
         await context.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")

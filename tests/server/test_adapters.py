@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from transformers import AutoModelForCausalLM
 
-from quire.config.hf_config import BUNDLED_DIRECTORY
+from quire.config.hf_config import BUNDLED_DIRECTORIES
 from quire.engine.async_engine import AsyncLLM
 from quire.errors import ConfigError
 from quire.server.adapters import LoraModule
@@ -22,7 +23,7 @@ NO_ADAPTERS_SETTINGS = ServerSettings(enable_admin_routes=True)
 
 
 async def test_adapters_by_name(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_DIRECTORY)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_DIRECTORIES["bundled"])
     paths = {name: str(write_adapter(model, tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))}
     settings = ServerSettings(
         enable_admin_routes=True, lora_dir=str(tmp_path), served_model_name=["base"], allowed_hosts=[HOST]
@@ -35,6 +36,14 @@ async def test_adapters_by_name(tmp_path: Path) -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
             await check_routes(client, tmp_path, paths)
+        app = create_app(engine, msgspec.structs.replace(settings, api_server_count=2))
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
+            for route in ("load", "unload"):
+                body = {"lora_name": "more", "lora_path": paths["one"]}
+                answer = await client.post(f"/v1/{route}_lora_adapter", json=body)
+                assert answer.status_code == 400
+                assert "one process alone would know" in answer.text
     finally:
         engine.shutdown()
 
