@@ -120,7 +120,8 @@ class TestInABrowser:
         page.wait_for(f"{COUNTS}.used === '0' && {COUNTS}.shared === '0'")
         page.wait_for("!document.querySelector('#run').disabled")
         assert page.evaluate("[...document.querySelectorAll('.output pre')].every((p) => p.innerText.length === 200)")
-        assert text(page, "#queues").split() == ["Running", "0", "nothing", "runs"]
+        assert text(page, "#queues .queue").split() == ["Running", "0", "nothing", "runs"]
+        assert text(page, "#queues .ended .past").startswith("length 41 + 800 tokens")
         server.slow_down()
         assert int(page.evaluate(f"{COUNTS}.cached")) > 0, "what was computed stays"
 
